@@ -1,0 +1,19 @@
+"""The one family of errors a caller can meet.
+
+Every error names the values it saw and the way out. All are `ValueError`s, because each is
+about something the caller passed in; our own broken invariants are `assert`s instead.
+"""
+
+__all__ = ["MeshAttentionError", "PlanError", "PlanTextError"]
+
+
+class MeshAttentionError(ValueError):
+    """Base of all errors that this library raises on purpose."""
+
+
+class PlanError(MeshAttentionError):
+    """A plan cannot be made from these settings."""
+
+
+class PlanTextError(MeshAttentionError):
+    """A text is not the text form of a plan."""

@@ -1,0 +1,161 @@
+"""Flash-style attention in plain PyTorch: any mask, device, dtype and head sizes, exact.
+
+It holds one block of scores at a time and accumulates in fp32 (fp64 for fp64 input). It is
+what runs row ranges (windows, documents, striped causal) where no faster kernel does, and
+whatever the ready-made kernels refuse. Results stay in the accumulator's dtype, because they
+are partial and will be added to others.
+
+R is the number of query heads that share a key/value head; they are stacked as rows of one
+matrix product, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.interface import BlockMask, Request
+from mesh_attention.kernels.merge import accumulator_dtype, delta
+from mesh_attention.kernels.probe import why_not_grouped
+from mesh_attention.kernels.unseen import require_delta, without_unseen
+from mesh_attention.kernels.visibility import BlockVisibility, Seen
+
+
+class Blockwise:
+    name = "blockwise"
+
+    def __init__(self, *, query_block: int = 512, key_block: int = 1024) -> None:
+        self._query_block = query_block
+        self._key_block = key_block
+
+    def refuses(self, request: Request) -> str | None:
+        if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
+        return why_not_grouped(request)
+
+    def forward(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        B, S, H, _ = q_BSHD.shape
+        T, G, E = v_BTGE.shape[1:]
+        dtype = accumulator_dtype(q_BSHD.dtype)
+        out_BSHE = q_BSHD.new_empty(B, S, H, E, dtype=dtype)
+        lse_BHS = q_BSHD.new_empty(B, H, S, dtype=dtype)
+        visibility = self._visibility(mask, q_BSHD, k_BTGD)
+        for queries in _runs(S, self._query_block):
+            q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
+            best = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
+            total = torch.zeros_like(best)
+            acc = q_rows.new_zeros(*q_rows.shape[:-1], E)
+            for keys in _runs(T, self._key_block):
+                seen = visibility.seen(queries.start, keys.start)
+                if seen is Seen.NONE:
+                    continue
+                scores = q_rows @ _columns(k_BTGD[:, keys]).to(dtype)
+                if seen is Seen.SOME:
+                    _hide(scores, visibility.mask(queries, keys))
+                new_best = torch.maximum(best, scores.amax(dim=-1))
+                # Rows that have seen nothing yet must not compute inf - inf.
+                base = new_best.masked_fill(new_best == -torch.inf, 0.0)
+                p = scores.sub_(base[..., None]).exp_()
+                shrink = torch.exp(best - base)
+                total = total * shrink + p.sum(dim=-1)
+                acc = acc.mul_(shrink[..., None]) + p @ _heads_first(v_BTGE[:, keys]).to(dtype)
+                best = new_best
+            unseen = total == 0
+            acc = acc / total.masked_fill(unseen, 1.0)[..., None]
+            lse = best.masked_fill(unseen, 0.0) + total.log()
+            out_BSHE[:, queries] = _unrows(acc, H)
+            lse_BHS[:, :, queries] = lse.view(B, H, -1)
+        return out_BSHE, lse_BHS
+
+    def backward(
+        self,
+        grad_out_BSHE: Tensor,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        out_BSHE: Tensor | None,
+        lse_BHS: Tensor,
+        delta_BHS: Tensor | None,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        B, S, H, _ = q_BSHD.shape
+        T, G, _ = v_BTGE.shape[1:]
+        dtype = accumulator_dtype(q_BSHD.dtype)
+        if delta_BHS is None and out_BSHE is not None:
+            delta_BHS = delta(out_BSHE, grad_out_BSHE)
+        delta_BHS = require_delta(delta_BHS).to(dtype)
+        lse_BHS = without_unseen(lse_BHS.to(dtype))
+        dq_BSHD = torch.zeros(q_BSHD.shape, dtype=dtype, device=q_BSHD.device)
+        dk_BGTD = torch.zeros(_heads_first(k_BTGD).shape, dtype=dtype, device=q_BSHD.device)
+        dv_BGTE = torch.zeros(_heads_first(v_BTGE).shape, dtype=dtype, device=q_BSHD.device)
+        visibility = self._visibility(mask, q_BSHD, k_BTGD)
+        for queries in _runs(S, self._query_block):
+            q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
+            grad_rows = _rows(grad_out_BSHE[:, queries], G).to(dtype)
+            lse_rows = lse_BHS[:, :, queries].reshape(B, G, -1, 1)
+            delta_rows = delta_BHS[:, :, queries].reshape(B, G, -1, 1)
+            dq_rows = torch.zeros_like(q_rows)
+            for keys in _runs(T, self._key_block):
+                seen = visibility.seen(queries.start, keys.start)
+                if seen is Seen.NONE:
+                    continue
+                k = _heads_first(k_BTGD[:, keys]).to(dtype)
+                v = _heads_first(v_BTGE[:, keys]).to(dtype)
+                scores = q_rows @ k.mT
+                if seen is Seen.SOME:
+                    _hide(scores, visibility.mask(queries, keys))
+                p = scores.sub_(lse_rows).exp_()
+                dv_BGTE[:, :, keys] += p.mT @ grad_rows
+                ds = (grad_rows @ v.mT).sub_(delta_rows).mul_(p)
+                dq_rows += ds @ k
+                dk_BGTD[:, :, keys] += ds.mT @ q_rows
+            dq_BSHD[:, queries] = _unrows(dq_rows, H)
+        # q_rows carried the scale, so dk has it already; dq does not.
+        return dq_BSHD.mul_(softmax_scale), dk_BGTD.transpose(1, 2), dv_BGTE.transpose(1, 2)
+
+    def _visibility(self, mask: BlockMask, q_BSHD: Tensor, k_BTGD: Tensor) -> BlockVisibility:
+        S, T = q_BSHD.shape[1], k_BTGD.shape[1]
+        return BlockVisibility(mask, S, T, self._query_block, self._key_block, q_BSHD.device)
+
+
+def _runs(length: int, block: int) -> Iterator[slice]:
+    for start in range(0, length, block):
+        yield slice(start, min(start + block, length))
+
+
+def _rows(x_BSHD: Tensor, num_groups: int) -> Tensor:
+    """(B, G, R*S, D): the heads of a group one after another."""
+    B, S, H, D = x_BSHD.shape
+    return x_BSHD.transpose(1, 2).reshape(B, num_groups, H // num_groups * S, D)
+
+
+def _unrows(rows: Tensor, num_heads: int) -> Tensor:
+    """Back to (B, S, H, D)."""
+    B, G, N, D = rows.shape
+    return rows.view(B, num_heads, N * G // num_heads, D).transpose(1, 2)
+
+
+def _heads_first(x_BTGD: Tensor) -> Tensor:
+    return x_BTGD.transpose(1, 2)
+
+
+def _columns(k_BTGD: Tensor) -> Tensor:
+    return k_BTGD.permute(0, 2, 3, 1)
+
+
+def _hide(scores: Tensor, visible_ST: Tensor) -> None:
+    B, G, N, T = scores.shape
+    S = visible_ST.shape[0]
+    scores.view(B, G, N // S, S, T).masked_fill_(~visible_ST, -torch.inf)

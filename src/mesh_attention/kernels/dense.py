@@ -1,0 +1,115 @@
+"""The frame around every ready-made kernel: what is checked and prepared before it is called.
+
+Ready-made kernels are dense or causal, insist on an `out` tensor in the backward pass, assume
+tight layouts of it, and crash or disagree on empty blocks and on rows that saw nothing. An
+adapter then only says what it refuses and how its library is called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels.blockwise import Blockwise
+from mesh_attention.kernels.interface import BlockMask, Causal, Request, RowRange
+from mesh_attention.kernels.merge import accumulator_dtype
+from mesh_attention.kernels.surrogate import surrogate_out
+from mesh_attention.kernels.unseen import require_delta, without_unseen
+from mesh_attention.kernels.visibility import check_mask
+
+
+class DenseKernel(ABC):
+    name: str
+
+    @abstractmethod
+    def refuses(self, request: Request) -> str | None: ...
+
+    @abstractmethod
+    def run_forward(
+        self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BSHE, lse_BHS) of a block that is not empty."""
+
+    @abstractmethod
+    def run_backward(
+        self,
+        grad_out_BSHE: Tensor,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        out_BSHE: Tensor,
+        lse_BHS: Tensor,
+        causal: bool,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv); grad_out, out and lse are contiguous and lse is finite."""
+
+    def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
+        """Whether a block has too few rows for this kernel; the blockwise one then does it."""
+        return False
+
+    def forward(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        causal = self._is_causal(mask, q_BSHD, k_BTGD)
+        if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
+            B, S, H, _ = q_BSHD.shape
+            dtype = accumulator_dtype(q_BSHD.dtype)
+            out_BSHE = q_BSHD.new_zeros(B, S, H, v_BTGE.shape[3])
+            return out_BSHE, q_BSHD.new_full((B, H, S), -torch.inf, dtype=dtype)
+        if self.too_thin(q_BSHD, k_BTGD):
+            return Blockwise().forward(
+                q_BSHD, k_BTGD, v_BTGE, mask=mask, softmax_scale=softmax_scale
+            )
+        return self.run_forward(q_BSHD, k_BTGD, v_BTGE, causal, softmax_scale)
+
+    def backward(
+        self,
+        grad_out_BSHE: Tensor,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        out_BSHE: Tensor | None,
+        lse_BHS: Tensor,
+        delta_BHS: Tensor | None,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal = self._is_causal(mask, q_BSHD, k_BTGD)
+        if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
+            zeros = torch.zeros_like
+            return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)
+        if self.too_thin(q_BSHD, k_BTGD):
+            state = (out_BSHE, lse_BHS, delta_BHS)
+            return Blockwise().backward(
+                *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, *state),
+                mask=mask,
+                softmax_scale=softmax_scale,
+            )
+        # Contiguous always: PyTorch has cached cuDNN's plans by the layouts of q, k and v alone,
+        # and a plan made for one layout of `out` would silently misread another.
+        grad_out_BSHE = grad_out_BSHE.to(q_BSHD.dtype).contiguous()
+        if out_BSHE is not None:
+            out_BSHE = out_BSHE.to(q_BSHD.dtype).contiguous()
+        else:
+            out_BSHE = surrogate_out(grad_out_BSHE, require_delta(delta_BHS))
+        lse_BHS = without_unseen(lse_BHS.to(accumulator_dtype(q_BSHD.dtype))).contiguous()
+        return self.run_backward(
+            grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS, causal, softmax_scale
+        )
+
+    def _is_causal(self, mask: BlockMask, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
+        if isinstance(mask, RowRange):
+            raise MeshAttentionError(f"kernel {self.name!r} has no row-range mask")
+        check_mask(mask, q_BSHD.shape[1], k_BTGD.shape[1])
+        return isinstance(mask, Causal)

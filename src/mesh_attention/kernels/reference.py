@@ -1,0 +1,85 @@
+"""The slow truth: softmax attention written out in float64, with the whole score matrix.
+
+Every other kernel is tested against this one. It takes any mask, dtype and head sizes, and
+memory that grows with S * T.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.interface import BlockMask, Request
+from mesh_attention.kernels.merge import accumulator_dtype, delta
+from mesh_attention.kernels.probe import why_not_grouped
+from mesh_attention.kernels.unseen import require_delta, without_unseen
+from mesh_attention.kernels.visibility import dense_mask
+
+
+class Reference:
+    name = "reference"
+
+    def refuses(self, request: Request) -> str | None:
+        if not request.dtype.is_floating_point:
+            return f"takes floating point numbers, not {request.dtype}"
+        if request.device_type == "mps":
+            return "mps has no float64"
+        return why_not_grouped(request)
+
+    def forward(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
+        lse_BGRS = torch.logsumexp(scores_BGRST, dim=-1)
+        p_BGRST = torch.exp(scores_BGRST - without_unseen(lse_BGRS)[..., None])
+        out_BSGRE = torch.einsum("bgrst,btge->bsgre", p_BGRST, v_BTGE.double())
+        lse_dtype = accumulator_dtype(q_BSHD.dtype)
+        return out_BSGRE.flatten(2, 3).to(q_BSHD.dtype), lse_BGRS.flatten(1, 2).to(lse_dtype)
+
+    def backward(
+        self,
+        grad_out_BSHE: Tensor,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        out_BSHE: Tensor | None,
+        lse_BHS: Tensor,
+        delta_BHS: Tensor | None,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        G = k_BTGD.shape[2]
+        if delta_BHS is None and out_BSHE is not None:
+            delta_BHS = delta(out_BSHE.double(), grad_out_BSHE.double())
+        lse_BGRS = _group(lse_BHS.double(), 1, G)
+        delta_BGRS = _group(require_delta(delta_BHS).double(), 1, G)
+        grad_BSGRE = _group(grad_out_BSHE.double(), 2, G)
+        q_BSGRD, k, v = _group(q_BSHD.double(), 2, G), k_BTGD.double(), v_BTGE.double()
+
+        scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
+        p_BGRST = torch.exp(scores_BGRST - without_unseen(lse_BGRS)[..., None])
+        dp_BGRST = torch.einsum("bsgre,btge->bgrst", grad_BSGRE, v)
+        ds_BGRST = p_BGRST * (dp_BGRST - delta_BGRS[..., None]) * softmax_scale
+        dq = torch.einsum("bgrst,btgd->bsgrd", ds_BGRST, k).flatten(2, 3)
+        dk = torch.einsum("bgrst,bsgrd->btgd", ds_BGRST, q_BSGRD)
+        dv = torch.einsum("bgrst,bsgre->btge", p_BGRST, grad_BSGRE)
+        return dq.to(q_BSHD.dtype), dk.to(k_BTGD.dtype), dv.to(v_BTGE.dtype)
+
+
+def _scores(q_BSHD: Tensor, k_BTGD: Tensor, mask: BlockMask, softmax_scale: float) -> Tensor:
+    q_BSGRD = _group(q_BSHD.double(), 2, k_BTGD.shape[2])
+    scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
+    visible_ST = dense_mask(mask, q_BSHD.shape[1], k_BTGD.shape[1], q_BSHD.device)
+    return scores if visible_ST is None else scores.masked_fill(~visible_ST, -torch.inf)
+
+
+def _group(x: Tensor, heads_dim: int, num_groups: int) -> Tensor:
+    before, after = x.shape[:heads_dim], x.shape[heads_dim + 1 :]
+    return x.reshape(*before, num_groups, x.shape[heads_dim] // num_groups, *after)

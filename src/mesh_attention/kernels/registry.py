@@ -1,0 +1,84 @@
+"""The table of kernels in order of preference, and the choice among them.
+
+A choice is made once for a request and can say why: the answer lists what every kernel that
+was asked before it said. Users may add kernels of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels.blockwise import Blockwise
+from mesh_attention.kernels.cpu_flash import CpuFlash
+from mesh_attention.kernels.cuda_flash import CudaFlash
+from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.kernels.flash_attn3 import FlashAttn3
+from mesh_attention.kernels.flash_attn4 import FlashAttn4
+from mesh_attention.kernels.interface import Kernel, Request
+from mesh_attention.kernels.reference import Reference
+
+_KERNELS: list[Kernel] = [
+    FlashAttn4(),
+    FlashAttn3(),
+    Cudnn(),
+    CudaFlash(),
+    CpuFlash(),
+    Blockwise(),
+    Reference(),
+]
+
+
+class UnknownKernelError(MeshAttentionError):
+    """A name that is not in the table, or one that is already taken."""
+
+
+class KernelRefusedError(MeshAttentionError):
+    """No kernel, or not the one that was asked for, can do the request."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    kernel: Kernel
+    reasons: tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
+
+
+def kernel_names() -> tuple[str, ...]:
+    return tuple(kernel.name for kernel in _KERNELS)
+
+
+def choose(request: Request, *, force: str | None = None) -> Choice:
+    """The first kernel that does not refuse, or the forced one."""
+    candidates = _KERNELS if force is None else [_KERNELS[_index(force)]]
+    reasons: list[tuple[str, str]] = []
+    for kernel in candidates:
+        reason = kernel.refuses(request)
+        reasons.append((kernel.name, reason or "chosen"))
+        if reason is None:
+            return Choice(kernel, tuple(reasons))
+    if force is not None:
+        raise KernelRefusedError(f"kernel {force!r} cannot do {request}: {reasons[0][1]}")
+    listing = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+    raise KernelRefusedError(f"no kernel can do {request}. {listing}")
+
+
+def register(kernel: Kernel, *, before: str | None = None) -> None:
+    """Add a kernel, preferred to all others or to those from `before` on."""
+    if kernel.name in kernel_names():
+        raise UnknownKernelError(
+            f"a kernel named {kernel.name!r} is registered already; unregister it first"
+        )
+    _KERNELS.insert(0 if before is None else _index(before), kernel)
+
+
+def unregister(name: str) -> None:
+    del _KERNELS[_index(name)]
+
+
+def _index(name: str) -> int:
+    names = kernel_names()
+    if name not in names:
+        raise UnknownKernelError(
+            f"no kernel is named {name!r}. Valid names are: {', '.join(names)}"
+        )
+    return names.index(name)

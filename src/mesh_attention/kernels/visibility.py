@@ -1,0 +1,122 @@
+"""Which queries see which keys: as a dense matrix, and block by block.
+
+The dense form is the plain truth for the reference kernel. The block form answers, for a run
+of queries and a run of keys, whether none, all or some pairs are visible, from the smallest
+and largest positions alone, so that hidden blocks cost nothing (design.md, "Compute lowering").
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
+
+
+class Seen(Enum):
+    NONE = 0
+    SOME = 1
+    ALL = 2
+
+
+def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
+    if isinstance(mask, Causal) and num_queries != num_keys:
+        # Kernels disagree on how a rectangular causal mask is aligned.
+        raise MeshAttentionError(
+            f"a Causal block must be square, but it has {num_queries} queries and {num_keys} "
+            "keys; describe it as a RowRange"
+        )
+    if isinstance(mask, RowRange):
+        expected = {"lo": num_queries, "hi": num_queries, "key_position": num_keys}
+        for name, length in expected.items():
+            found = tuple(getattr(mask, name).shape)
+            if found != (length,):
+                raise MeshAttentionError(f"RowRange.{name} has shape {found}, not ({length},)")
+
+
+def dense_mask(
+    mask: BlockMask, num_queries: int, num_keys: int, device: torch.device
+) -> Tensor | None:
+    """(S, T) bool, True where visible; None when everything is."""
+    check_mask(mask, num_queries, num_keys)
+    if isinstance(mask, Full):
+        return None
+    lo, hi, key_position = _positions(mask, num_queries, device)
+    return _visible(lo, hi, key_position)
+
+
+class BlockVisibility:
+    """Visibility of blocks of `query_block` x `key_block`, the last of each may be shorter."""
+
+    def __init__(
+        self,
+        mask: BlockMask,
+        num_queries: int,
+        num_keys: int,
+        query_block: int,
+        key_block: int,
+        device: torch.device,
+    ) -> None:
+        check_mask(mask, num_queries, num_keys)
+        self._positions: tuple[Tensor, Tensor, Tensor] | None = None
+        self._bounds: tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]] | None = None
+        self._query_block = query_block
+        self._key_block = key_block
+        if isinstance(mask, Full):
+            return
+        self._positions = _positions(mask, num_queries, device)
+        on_host = isinstance(mask, Causal) or mask.key_position.device.type == "cpu"
+        if on_host:  # reading bounds off a device would make the host wait for it
+            lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
+            queries = [
+                (*_extremes(lo[i : i + query_block]), *_extremes(hi[i : i + query_block]))
+                for i in range(0, num_queries, query_block)
+            ]
+            keys = [
+                _extremes(key_position[j : j + key_block]) for j in range(0, num_keys, key_block)
+            ]
+            self._bounds = queries, keys
+
+    def seen(self, query_start: int, key_start: int) -> Seen:
+        if self._positions is None:
+            return Seen.ALL
+        if self._bounds is None:
+            return Seen.SOME
+        queries, keys = self._bounds
+        lo_min, lo_max, hi_min, hi_max = queries[query_start // self._query_block]
+        key_min, key_max = keys[key_start // self._key_block]
+        if key_max < lo_min or key_min >= hi_max:
+            return Seen.NONE
+        if lo_max <= key_min and key_max < hi_min:
+            return Seen.ALL
+        return Seen.SOME
+
+    def mask(self, queries: slice, keys: slice) -> Tensor:
+        """(queries, keys) bool, True where visible."""
+        assert self._positions is not None
+        lo, hi, key_position = self._positions
+        return _visible(lo[queries], hi[queries], key_position[keys])
+
+
+def _positions(
+    mask: Causal | RowRange, num_queries: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(mask, Causal):
+        position = torch.arange(num_queries, device=device)
+        return torch.zeros_like(position), position + 1, position
+    lo, hi, key_position = (
+        x.to(device, non_blocking=True) for x in (mask.lo, mask.hi, mask.key_position)
+    )
+    return lo, hi, key_position
+
+
+def _visible(lo_S: Tensor, hi_S: Tensor, key_position_T: Tensor) -> Tensor:
+    key = key_position_T[None, :]
+    return (lo_S[:, None] <= key) & (key < hi_S[:, None])
+
+
+def _extremes(x: Tensor) -> tuple[int, int]:
+    return int(x.min()), int(x.max())

@@ -1,0 +1,120 @@
+"""Named buffers and pieces of them: what a program's operations read and write.
+
+A buffer says what it holds: a kind of tensor, which rows (intervals of places, in the order in
+which they lie in memory), which heads, and in which precision. So coverage, bytes and lifetimes
+follow from the program alone, before anything runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["Buffer", "Kind", "Piece", "Precision", "Role"]
+
+
+class Kind(StrEnum):
+    """What a buffer holds. Partial outputs and gradients have the kind of what they become."""
+
+    Q = "q"
+    K = "k"
+    V = "v"
+    OUT = "out"
+    LSE = "lse"
+    GRAD_OUT = "grad_out"
+    DELTA = "delta"
+    GRAD_Q = "grad_q"
+    GRAD_K = "grad_k"
+    GRAD_V = "grad_v"
+
+    @property
+    def is_key_side(self) -> bool:
+        return self in _KEY_SIDE
+
+    @property
+    def is_statistic(self) -> bool:
+        """One number a row and head, kept apart when volumes are given in units."""
+        return self in (Kind.LSE, Kind.DELTA)
+
+    def width(self, problem: Problem) -> int:
+        """Elements of one row and head."""
+        if self.is_statistic:
+            return 1
+        return problem.v_dim if self in _VALUE_WIDE else problem.head_dim
+
+
+_KEY_SIDE = frozenset({Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V})
+_VALUE_WIDE = frozenset({Kind.V, Kind.OUT, Kind.GRAD_OUT, Kind.GRAD_V})
+
+
+class Precision(StrEnum):
+    ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
+    ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
+
+    def num_bytes(self, problem: Problem) -> int:
+        if self is Precision.ELEMENT:
+            return problem.element_bytes
+        return problem.accumulate_bytes
+
+
+class Role(StrEnum):
+    INPUT = "input"
+    OUTPUT = "output"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    name: str
+    kind: Kind
+    rows: Spans
+    heads: tuple[int, int]
+    precision: Precision = Precision.ELEMENT
+    role: Role = Role.WORKSPACE
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads[1] - self.heads[0]
+
+    def num_bytes(self, problem: Problem) -> int:
+        return self.num_rows * self.row_bytes(problem) * self.num_heads
+
+    def row_bytes(self, problem: Problem) -> int:
+        """Bytes of one row of one head."""
+        return self.kind.width(problem) * self.precision.num_bytes(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `start..stop` of a buffer, counted inside the buffer; `heads` too, None = all."""
+
+    buffer: str
+    start: int
+    stop: int
+    heads: tuple[int, int] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
+        heads = buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
+        return self.num_rows * heads * buffer.row_bytes(problem)
+
+    def spans(self, buffer: Buffer) -> Spans:
+        """The places of these rows."""
+        result = []
+        at = 0
+        for start, stop in buffer.rows:
+            first, last = max(self.start, at), min(self.stop, at + stop - start)
+            if first < last:
+                result.append((start + first - at, start + last - at))
+            at += stop - start
+        return tuple(result)

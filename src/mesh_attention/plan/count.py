@@ -1,0 +1,169 @@
+"""Bytes each rank moves and holds, counted from the programs and from nothing else.
+
+Received bytes are what `bytes_per_rank` reports: over all ranks they equal the sent ones. A *unit*
+is one Q partition; `units_total` leaves statistics (LSE, delta) out, as the paper's formulas do,
+while every number in bytes includes them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Free,
+    Program,
+    ReduceScatter,
+    SendRecv,
+    writes,
+)
+from mesh_attention.plan.traffic import Traffic, entering_bytes, operation_traffic
+
+__all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankCount:
+    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic."""
+
+    rank: int
+    total: Traffic
+    by_operation: dict[str, Traffic]
+    entering_node_bytes: int
+    entering_node_token_bytes: int
+    peak_buffer_bytes: int
+    num_communications: int
+    num_kernel_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount:
+    ranks: tuple[RankCount, ...]
+    nodes: tuple[int, ...]  # bytes that enter each node
+    node_tokens: tuple[int, ...]  # the same without statistics
+    ranks_per_node: int
+    unit_bytes: int
+
+    @property
+    def units_total(self) -> Fraction:
+        return Fraction(sum(rank.total.token_bytes for rank in self.ranks), self.unit_bytes)
+
+    def units_into_node(self, node: int) -> Fraction:
+        return Fraction(self.node_tokens[node], self.unit_bytes)
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        return max(rank.peak_buffer_bytes for rank in self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        received = [rank.total.received_bytes for rank in self.ranks]
+        statistics = [r.total.received_bytes - r.total.token_bytes for r in self.ranks]
+        kinds = sorted({kind for rank in self.ranks for kind in rank.by_operation})
+        units = self.units_total
+        return {
+            "bytes_per_rank": _mean_and_max(received),
+            "inter_node_bytes_per_rank": _mean_and_max(
+                [entering / self.ranks_per_node for entering in self.nodes]
+            ),
+            "peak_buffer_bytes": self.peak_buffer_bytes,
+            "units_total": int(units) if units.denominator == 1 else float(units),
+            "statistics_bytes_per_rank": _mean_and_max(statistics),
+            "bytes_per_rank_by_operation": {
+                kind: _mean_and_max(
+                    [rank.by_operation.get(kind, Traffic()).received_bytes for rank in self.ranks]
+                )
+                for kind in kinds
+            },
+            "communications_per_rank": _mean_and_max([r.num_communications for r in self.ranks]),
+            "kernel_calls_per_rank": _mean_and_max([r.num_kernel_calls for r in self.ranks]),
+        }
+
+
+def _mean_and_max(values: list[Any]) -> dict[str, Any]:
+    mean = sum(values) / len(values)
+    return {"mean": int(mean) if mean == int(mean) else mean, "max": max(values)}
+
+
+def count(plan: Plan) -> dict[Direction, PassCount]:
+    return {one.direction: count_pass(plan, one) for one in plan.passes}
+
+
+def count_pass(plan: Plan, one: Pass) -> PassCount:
+    group_nodes = {
+        name: tuple(plan.node_of(rank) for rank in ranks) for name, ranks in one.groups.items()
+    }
+    member_of = {
+        name: {rank: member for member, rank in enumerate(ranks)}
+        for name, ranks in one.groups.items()
+    }
+    ranks = tuple(_count_rank(plan, p, group_nodes, member_of) for p in one.programs)
+    entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
+    for rank in ranks:
+        node = plan.node_of(rank.rank)
+        entering[node] += rank.entering_node_bytes
+        tokens[node] += rank.entering_node_token_bytes
+    problem = plan.problem
+    unit = plan.q_layout.slots * problem.num_heads * problem.head_dim * problem.element_bytes
+    per_node = plan.ranks_per_node or plan.num_ranks
+    return PassCount(ranks, tuple(entering), tuple(tokens), min(per_node, plan.num_ranks), unit)
+
+
+def _count_rank(
+    plan: Plan,
+    program: Program,
+    group_nodes: dict[str, tuple[int, ...]],
+    member_of: dict[str, dict[int, int]],
+) -> RankCount:
+    table = program.buffer_table()
+    by_operation: dict[str, Traffic] = defaultdict(Traffic)
+    entering = entering_tokens = communications = calls = 0
+    for op in program.operations:
+        if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
+            member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
+            traffic = operation_traffic(op, member, len(nodes), table, plan.problem)
+            by_operation[type(op).__name__] += traffic
+            crossing = entering_bytes(op, member, nodes, table, plan.problem)
+            entering += crossing[0]
+            entering_tokens += crossing[1]
+            communications += 1
+        else:
+            calls += len(getattr(op, "calls", ()))
+    total = sum(by_operation.values(), Traffic())
+    peak = peak_buffer_bytes(plan, program)
+    return RankCount(
+        program.rank,
+        total,
+        dict(by_operation),
+        entering,
+        entering_tokens,
+        peak,
+        communications,
+        calls,
+    )
+
+
+def peak_buffer_bytes(plan: Plan, program: Program) -> int:
+    """The most workspace bytes alive at once: from a buffer's first write to its free."""
+    size = {
+        b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE
+    }
+    live: set[str] = set()
+    held = peak = 0
+    for op in program.operations:
+        if isinstance(op, Free):
+            for name in live.intersection(op.buffers):
+                held -= size[name]
+                live.discard(name)
+            continue
+        for piece in writes(op):
+            if piece.buffer in size and piece.buffer not in live:
+                live.add(piece.buffer)
+                held += size[piece.buffer]
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,198 @@
+"""Which rank owns which token: contiguous, zigzag or striped (algorithm.md, section 7).
+
+A layout is exact for any number of tokens. The sequence is padded at its end to a length that
+divides evenly, and every rank owns the same number of *slots*; a slot whose position lies past the
+last token is padding, and is known as padding everywhere because no mask shows it anything.
+
+    contiguous   rank g owns block g of n
+    zigzag       rank g owns blocks g and 2n-1-g of 2n (low and high half)
+    striped      blocks of `block` tokens are dealt out in turn; block = 1 deals single tokens
+
+A *place* numbers all slots of all ranks: `place = rank * slots + slot`. Buffers name their rows by
+places, so every piece of a partition is one interval whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.runs import Run, clip_run
+
+__all__ = ["Layout", "LayoutKind", "Spans", "joined"]
+
+Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
+
+
+class LayoutKind(StrEnum):
+    CONTIGUOUS = "contiguous"
+    ZIGZAG = "zigzag"
+    STRIPED = "striped"
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Intervals with neighbours that touch made one; empty ones left out.
+
+    >>> joined([(0, 2), (2, 5), (7, 7), (8, 9)])
+    ((0, 5), (8, 9))
+    """
+    result: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if start == stop:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """
+    >>> Layout(LayoutKind.ZIGZAG, num_tokens=8, num_ranks=2).tokens(0)
+    [0, 1, 6, 7]
+    >>> Layout(LayoutKind.STRIPED, num_tokens=5, num_ranks=2).tokens(1)
+    [1, 3, None]
+    """
+
+    kind: LayoutKind
+    num_tokens: int
+    num_ranks: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", LayoutKind(self.kind))
+        if self.num_tokens < 1 or self.num_ranks < 1:
+            raise PlanError(
+                f"a layout needs at least one token and one rank, "
+                f"got {self.num_tokens} tokens on {self.num_ranks} ranks"
+            )
+        if self.block < 1:
+            raise PlanError(f"block={self.block}: a stripe has at least one token")
+        if self.block > 1 and self.kind is not LayoutKind.STRIPED:
+            raise PlanError(f"block={self.block} only applies to the striped layout, not {self.kind}")
+
+    @property
+    def _grain(self) -> int:
+        """Tokens that are dealt out in one turn to all ranks."""
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return self.num_ranks
+            case LayoutKind.ZIGZAG:
+                return 2 * self.num_ranks
+            case LayoutKind.STRIPED:
+                return self.num_ranks * self.block
+
+    @property
+    def padded_tokens(self) -> int:
+        return -(-self.num_tokens // self._grain) * self._grain
+
+    @property
+    def slots(self) -> int:
+        """Slots of each rank, padding included."""
+        return self.padded_tokens // self.num_ranks
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Slot boundaries that a gather keeps apart, so that each part is one run of positions."""
+        if self.kind is LayoutKind.ZIGZAG:
+            return (0, self.slots // 2, self.slots)
+        return (0, self.slots)
+
+    def place_of(self, token: int) -> tuple[int, int]:
+        """(rank, slot) that owns a position; padding positions have a place too."""
+        if not 0 <= token < self.padded_tokens:
+            raise PlanError(f"token {token} is outside 0..{self.padded_tokens - 1}")
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return divmod(token, self.slots)
+            case LayoutKind.ZIGZAG:
+                half = self.slots // 2
+                block, offset = divmod(token, half)
+                if block < self.num_ranks:
+                    return block, offset
+                return 2 * self.num_ranks - 1 - block, half + offset
+            case LayoutKind.STRIPED:
+                turn, offset = divmod(token, self.num_ranks * self.block)
+                rank, within = divmod(offset, self.block)
+                return rank, turn * self.block + within
+
+    def runs(self, place_start: int, place_stop: int) -> list[Run]:
+        """Positions of an interval of places, in order, padding included."""
+        runs: list[Run] = []
+        while place_start < place_stop:
+            rank, slot = divmod(place_start, self.slots)
+            stop = min(self.slots, slot + place_stop - place_start)
+            runs += self._rank_runs(rank, slot, stop)
+            place_start += stop - slot
+        return runs
+
+    def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return [Run(rank * self.slots + start, stop - start)]
+            case LayoutKind.ZIGZAG:
+                half = self.slots // 2
+                low = [Run(rank * half + start, min(stop, half) - start)] if start < half else []
+                base = (2 * self.num_ranks - 1 - rank) * half - half
+                begin = max(start, half)
+                return low + ([Run(base + begin, stop - begin)] if begin < stop else [])
+            case LayoutKind.STRIPED:
+                stride = self.num_ranks * self.block
+                whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
+                first = whole.start + (start // self.block) * stride + start % self.block
+                last_slot = stop - 1
+                last = whole.start + (last_slot // self.block) * stride + last_slot % self.block
+                return clip_run(whole, first, last + 1)
+
+    def slot_runs(self, start: int, stop: int) -> list[Run]:
+        """Positions of these slots of all ranks together, as a set."""
+        ranks = self.num_ranks
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return [Run(start, stop - start, self.slots, ranks)]
+            case LayoutKind.ZIGZAG:
+                half = self.slots // 2
+                parts = ((start, min(stop, half)), (max(start, half), stop))
+                return [
+                    Run(low + (ranks - 1) * half * (low >= half), high - low, half, ranks)
+                    for low, high in parts
+                    if low < high
+                ]
+            case LayoutKind.STRIPED:
+                runs = []
+                while start < stop:
+                    turn, within = divmod(start, self.block)
+                    if within or stop - start < self.block:
+                        end = min(stop, (turn + 1) * self.block)
+                        first = turn * ranks * self.block + within
+                        runs.append(Run(first, end - start, self.block, ranks))
+                    else:
+                        end = stop - stop % self.block
+                        runs.append(Run(start * ranks, (end - start) * ranks))
+                    start = end
+                return runs
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Position of every slot of a rank; padding positions are `>= num_tokens`."""
+        if not 0 <= rank < self.num_ranks:
+            raise PlanError(f"rank {rank} is outside 0..{self.num_ranks - 1}")
+        return self.positions_of(((rank * self.slots, (rank + 1) * self.slots),))
+
+    def positions_of(self, spans: Spans) -> NDArray[np.int64]:
+        parts = [
+            (r.start + np.arange(r.count)[:, None] * r.stride + np.arange(r.block)[None, :]).ravel()
+            for start, stop in spans
+            for r in self.runs(start, stop)
+        ]
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+
+    def tokens(self, rank: int) -> list[int | None]:
+        """Positions of a rank's slots with None for padding; for reading, not for speed."""
+        return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]

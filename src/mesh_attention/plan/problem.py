@@ -1,0 +1,94 @@
+"""What is to be computed: sizes and mask, nothing about how or where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.mask import Mask, RowRanges
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention over a whole sequence, per batch element.
+
+    head_dim is the size of a query and key head; v_head_dim that of a value and output head
+    (None: the same). Statistics (LSE, delta) and accumulators are at least 4 bytes an element.
+    """
+
+    q_tokens: int
+    num_heads: int
+    head_dim: int
+    kv_tokens: int | None = None
+    num_kv_heads: int | None = None
+    v_head_dim: int | None = None
+    element_bytes: int = 2
+    mask: Mask = field(default_factory=Mask)
+
+    def __post_init__(self) -> None:
+        # The optional sizes are filled in once, so that equal problems compare (and hash) equal.
+        for name, default in (
+            ("kv_tokens", self.q_tokens),
+            ("num_kv_heads", self.num_heads),
+            ("v_head_dim", self.head_dim),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name in (
+            "q_tokens", "kv_tokens", "num_heads", "num_kv_heads", "head_dim", "v_head_dim",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+        if self.num_heads % self.kv_heads:
+            fits = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
+            raise PlanError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}; "
+                f"KV heads that fit: {', '.join(map(str, fits))}"
+            )
+        if self.element_bytes not in (2, 4, 8):
+            raise PlanError(f"element_bytes={self.element_bytes}: must be 2, 4 or 8")
+        self._check_mask()
+
+    def _check_mask(self) -> None:
+        for name, cuts, tokens in (
+            ("documents", self.mask.documents, self.q_tokens),
+            ("kv_documents", self.mask.kv_documents or self.mask.documents, self.keys),
+        ):
+            if cuts is not None and cuts[-1] != tokens:
+                raise PlanError(f"{name} end at {cuts[-1]} but there are {tokens} tokens")
+
+    @property
+    def keys(self) -> int:
+        assert self.kv_tokens is not None
+        return self.kv_tokens
+
+    @property
+    def kv_heads(self) -> int:
+        assert self.num_kv_heads is not None
+        return self.num_kv_heads
+
+    @property
+    def v_dim(self) -> int:
+        assert self.v_head_dim is not None
+        return self.v_head_dim
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.num_heads // self.kv_heads
+
+    @property
+    def accumulate_bytes(self) -> int:
+        return max(4, self.element_bytes)
+
+    @property
+    def rows(self) -> RowRanges:
+        """The mask on this problem's token counts."""
+        return self.mask.rows(self.q_tokens, self.keys)
+
+    def flops(self, pairs: int, *, backward: bool = False) -> float:
+        """Floating-point operations of attention over so many (query, key) pairs."""
+        forward = 2.0 * pairs * self.num_heads * (self.head_dim + self.v_dim)
+        return 2.5 * forward if backward else forward

@@ -1,0 +1,242 @@
+"""Operations and programs: the language that methods write and every reader reads (design.md).
+
+Operations of one rank, on named buffers. Dependencies follow from the buffers: an operation waits
+for the last writer of what it reads. Communication runs in program order on one lane, computation
+in program order on another.
+
+All members of a group hold an operation of the same name, kind and group. Members are numbered by
+their place in the group, so the members of many groups can share one operation object: a plan for
+4,096 ranks is built and compared quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mesh_attention.plan.buffers import Buffer, Piece
+
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "Attend",
+    "AttendBackward",
+    "Call",
+    "CallKind",
+    "Communication",
+    "Free",
+    "Merge",
+    "MergeRule",
+    "Move",
+    "Operation",
+    "Program",
+    "ReduceScatter",
+    "SendRecv",
+    "reads",
+    "writes",
+]
+
+
+class CallKind(StrEnum):
+    FULL = "full"  # every query of the rectangle sees every key
+    CAUSAL = "causal"  # a square: query i sees keys 0..i
+    RANGE = "range"  # by position: query i sees the keys inside its row range
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel call: a rectangle of rows, counted inside the query and the key piece."""
+
+    kind: CallKind
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor of a gather or a reduce-scatter: the `part` that one member owns, and the `whole`.
+
+    `cuts` divides the rows of the part. The whole holds, for each stretch between two cuts, that
+    stretch of every member in turn: so both halves of a zigzag partition arrive contiguous.
+    """
+
+    part: Piece
+    whole: Piece
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Every member's part, to every member's whole."""
+
+    name: str
+    group: str
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """The sum over the members' wholes, each part to the member that owns it."""
+
+    name: str
+    group: str
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
+
+    Sizes may differ and tuples may be empty, so any assignment of work can be fed by it.
+    """
+
+    name: str
+    group: str
+    sends: tuple[tuple[Piece, ...], ...]
+    receives: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRecv:
+    """Point-to-point: pieces to one member and from one member (a ring shift, a placement)."""
+
+    name: str
+    group: str
+    to_member: int
+    sends: tuple[Piece, ...]
+    from_member: int
+    receives: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Attention of q against k, v by these calls, merged by softmax into (out, lse).
+
+    `fresh`: out and lse hold nothing yet; rows that no call touches become 0 and -inf.
+    """
+
+    name: str
+    q: Piece
+    k: Piece
+    v: Piece
+    out: Piece
+    lse: Piece
+    calls: tuple[Call, ...]
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttendBackward:
+    """Gradients of the same calls, added to (grad_q, grad_k, grad_v), with the global lse.
+
+    Either the global `out` or `delta = rowsum(out * grad_out)` is given.
+    `fresh_q`, `fresh_kv`: the gradients hold nothing yet; rows that no call touches become 0.
+    """
+
+    name: str
+    q: Piece
+    k: Piece
+    v: Piece
+    grad_out: Piece
+    lse: Piece
+    out: Piece | None
+    delta: Piece | None
+    grad_q: Piece
+    grad_k: Piece
+    grad_v: Piece
+    calls: tuple[Call, ...]
+    fresh_q: bool
+    fresh_kv: bool
+
+
+class MergeRule(StrEnum):
+    SOFTMAX = "softmax"  # (out, lse, out, lse, ...) -> (out, lse); of nothing: (0, -inf)
+    LSE = "lse"  # (lse, lse, ...) -> (lse)
+    RESCALE = "rescale"  # (out, its lse, global lse) -> (out), ready for a plain sum
+    SUM = "sum"  # (x, x, ...) -> (x), also a copy or a change of precision; of nothing: 0
+    DELTA = "delta"  # (out, grad_out) -> (delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Row-wise combination. The outputs are overwritten."""
+
+    name: str
+    rule: MergeRule
+    inputs: tuple[Piece, ...]
+    outputs: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    buffers: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "free"
+
+
+Communication = AllGather | ReduceScatter | AllToAll | SendRecv
+Operation = Communication | Attend | AttendBackward | Merge | Free
+
+
+def reads(op: Operation) -> Iterator[Piece]:
+    match op:
+        case AllGather():
+            yield from (move.part for move in op.moves)
+        case ReduceScatter():
+            yield from (move.whole for move in op.moves)
+        case AllToAll():
+            yield from (piece for pieces in op.sends for piece in pieces)
+        case SendRecv():
+            yield from op.sends
+        case Attend():
+            yield from (op.q, op.k, op.v)
+            if not op.fresh:
+                yield from (op.out, op.lse)
+        case AttendBackward():
+            yield from (op.q, op.k, op.v, op.grad_out, op.lse)
+            yield from (piece for piece in (op.out, op.delta) if piece is not None)
+            if not op.fresh_q:
+                yield op.grad_q
+            if not op.fresh_kv:
+                yield from (op.grad_k, op.grad_v)
+        case Merge():
+            yield from op.inputs
+        case Free():
+            return
+
+
+def writes(op: Operation) -> Iterator[Piece]:
+    match op:
+        case AllGather():
+            yield from (move.whole for move in op.moves)
+        case ReduceScatter():
+            yield from (move.part for move in op.moves)
+        case AllToAll():
+            yield from (piece for pieces in op.receives for piece in pieces)
+        case SendRecv():
+            yield from op.receives
+        case Attend():
+            yield from (op.out, op.lse)
+        case AttendBackward():
+            yield from (op.grad_q, op.grad_k, op.grad_v)
+        case Merge():
+            yield from op.outputs
+        case Free():
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does."""
+
+    rank: int
+    buffers: tuple[Buffer, ...]
+    operations: tuple[Operation, ...]
+
+    def buffer_table(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in self.buffers}

@@ -1,0 +1,232 @@
+"""What each compute operation means on symbolic memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_attention.plan.buffers import Kind, Piece
+from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
+from mesh_attention.plan.verify.atoms import Atoms
+from mesh_attention.plan.verify.calls import CallCheck, RowMap
+from mesh_attention.plan.verify.finding import Broken
+from mesh_attention.plan.verify.memory import DATA, Memory, Partial, Value
+
+__all__ = ["Compute", "union"]
+
+
+class Compute:
+    def __init__(self, plan: Plan, atoms: Atoms, memory: Memory) -> None:
+        self._plan = plan
+        self._atoms = atoms
+        self._memory = memory
+        self._calls = CallCheck(plan.problem.rows)
+        self._maps: dict[tuple[int, Spans], RowMap] = {}
+        self._spans: dict[tuple[int, int, int], Spans] = {}
+        self._checked: dict[tuple[int, int, tuple[Call, ...]], str | None] = {}
+
+    def attend(self, rank: int, op: Attend) -> None:
+        self._check_calls(rank, op.q, op.k, op.calls)
+        self._expect(rank, op.q, Kind.Q)
+        keys = self._keys(rank, op.k, op.v)
+        self._same_rows(rank, (op.q, op.out, op.lse))
+        old_out = self._accumulated(rank, op.out, op.fresh, Kind.OUT)
+        old_lse = self._accumulated(rank, op.lse, op.fresh, Kind.LSE)
+        new: list[Value] = []
+        labels = self._memory.where(rank, op.q).labels
+        for (atom, head), out, lse in zip(labels, old_out, old_lse, strict=True):
+            if out != lse or out.scaled_to is not None:
+                raise Broken(rank, f"{op.out.buffer} and {op.lse.buffer} are not over the same keys")
+            added = Partial(keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom])
+            new.append(union(rank, op.out.buffer, (out, added)))
+        self._memory.write(rank, op.out, new)
+        self._memory.write(rank, op.lse, new)
+
+    def attend_backward(self, rank: int, op: AttendBackward) -> None:
+        atoms = self._atoms
+        self._check_calls(rank, op.q, op.k, op.calls)
+        if (op.out is None) == (op.delta is None):
+            raise Broken(rank, "needs either out or delta")
+        statistic = (op.delta, Kind.DELTA) if op.out is None else (op.out, Kind.OUT)
+        for piece, kind in (
+            (op.q, Kind.Q), (op.grad_out, Kind.GRAD_OUT), (op.lse, Kind.LSE), statistic,
+        ):  # fmt: skip
+            assert piece is not None
+            self._expect(rank, piece, kind)
+        rest = tuple(p for p in (op.grad_out, op.lse, op.out, op.delta, op.grad_q) if p)
+        self._same_rows(rank, (op.q, *rest))
+        self._same_rows(rank, (op.k, op.v, op.grad_k, op.grad_v))
+        keys = self._keys(rank, op.k, op.v)
+        labels = self._memory.where(rank, op.q).labels
+        old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
+        queries: dict[int, int] = {}
+        new: list[Value] = []
+        for (atom, head), before in zip(labels, old, strict=True):
+            kv_head = atoms.kv_head_of[head]
+            bit = 1 << (atom * atoms.num_heads + head)
+            queries[kv_head] = queries.get(kv_head, 0) | bit
+            added = Partial(keys.get(kv_head, 0) & atoms.required[atom])
+            new.append(union(rank, op.grad_q.buffer, (before, added)))
+        self._memory.write(rank, op.grad_q, new)
+        for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
+            sums: list[Value] = []
+            before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
+            key_labels = self._memory.where(rank, piece).labels
+            for (atom, head), before in zip(key_labels, before_all, strict=True):
+                added = Partial(queries.get(head, 0) & atoms.required_by_key[atom])
+                sums.append(union(rank, piece.buffer, (before, added)))
+            self._memory.write(rank, piece, sums)
+
+    def merge(self, rank: int, op: Merge) -> None:
+        self._same_rows(rank, (*op.inputs, *op.outputs))
+        inputs = [self._memory.read(rank, piece) for piece in op.inputs]
+        kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
+        want = _kinds_of(op)
+        if want is not None and kinds != want:
+            raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
+        size = len(self._memory.where(rank, op.outputs[0]).index)
+        name = op.outputs[0].buffer
+        if op.rule is MergeRule.DELTA:
+            if any(value is not DATA for values in inputs for value in values):
+                raise Broken(rank, "takes delta of something that is not final")
+            results: list[Value] = [DATA] * size
+        elif op.rule is MergeRule.SOFTMAX:
+            for out, lse in zip(inputs[::2], inputs[1::2], strict=True):
+                if out != lse or any(isinstance(v, Partial) and v.scaled_to for v in out):
+                    raise Broken(rank, "merges an output with an LSE over other keys")
+            results = self._union_all(rank, name, inputs[1::2], size)
+        elif op.rule is MergeRule.RESCALE:
+            results = [
+                _rescaled(rank, *(_partial(rank, name, v) for v in values))
+                for values in zip(*inputs, strict=True)
+            ]
+        else:
+            if op.rule is MergeRule.SUM and len(inputs) == 1:
+                results = inputs[0]  # a copy keeps whatever it is
+            else:
+                results = self._union_all(rank, name, inputs, size)
+                if kinds[-1] is Kind.OUT:
+                    check_scaled(rank, results)
+        for piece in op.outputs:
+            self._memory.write(rank, piece, results)
+
+    def _union_all(
+        self, rank: int, name: str, inputs: Sequence[list[Value]], size: int
+    ) -> list[Value]:
+        if not inputs:
+            return [Partial(0)] * size
+        return [
+            union(rank, name, [_partial(rank, name, v) for v in values])
+            for values in zip(*inputs, strict=True)
+        ]
+
+    def _check_calls(self, rank: int, q: Piece, k: Piece, calls: tuple[Call, ...]) -> None:
+        q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
+        key = (id(q_spans), id(k_spans), calls)
+        if key not in self._checked:
+            q_atoms = sorted({atom for atom, _ in self._memory.where(rank, q).labels})
+            k_atoms = sorted({atom for atom, _ in self._memory.where(rank, k).labels})
+            visible = int(self._atoms.pairs[q_atoms][:, k_atoms].sum())
+            q_map = self._row_map(0, q_spans)
+            self._checked[key] = self._calls.check(
+                q_map, self._row_map(1, k_spans), calls, visible
+            )
+        wrong = self._checked[key]
+        if wrong:
+            raise Broken(rank, wrong)
+
+    def _piece_spans(self, rank: int, piece: Piece) -> Spans:
+        buffer = self._memory.buffer(rank, piece)
+        key = (id(buffer), piece.start, piece.stop)
+        if key not in self._spans:
+            self._spans[key] = piece.spans(buffer)
+        return self._spans[key]
+
+    def _row_map(self, side: int, spans: Spans) -> RowMap:
+        key = (side, spans)
+        if key not in self._maps:
+            layout = self._plan.kv_layout if side else self._plan.q_layout
+            self._maps[key] = RowMap(layout, spans)
+        return self._maps[key]
+
+    def _keys(self, rank: int, k: Piece, v: Piece) -> dict[int, int]:
+        """Key atoms of K and V, as bits, for each KV head."""
+        self._expect(rank, k, Kind.K)
+        self._expect(rank, v, Kind.V)
+        self._same_rows(rank, (k, v))
+        keys: dict[int, int] = {}
+        for atom, head in self._memory.where(rank, k).labels:
+            bit = 1 << atom
+            if keys.get(head, 0) & bit:
+                raise Broken(rank, f"{k.buffer} holds the same key twice")
+            keys[head] = keys.get(head, 0) | bit
+        return keys
+
+    def _expect(self, rank: int, piece: Piece, kind: Kind) -> None:
+        if self._memory.buffer(rank, piece).kind is not kind:
+            raise Broken(rank, f"takes {piece.buffer} for {kind}")
+        if any(value is not DATA for value in self._memory.read(rank, piece)):
+            raise Broken(rank, f"takes {piece.buffer} for final, but it is a partial result")
+
+    def _same_rows(self, rank: int, pieces: Sequence[Piece]) -> None:
+        labels = [self._memory.where(rank, piece).labels for piece in pieces]
+        for piece, other in zip(pieces, labels, strict=True):
+            if other != labels[0]:
+                raise Broken(
+                    rank, f"{pieces[0].buffer} and {piece.buffer} hold different tokens or heads"
+                )
+
+    def _accumulated(self, rank: int, piece: Piece, fresh: bool, kind: Kind) -> list[Partial]:
+        if self._memory.buffer(rank, piece).kind is not kind:
+            raise Broken(rank, f"accumulates {kind} in {piece.buffer}")
+        if fresh:
+            return [Partial(0)] * len(self._memory.where(rank, piece).index)
+        return [_partial(rank, piece.buffer, v) for v in self._memory.read(rank, piece)]
+
+
+def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:
+    """The combination of partials over disjoint pairs, rescaled alike or not at all."""
+    cover = 0
+    for part in parts:
+        if part.scaled_to != parts[0].scaled_to:
+            raise Broken(rank, f"{name}: combines partial outputs of different scale")
+        if cover & part.cover:
+            raise Broken(rank, f"{name}: the same pairs are computed twice")
+        cover |= part.cover
+    return Partial(cover, parts[0].scaled_to)
+
+
+def check_scaled(rank: int, values: Sequence[Value]) -> None:
+    if any(isinstance(v, Partial) and v.cover and v.scaled_to is None for v in values):
+        raise Broken(rank, "adds partial outputs that were not rescaled to the global LSE")
+
+
+def _partial(rank: int, name: str, value: Value) -> Partial:
+    if not isinstance(value, Partial):
+        raise Broken(rank, f"{name}: treats input data as a partial result")
+    return value
+
+
+def _rescaled(rank: int, out: Partial, own: Partial, everywhere: Partial) -> Partial:
+    if out.cover != own.cover or out.scaled_to is not None:
+        raise Broken(rank, "rescales an output by an LSE over other keys")
+    if out.cover & ~everywhere.cover:
+        raise Broken(rank, "rescales to an LSE that lacks some of the output's own keys")
+    return Partial(out.cover, everywhere.cover)
+
+
+def _kinds_of(op: Merge) -> list[Kind] | None:
+    """The kinds a rule takes and gives; None: all alike."""
+    pairs = len(op.inputs) // 2
+    match op.rule:
+        case MergeRule.SOFTMAX:
+            return [Kind.OUT, Kind.LSE] * pairs + [Kind.OUT, Kind.LSE]
+        case MergeRule.LSE:
+            return [Kind.LSE] * (len(op.inputs) + 1)
+        case MergeRule.RESCALE:
+            return [Kind.OUT, Kind.LSE, Kind.LSE, Kind.OUT]
+        case MergeRule.DELTA:
+            return [Kind.OUT, Kind.GRAD_OUT, Kind.DELTA]
+        case MergeRule.SUM:
+            return None

@@ -1,0 +1,183 @@
+"""Blocks to try kernels on, the truth about them, and how far off a kernel may be.
+
+Inputs are drawn in float64 and rounded to the dtype under test; the truth is the float64
+reference on the rounded inputs, so that what is measured is the kernel's error alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels import BlockMask, Causal, Full, Kernel, Request, RowRange
+from mesh_attention.kernels.merge import delta
+from mesh_attention.kernels.reference import Reference
+
+MaskMaker = Callable[[int, int], BlockMask]
+
+
+@dataclass(frozen=True)
+class Shape:
+    S: int
+    T: int
+    H: int = 4
+    G: int = 4
+    D: int = 16
+    E: int = 16
+    B: int = 2
+
+
+@dataclass(frozen=True)
+class Block:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    mask: BlockMask
+    scale: float
+
+    def request(self) -> Request:
+        return Request.from_tensors(self.q, self.k, self.v, self.mask, needs_backward=True)
+
+    def to(self, dtype: torch.dtype) -> Block:
+        parts = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
+        return replace(self, **parts)
+
+    def keys(self, part: slice, mask: BlockMask) -> Block:
+        return replace(self, k=self.k[:, part], v=self.v[:, part], mask=mask)
+
+
+@dataclass(frozen=True)
+class Result:
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def named(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("out", "lse", "dq", "dk", "dv")}
+
+
+def full(num_queries: int, num_keys: int) -> BlockMask:
+    return Full()
+
+
+def causal(num_queries: int, num_keys: int) -> BlockMask:
+    return Causal()
+
+
+def window(num_queries: int, num_keys: int) -> BlockMask:
+    row = torch.arange(num_queries)
+    return RowRange((row - 9).clamp(min=0), row + 1, torch.arange(num_keys))
+
+
+def documents(num_queries: int, num_keys: int) -> BlockMask:
+    row = torch.arange(num_queries)
+    start = row // 13 * 13
+    return RowRange(start, row + 1, torch.arange(num_keys))
+
+
+def striped(num_queries: int, num_keys: int) -> BlockMask:
+    """Queries of stripe 1 of 3, keys of two stripes one after the other: not sorted."""
+    key_position = torch.cat(
+        [torch.arange(0, 3 * ((num_keys + 1) // 2), 3), torch.arange(2, 3 * (num_keys // 2), 3)]
+    )
+    row = torch.arange(num_queries)
+    return RowRange(torch.zeros_like(row), 3 * row + 2, key_position)
+
+
+def scattered(num_queries: int, num_keys: int) -> BlockMask:
+    """Shuffled keys, and rows whose range is empty, inverted or outside all keys."""
+    generator = torch.Generator().manual_seed(5)
+    lo = torch.randint(0, 2 * num_keys, (num_queries,), generator=generator)
+    hi = lo + torch.randint(-3, num_keys, (num_queries,), generator=generator)
+    return RowRange(lo, hi, torch.randperm(num_keys, generator=generator))
+
+
+RANGES: tuple[MaskMaker, ...] = (window, documents, striped, scattered)
+
+
+def make_block(
+    shape: Shape,
+    dtype: torch.dtype,
+    mask: MaskMaker = full,
+    *,
+    device: str = "cpu",
+    strided: bool = False,
+    seed: int = 0,
+) -> Block:
+    torch.set_num_threads(1)  # the blocks are small, and tests run side by side
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, heads: int, dim: int) -> Tensor:
+        x = torch.randn(shape.B, length, heads, dim, generator=generator, dtype=torch.float64)
+        x = x.to(device, dtype)
+        if not strided:
+            return x
+        # A view into the middle of a bigger buffer, whose rest is poison.
+        buffer = x.new_full((shape.B, length + 5, heads + 2, dim), torch.nan)
+        view = buffer[:, 3 : 3 + length, 1 : 1 + heads]
+        view.copy_(x)
+        return view
+
+    return Block(
+        q=draw(shape.S, shape.H, shape.D),
+        k=draw(shape.T, shape.G, shape.D),
+        v=draw(shape.T, shape.G, shape.E),
+        grad_out=draw(shape.S, shape.H, shape.E),
+        mask=mask(shape.S, shape.T),
+        scale=shape.D**-0.5,
+    )
+
+
+def run(kernel: Kernel, block: Block, *, delta_only: bool = False) -> Result:
+    """Forward and backward of a block that is the whole softmax."""
+    reason = kernel.refuses(block.request())
+    assert reason is None, f"{kernel.name} refused: {reason}"
+    qkv = (block.q, block.k, block.v)
+    out, lse = kernel.forward(*qkv, mask=block.mask, softmax_scale=block.scale)
+    dq, dk, dv = kernel.backward(
+        block.grad_out,
+        *qkv,
+        None if delta_only else out,
+        lse,
+        delta(out, block.grad_out) if delta_only else None,
+        mask=block.mask,
+        softmax_scale=block.scale,
+    )
+    return Result(out, lse, dq, dk, dv)
+
+
+def truth(block: Block) -> Result:
+    return run(Reference(), block.to(torch.float64))
+
+
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest entry; infinities must agree exactly."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if found.numel() == 0:
+        return 0.0
+    found = found.double()
+    same_infinity = torch.isinf(expected) & (found == expected)
+    difference = torch.where(same_infinity, 0.0, (found - expected).abs())
+    largest = torch.where(torch.isinf(expected), 0.0, expected.abs()).max()
+    return (difference.max() / largest.clamp(min=1.0)).item()
+
+
+def assert_close(found: Result, expected: Result, tolerance: float, what: object) -> None:
+    for name, tensor in found.named().items():
+        measured = error(tensor, expected.named()[name])
+        # The comparison is written so that NaN fails it.
+        assert measured <= tolerance, f"{name} off by {measured:.2e} > {tolerance:.0e}: {what}"

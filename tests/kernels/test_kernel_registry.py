@@ -1,0 +1,150 @@
+"""Choosing a kernel: order, reasons, errors with the way out, and kernels of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import (
+    KernelRefusedError,
+    MaskKind,
+    Request,
+    UnknownKernelError,
+    choose,
+    kernel_names,
+    register,
+    unregister,
+)
+from mesh_attention.kernels import probe as probe_module
+from mesh_attention.kernels.blockwise import Blockwise
+from mesh_attention.kernels.cpu_flash import CpuFlash
+from mesh_attention.kernels.cuda_flash import CudaFlash
+from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.kernels.flash_attn3 import FlashAttn3
+
+ON_CPU = Request("cpu", None, torch.float32, 64, 64, 8, 2, MaskKind.FULL, needs_backward=True)
+ON_HOPPER = replace(ON_CPU, device_type="cuda", capability=(9, 0), dtype=torch.bfloat16)
+
+
+class Mine(Blockwise):
+    name = "mine"
+
+
+@pytest.fixture
+def mine() -> Iterator[Mine]:
+    kernel = Mine()
+    register(kernel, before="cpu_flash")
+    yield kernel
+    unregister("mine")
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_dense_blocks_on_a_cpu_go_to_the_flash_kernel_and_the_choice_says_why() -> None:
+    choice = choose(ON_CPU)
+    assert choice.kernel.name == "cpu_flash"
+    reasons = dict(choice.reasons)
+    assert reasons["cudnn"] == "runs on cuda, not on cpu"
+    assert choice.reasons[-1] == ("cpu_flash", "chosen")
+
+
+def test_row_ranges_and_unequal_head_sizes_go_to_the_blockwise_kernel() -> None:
+    assert choose(replace(ON_CPU, mask=MaskKind.RANGE)).kernel.name == "blockwise"
+    choice = choose(replace(ON_CPU, v_head_dim=32))
+    assert choice.kernel.name == "blockwise"
+    assert dict(choice.reasons)["cpu_flash"] == "needs D == E, not 64 and 32"
+
+
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    with pytest.raises(UnknownKernelError, match="cudnn, cuda_flash, cpu_flash, blockwise") as info:
+        choose(ON_CPU, force="flash")
+    assert isinstance(info.value, MeshAttentionError)
+
+
+def test_a_forced_kernel_that_refuses_gives_its_reason() -> None:
+    assert choose(ON_CPU, force="reference").kernel.name == "reference"
+    with pytest.raises(KernelRefusedError, match=r"'cudnn' cannot do .* runs on cuda, not on cpu"):
+        choose(ON_CPU, force="cudnn")
+
+
+def test_when_no_kernel_can_do_it_all_reasons_are_told() -> None:
+    with pytest.raises(KernelRefusedError, match=r"cpu_flash: takes .*reference: takes floating"):
+        choose(replace(ON_CPU, dtype=torch.int8))
+
+
+def test_a_user_can_add_a_kernel_in_front_of_another(mine: Mine) -> None:
+    names = kernel_names()
+    assert names.index("mine") == names.index("cpu_flash") - 1
+    assert choose(ON_CPU).kernel is mine
+    with pytest.raises(UnknownKernelError, match="'mine' is registered already"):
+        register(mine)
+
+
+def test_a_kernel_added_without_a_place_comes_first_and_can_be_removed() -> None:
+    before = kernel_names()
+    register(Mine())
+    assert kernel_names() == ("mine", *before)
+    unregister("mine")
+    assert kernel_names() == before
+    with pytest.raises(UnknownKernelError, match="no kernel is named 'mine'"):
+        unregister("mine")
+
+
+def test_without_a_visible_gpu_cuda_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for kernel in (Cudnn(), CudaFlash(), FlashAttn3()):
+        assert kernel.refuses(ON_HOPPER) == "no CUDA device is visible"
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_cuda_kernels_say_what_they_cannot_do() -> None:
+    cudnn, flash = Cudnn(), CudaFlash()
+    assert cudnn.refuses(ON_HOPPER) is None
+    assert flash.refuses(ON_HOPPER) is None
+    refusals = {
+        "capability": replace(ON_HOPPER, capability=(7, 5)),
+        "float32": replace(ON_HOPPER, dtype=torch.float32),
+        "multiples of 8": replace(ON_HOPPER, head_dim=60, v_head_dim=60),
+        "row-range": replace(ON_HOPPER, mask=MaskKind.RANGE),
+        "no multiple of 3": replace(ON_HOPPER, num_kv_heads=3),
+    }
+    for words, request in refusals.items():
+        for kernel in (cudnn, flash):
+            assert words in (kernel.refuses(request) or ""), (words, kernel.name)
+    large = replace(ON_HOPPER, head_dim=256, v_head_dim=256)
+    assert "up to 128" in (cudnn.refuses(large) or "")
+    assert flash.refuses(large) is None
+    assert "no backward" in (flash.refuses(replace(large, capability=(8, 9))) or "")
+    assert cudnn.refuses(replace(ON_HOPPER, head_dim=192, v_head_dim=128)) is None
+    assert "D == E" in (flash.refuses(replace(ON_HOPPER, v_head_dim=128)) or "")
+    assert choose(ON_HOPPER).kernel.name == "cudnn"
+    assert choose(large).kernel.name == "cuda_flash"
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_missing_package_is_named() -> None:
+    assert "flash_attn_interface is not installed" in (FlashAttn3().refuses(ON_HOPPER) or "")
+    blackwell = replace(ON_HOPPER, capability=(10, 0))
+    assert "flash_attn" in dict(choose(blackwell).reasons)["flash_attn4"]
+
+
+def test_a_private_op_that_changed_is_refused_with_what_was_found() -> None:
+    assert probe_module.why_op_unusable("_no_such_op", ()) == (
+        f"torch {torch.__version__} has no aten::_no_such_op"
+    )
+    reason = probe_module.why_op_unusable("relu", ("self", "slope"))
+    assert reason == "aten::relu takes ['self'], without ['slope']"
+
+
+def test_an_op_that_is_gone_makes_its_kernel_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_attention.kernels.cpu_flash.FORWARD", "_gone")
+    assert "has no aten::_gone" in (CpuFlash().refuses(ON_CPU) or "")

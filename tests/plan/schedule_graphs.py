@@ -1,0 +1,146 @@
+"""Task graphs for the schedule tests: forward and backward shapes, equal or random costs.
+
+A compute cost of None means the task does not exist (a fully masked pair of chunks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from mesh_attention.plan.schedule import (
+    CommunicationTask,
+    ComputeTask,
+    MemoryModel,
+    TaskGraph,
+)
+
+Cost = Callable[[str], float]
+ComputeCost = Callable[[int, int], float | None]
+Builder = Callable[[int, int, Cost, ComputeCost], TaskGraph]
+
+
+def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
+    """AG-KV, AG-Q, C, RS-Q; `cost` is asked by task name, `compute_cost` by (q, kv)."""
+    compute = _compute(kq, kkv, compute_cost)
+    return TaskGraph(
+        (
+            *_gathers("AG-KV", kkv, cost),
+            *_gathers("AG-Q", kq, cost),
+            *_reductions("RS-Q", [[c for c in compute if c.q_chunk == i] for i in range(kq)], cost),
+        ),
+        compute,
+    )
+
+
+def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
+    """As forward, with RS-dQ a row and RS-dKV a column of compute tasks."""
+    compute = _compute(kq, kkv, compute_cost)
+    rows = [[c for c in compute if c.q_chunk == i] for i in range(kq)]
+    columns = [[c for c in compute if c.kv_chunk == j] for j in range(kkv)]
+    return TaskGraph(
+        (
+            *_gathers("AG-KV", kkv, cost),
+            *_gathers("AG-Q", kq, cost),
+            *_reductions("RS-dQ", rows, cost),
+            *_reductions("RS-dKV", columns, cost),
+        ),
+        compute,
+    )
+
+
+def golden_graph() -> TaskGraph:
+    """The 3 x 3 example of the specification."""
+    return forward_graph(
+        3, 3, lambda name: 1.0 if name.startswith("AG-KV") else 0.5, lambda q, kv: 0.5
+    )
+
+
+def random_graph(rng: Random, *, largest: int = 4, integer: bool = False) -> TaskGraph:
+    """Any shape and any costs: zero costs, empty tasks and missing reductions included."""
+    build = rng.choice((forward_graph, backward_graph))
+    empty_share = rng.choice((0.0, 0.3))
+    scale = rng.choice((0.3, 1.0, 3.0))
+
+    def cost(name: str) -> float:
+        drawn = rng.choice((0.0, 1.0, rng.uniform(0.1, 4.0), rng.uniform(0.1, 4.0)))
+        return float(round(10 * drawn)) if integer else drawn
+
+    def compute_cost(q: int, kv: int) -> float | None:
+        return None if rng.random() < empty_share else scale * cost("")
+
+    return build(rng.randint(1, largest), rng.randint(1, largest), cost, compute_cost)
+
+
+def random_memory(rng: Random, graph: TaskGraph) -> MemoryModel:
+    """Gathered chunks with staging, accumulators that live until their reduction, scratch."""
+    sizes: dict[str, int] = {}
+    touches: dict[str, tuple[tuple[str, ...], ...]] = {}
+
+    def buffer(name: str) -> str:
+        sizes.setdefault(name, rng.randint(0, 9))
+        return name
+
+    for task in graph.communication:
+        if task.needs:
+            accumulator = buffer(f"acc {task.kind} {task.index}")
+            touches[task.name] = ((accumulator, buffer(f"send {task.name}")),)
+        else:
+            staging, chunk = buffer(f"staging {task.name}"), buffer(f"chunk {task.name}")
+            touches[task.name] = ((staging,), (staging, chunk))
+    for c in graph.compute:
+        chunks = tuple(buffer(f"chunk {need}") for need in c.needs)
+        accumulators = tuple(
+            buffer(f"acc {task.kind} {task.index}")
+            for task in graph.communication
+            if c.name in task.needs
+        )
+        scratch = buffer(f"scratch {c.name}")
+        touches[c.name] = ((*chunks, scratch), (scratch, *accumulators))
+    return MemoryModel(sizes, touches)
+
+
+def chunk_memory(graph: TaskGraph, *, q_bytes: int, kv_bytes: int) -> MemoryModel:
+    """Equal chunks: 16-bit inputs and sends, accumulators of twice their size."""
+    sizes: dict[str, int] = {}
+    touches: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for task in graph.communication:
+        chunk_bytes = kv_bytes if task.kind.endswith("KV") else q_bytes
+        if task.needs:
+            sizes |= {f"acc {task.name}": 2 * chunk_bytes, f"send {task.name}": chunk_bytes}
+            touches[task.name] = (
+                (f"acc {task.name}", f"send {task.name}"),
+                (f"send {task.name}",),
+            )
+        else:
+            sizes[f"chunk {task.name}"] = chunk_bytes
+            touches[task.name] = ((f"chunk {task.name}",),)
+    for c in graph.compute:
+        inputs = tuple(f"chunk {need}" for need in c.needs)
+        results = tuple(f"acc {t.name}" for t in graph.communication if c.name in t.needs)
+        touches[c.name] = ((*inputs, *results),)
+    return MemoryModel(sizes, touches)
+
+
+def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[ComputeTask, ...]:
+    found: list[ComputeTask] = []
+    for q in range(kq):
+        for kv in range(kkv):
+            cost = compute_cost(q, kv)
+            if cost is not None:
+                needs = (f"AG-Q-{q}", f"AG-KV-{kv}")
+                found.append(ComputeTask(f"C-{q}-{kv}", q, kv, cost, needs))
+    return tuple(found)
+
+
+def _gathers(kind: str, count: int, cost: Cost) -> list[CommunicationTask]:
+    return [CommunicationTask(f"{kind}-{i}", kind, i, cost(f"{kind}-{i}")) for i in range(count)]
+
+
+def _reductions(kind: str, inputs: list[list[ComputeTask]], cost: Cost) -> list[CommunicationTask]:
+    """A chunk with nothing computed has nothing to reduce."""
+    return [
+        CommunicationTask(f"{kind}-{i}", kind, i, cost(f"{kind}-{i}"), tuple(c.name for c in row))
+        for i, row in enumerate(inputs)
+        if row
+    ]
