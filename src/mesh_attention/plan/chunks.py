@@ -42,7 +42,12 @@ def chunks_of(layout: Layout, count: int) -> tuple[Chunk, ...]:
     count = min(count, layout.slots)
     bounds = [i * layout.slots // count for i in range(count + 1)]
     return tuple(
-        Chunk(i, start, stop, (0, *(h - start for h in layout.halves if start < h < stop), stop - start))
+        Chunk(
+            i,
+            start,
+            stop,
+            (0, *(h - start for h in layout.halves if start < h < stop), stop - start),
+        )
         for i, (start, stop) in enumerate(pairwise(bounds))
     )
 

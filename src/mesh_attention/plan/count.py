@@ -150,9 +150,7 @@ def _count_rank(
 
 def peak_buffer_bytes(plan: Plan, program: Program) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    size = {
-        b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE
-    }
+    size = {b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE}
     live: set[str] = set()
     held = peak = 0
     for op in program.operations:

@@ -107,7 +107,9 @@ def bring_output_home(
         return [
             *_to_wire(name, whole_out, whole_wire),
             home.exchange(name, ((wire, stacks[0]), (acc_lse, stacks[1]))),
-            Merge(f"{name}.merge", MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends),
+            Merge(
+                f"{name}.merge", MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
+            ),
         ]
     stack, everywhere = f"{acc_lse}.in", home.whole(f"{acc_lse}.all")
     cuts = home.chunk.cuts
@@ -115,7 +117,9 @@ def bring_output_home(
         home.exchange(f"{name}.lse", ((acc_lse, stack),)),
         Merge(f"{name}.lse-merge", MergeRule.LSE, home.copies(stack), (ends[1],)),
         AllGather(f"{name}.lse-all", home.group, (Move(ends[1], everywhere, cuts),)),
-        Merge(f"{name}.rescale", MergeRule.RESCALE, (whole_out, whole_lse, everywhere), (whole_wire,)),
+        Merge(
+            f"{name}.rescale", MergeRule.RESCALE, (whole_out, whole_lse, everywhere), (whole_wire,)
+        ),
         ReduceScatter(name, home.group, (Move(ends[0], whole_wire, cuts),)),
     ]
 
@@ -138,8 +142,8 @@ def bring_sum_home(
         )
         return [*operations, ReduceScatter(name, home.group, moves)]
     operations.append(home.exchange(name, tuple((w, f"{w}.in") for _, w, _ in tensors)))
-    for (_, wire, _), end in zip(tensors, ends, strict=True):
-        copies = home.copies(f"{wire}.in")
+    for (_, travels, _), end in zip(tensors, ends, strict=True):
+        copies = home.copies(f"{travels}.in")
         operations.append(Merge(f"{name}.sum", MergeRule.SUM, copies, (end,)))
     return operations
 

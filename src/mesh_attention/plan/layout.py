@@ -76,7 +76,9 @@ class Layout:
         if self.block < 1:
             raise PlanError(f"block={self.block}: a stripe has at least one token")
         if self.block > 1 and self.kind is not LayoutKind.STRIPED:
-            raise PlanError(f"block={self.block} only applies to the striped layout, not {self.kind}")
+            raise PlanError(
+                f"block={self.block} only applies to the striped layout, not {self.kind}"
+            )
 
     @property
     def _grain(self) -> int:

@@ -67,7 +67,9 @@ class Mask:
             raise PlanError("prefix and window exclude each other; choose one")
         for side in self.window or ():
             if side is not None and side < 0:
-                raise PlanError(f"window={self.window}: a side is a number >= 0, or None for no limit")
+                raise PlanError(
+                    f"window={self.window}: a side is a number >= 0, or None for no limit"
+                )
         if self.kv_documents is not None and self.documents is None:
             raise PlanError("kv_documents needs documents (the boundaries of the queries)")
         for name, cuts in (("documents", self.documents), ("kv_documents", self.kv_documents)):

@@ -23,7 +23,9 @@ from mesh_attention.plan.mask import RowRanges
 __all__ = ["Run", "clip_run", "visible_pairs"]
 
 Array = NDArray[np.int64]
-_ONE_BLOCK_STRIDE = 1 << 40  # any stride no position can span: a run of one block has none of its own
+_ONE_BLOCK_STRIDE = (
+    1 << 40
+)  # any stride no position can span: a run of one block has none of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
             continue
         q = _columns(_common_stride(parts, key_strides))
         pairs = _below(q, k, s.hi, s.hi_slope) - _below(q, k, s.lo, s.lo_slope)
-        by_key = np.zeros((len(pairs), len(keys)), dtype=np.int64)
-        np.add.at(by_key, (slice(None), k[0]), pairs)
-        np.add.at(result, q[0], by_key)
+        by_key = np.zeros((len(keys), len(parts)), dtype=np.int64)
+        np.add.at(by_key, k[0], pairs.T)
+        np.add.at(result, q[0], by_key.T)
     return result
 
 

@@ -255,7 +255,9 @@ def parse_plan(text: str) -> Plan:
 
 
 def _parse_problem(fields: dict[str, Any]) -> Problem:
-    mask = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["mask"].items()}
+    mask: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in fields["mask"].items()
+    }
     return Problem(**{**fields, "mask": Mask(**mask)})
 
 

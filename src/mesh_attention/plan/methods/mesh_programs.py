@@ -194,7 +194,9 @@ def _memory_model(mesh: MeshPass, graph: TaskGraph) -> MemoryModel:
     for task in graph.compute:
         op = mesh.compute(task.q_chunk, task.kv_chunk, whole, True, True)
         touches[task.name] = (tuple(touched(op)),)
-    held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role.value == "workspace"}
+    held = {
+        b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role.value == "workspace"
+    }
     return MemoryModel(
         held,
         {
@@ -270,5 +272,3 @@ def _programs(mesh: MeshPass, schedule: Schedule, lowerings: Lowerings) -> Itera
             if id(op) not in touches:
                 touches[id(op)] = touched(op)
         yield assemble(rank, operations, _buffers(mesh, rank), touches, frees)
-
-

@@ -6,8 +6,10 @@ integer with one bit for each key atom: unions and overlaps are single operation
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +26,14 @@ __all__ = ["Atoms", "Cells", "Side"]
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Where a piece lies in its buffer's list of cells, and what each cell is meant to hold."""
+    """The cells of a buffer: what each is meant to hold, token atom by token atom."""
 
-    index: tuple[int, ...]
-    labels: tuple[tuple[int, int], ...]  # (token atom, head atom)
+    labels: list[tuple[int, int]]  # (token atom, head atom)
+    first_rows: list[int]  # the first row of each token atom
+    heads: list[int]  # head atoms; on the key side the first query head atom of each KV head
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
 
 class Side:
@@ -46,9 +52,6 @@ class Side:
     def of(self, start: int, stop: int) -> range:
         return range(self._index[start], self._index[stop])
 
-    def sizes(self) -> NDArray[np.int64]:
-        return np.diff(np.array(self.cuts, dtype=np.int64))
-
 
 class Atoms:
     """All atoms of one pass, with the visible pairs between every two of them."""
@@ -57,15 +60,18 @@ class Atoms:
         token_cuts: tuple[set[int], set[int]] = (set(), set())
         head_cuts = {0, plan.problem.num_heads}
         group = plan.problem.heads_per_kv_head
-        for buffer, piece in _distinct(one):
+        for buffer, pieces in _pieces_by_buffer(one):
             side = int(buffer.kind.is_key_side)
             per_head = group if side else 1
             token_cuts[side].update(e for span in buffer.rows for e in span)
-            token_cuts[side].update(e for span in piece.spans(buffer) for e in span)
-            first = buffer.heads[0]
-            inside = piece.heads or (0, buffer.num_heads)
-            ends = (*buffer.heads, first + inside[0], first + inside[1])
-            head_cuts.update(end * per_head for end in ends)
+            head_cuts.update(head * per_head for head in buffer.heads)
+            offsets = list(accumulate((b - a for a, b in buffer.rows), initial=0))
+            for row in {row for piece in pieces for row in (piece.start, piece.stop)}:
+                at = bisect_right(offsets, row) - 1
+                if at < len(buffer.rows):  # the end of the last span is a cut already
+                    token_cuts[side].add(buffer.rows[at][0] + row - offsets[at])
+            for low, high in {piece.heads for piece in pieces if piece.heads}:
+                head_cuts.update((buffer.heads[0] + head) * per_head for head in (low, high))
         # Where query heads of one KV head are parted, the KV head itself must be an atom.
         head_cuts |= {cut - cut % group for cut in head_cuts}
         head_cuts |= {cut + -cut % group for cut in head_cuts}
@@ -76,81 +82,59 @@ class Atoms:
         self._head_index = {cut: i for i, cut in enumerate(self.head_cuts)}
         self._heads_per_kv_head = group
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
-        self.kv_head_of = [
-            self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]
-        ]
+        self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
         self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
-        self._cells: dict[tuple[int, Piece], Cells] = {}
-        self._buffers: dict[int, tuple[list[int], list[int]]] = {}
+        self._cells: dict[int, Cells] = {}
         self._alive: list[Buffer] = []
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
         by_head = np.repeat(seen.T, self.num_heads, axis=1)
         self.required_by_key = [_bits(row) for row in by_head]
 
-    def heads(self, buffer: Buffer) -> list[int]:
-        """Head atoms of a buffer; on the key side, the first query head atom of each KV head."""
-        return self._layout_of(buffer)[1]
-
-    def num_cells(self, buffer: Buffer) -> int:
-        atoms, heads = self._layout_of(buffer)
-        return len(atoms) * len(heads)
-
     def head_bits(self, kv_head: int) -> int:
         """Of the bits `query atom * num_heads + head atom`, those of one KV head's queries."""
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
-    def cells(self, buffer: Buffer, piece: Piece) -> Cells:
-        key = (id(buffer), piece)
-        found = self._cells.get(key)
-        if found is None:
-            found = self._cells[key] = self._find_cells(buffer, piece)
-        return found
-
-    def _find_cells(self, buffer: Buffer, piece: Piece) -> Cells:
-        atoms, heads = self._layout_of(buffer)
-        side = self.kv if buffer.kind.is_key_side else self.q
-        per_head = self._heads_per_kv_head if buffer.kind.is_key_side else 1
-        low, high = piece.heads or (0, buffer.num_heads)
-        first, last = (self._head_index[(buffer.heads[0] + h) * per_head] for h in (low, high))
-        wanted = [i for i, head in enumerate(heads) if first <= head < last]
-        index, labels, row = [], [], 0
-        for at, atom in enumerate(atoms):
-            if piece.start <= row < piece.stop:
-                index += [at * len(heads) + i for i in wanted]
-                labels += [(atom, heads[i]) for i in wanted]
-            row += side.cuts[atom + 1] - side.cuts[atom]
-        return Cells(tuple(index), tuple(labels))
-
-    def _layout_of(self, buffer: Buffer) -> tuple[list[int], list[int]]:
-        found = self._buffers.get(id(buffer))
+    def cells(self, buffer: Buffer) -> Cells:
+        found = self._cells.get(id(buffer))
         if found is None:
             key_side = buffer.kind.is_key_side
             side = self.kv if key_side else self.q
-            per_head = self._heads_per_kv_head if key_side else 1
             atoms = [atom for span in buffer.rows for atom in side.of(*span)]
-            first, last = (self._head_index[h * per_head] for h in buffer.heads)
+            sizes = (side.cuts[atom + 1] - side.cuts[atom] for atom in atoms)
+            first, last = (self.head_atom(buffer, h) for h in (0, buffer.num_heads))
             heads = list(range(first, last))
             if key_side:
                 heads = sorted({self.kv_head_of[h] for h in heads})
-            found = self._buffers[id(buffer)] = (atoms, heads)
+            labels = [(atom, head) for atom in atoms for head in heads]
+            found = Cells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
+            self._cells[id(buffer)] = found
             self._alive.append(buffer)  # ids stay unique while we hold the object
         return found
 
+    def head_atom(self, buffer: Buffer, head: int) -> int:
+        """The head atom that begins at a head, counted inside the buffer."""
+        per_head = self._heads_per_kv_head if buffer.kind.is_key_side else 1
+        return self._head_index[(buffer.heads[0] + head) * per_head]
 
-def _distinct(one: Pass) -> Iterator[tuple[Buffer, Piece]]:
-    """Every (buffer, piece) that occurs; objects that ranks share are looked at once."""
-    known: set[tuple[int, Piece]] = set()
+
+def _pieces_by_buffer(one: Pass) -> Iterator[tuple[Buffer, set[Piece]]]:
+    """Every buffer with the pieces of it that occur; what ranks share is looked at once."""
+    used_by: dict[int, dict[str, set[Piece]]] = {}
+    found: dict[int, tuple[Buffer, set[Piece]]] = {}
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
-            for piece in (*reads(op), *writes(op)):
-                buffer = table[piece.buffer]
-                key = (id(buffer), piece)
-                if key not in known:
-                    known.add(key)
-                    yield buffer, piece
+            used = used_by.get(id(op))
+            if used is None:
+                used = used_by[id(op)] = {}
+                for piece in (*reads(op), *writes(op)):
+                    used.setdefault(piece.buffer, set()).add(piece)
+            for name, pieces in used.items():
+                buffer = table[name]
+                found.setdefault(id(buffer), (buffer, set()))[1].update(pieces)
+    yield from found.values()
 
 
 def _pair_matrix(q: Side, kv: Side, rows: RowRanges) -> NDArray[np.int64]:

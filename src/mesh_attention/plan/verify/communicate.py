@@ -48,47 +48,59 @@ def _same_moves(members: Sequence[int], operations: Sequence[AllGather | ReduceS
             raise Broken(member, f"moves other sizes than rank {members[0]}")
 
 
-def _pieces_in_whole(move: Move, num_members: int, stretch: tuple[int, int], member: int) -> Piece:
-    a, b = stretch
-    first = move.whole.start + num_members * a + member * (b - a)
-    return Piece(move.whole.buffer, first, first + b - a, move.whole.heads)
+def _owners_in_whole(move: Move, num_members: int) -> list[tuple[int, int, int]]:
+    """(member, start, stop) of the part's rows, in the order in which the whole holds them."""
+    return [(member, a, b) for a, b in pairwise(move.cuts) for member in range(num_members)]
+
+
+def _rows(part: Piece, start: int, stop: int) -> Piece:
+    return Piece(part.buffer, part.start + start, part.start + stop, part.heads)
 
 
 def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGather]) -> None:
-    count = len(members)
     for at, move in enumerate(operations[0].moves):
-        for stretch in pairwise(move.cuts):
-            parts = []
-            for member, op in zip(members, operations, strict=True):
-                part = op.moves[at].part
-                piece = Piece(
-                    part.buffer, part.start + stretch[0], part.start + stretch[1], part.heads
-                )
-                parts.append((member, piece))
-            for member, op in zip(members, operations, strict=True):
-                for index, (source, piece) in enumerate(parts):
-                    given = _pieces_in_whole(op.moves[at], count, stretch, index)
-                    memory.transfer(source, piece, member, given)
+        values: list[Value] = []
+        labels: list[tuple[int, int]] = []
+        for member, a, b in _owners_in_whole(move, len(members)):
+            rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
+            values += memory.read(rank, part)
+            labels += memory.labels(rank, part)
+        for rank, op in zip(members, operations, strict=True):
+            whole = op.moves[at].whole
+            have, want = memory.buffer(members[0], move.part), memory.buffer(rank, whole)
+            memory.expect_same_form(members[0], have, rank, want)
+            if memory.labels(rank, whole) != labels:
+                raise Broken(rank, f"gathers other tokens or heads than {whole.buffer} holds")
+            memory.write(rank, whole, values)
 
 
-def _reduce_scatter(memory: Memory, members: Sequence[int], operations: list[ReduceScatter]) -> None:
-    count = len(members)
-    results: list[tuple[int, Piece, list[Value]]] = []
+def _reduce_scatter(
+    memory: Memory, members: Sequence[int], operations: list[ReduceScatter]
+) -> None:
     for at, move in enumerate(operations[0].moves):
-        for stretch in pairwise(move.cuts):
-            for index, (owner, op) in enumerate(zip(members, operations, strict=True)):
-                part = op.moves[at].part
-                target = Piece(
-                    part.buffer, part.start + stretch[0], part.start + stretch[1], part.heads
+        contributions = []
+        labels = memory.labels(members[0], move.whole)
+        part_buffer = memory.buffer(members[0], move.part)
+        for rank, op in zip(members, operations, strict=True):
+            whole = op.moves[at].whole
+            memory.expect_same_form(rank, memory.buffer(rank, whole), members[0], part_buffer)
+            if memory.labels(rank, whole) != labels:
+                raise Broken(
+                    rank, f"{whole.buffer} holds other tokens or heads than rank {members[0]}'s"
                 )
-                contributions = []
-                for source, other in zip(members, operations, strict=True):
-                    taken = _pieces_in_whole(other.moves[at], count, stretch, index)
-                    memory.expect_same(source, taken, owner, target)
-                    contributions.append(memory.read(source, taken))
-                results.append((owner, target, _sums(memory, owner, target, contributions)))
-    for owner, target, values in results:
-        memory.write(owner, target, values)
+            contributions.append(memory.read(rank, whole))
+        sums = _sums(memory, members[0], move.whole, contributions)
+        done = 0
+        for member, a, b in _owners_in_whole(move, len(members)):
+            rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
+            wanted = memory.labels(rank, part)
+            stop = done + len(wanted)
+            if wanted != labels[done:stop]:
+                raise Broken(
+                    rank, f"gets the sum of other tokens or heads than {part.buffer} holds"
+                )
+            memory.write(rank, part, sums[done:stop])
+            done = stop
 
 
 def _sums(
@@ -116,18 +128,11 @@ def _send_recv(memory: Memory, members: Sequence[int], operations: list[SendRecv
         other = operations[op.to_member]
         target = members[op.to_member]
         if other.from_member != index:
-            raise Broken(target, f"expects rank {members[other.from_member]}, but rank {source} sends")
-    # All sends read before anything is written: a shift may reuse the buffer it came from.
-    taken = [
-        [(piece, memory.read(source, piece)) for piece in op.sends]
-        for source, op in zip(members, operations, strict=True)
-    ]
-    for index, (source, op) in enumerate(zip(members, operations, strict=True)):
-        target, receives = members[op.to_member], operations[op.to_member].receives
-        _same_number(source, op.sends, target, receives)
-        for (piece, values), given in zip(taken[index], receives, strict=True):
-            memory.expect_same(source, piece, target, given)
-            memory.write(target, given, values)
+            raise Broken(
+                target, f"expects rank {members[other.from_member]}, but rank {source} sends"
+            )
+    for source, op in zip(members, operations, strict=True):
+        _deliver(memory, source, op.sends, members[op.to_member], operations[op.to_member].receives)
 
 
 def _deliver(

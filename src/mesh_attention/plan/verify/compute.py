@@ -34,10 +34,12 @@ class Compute:
         old_out = self._accumulated(rank, op.out, op.fresh, Kind.OUT)
         old_lse = self._accumulated(rank, op.lse, op.fresh, Kind.LSE)
         new: list[Value] = []
-        labels = self._memory.where(rank, op.q).labels
+        labels = self._memory.labels(rank, op.q)
         for (atom, head), out, lse in zip(labels, old_out, old_lse, strict=True):
             if out != lse or out.scaled_to is not None:
-                raise Broken(rank, f"{op.out.buffer} and {op.lse.buffer} are not over the same keys")
+                raise Broken(
+                    rank, f"{op.out.buffer} and {op.lse.buffer} are not over the same keys"
+                )
             added = Partial(keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom])
             new.append(union(rank, op.out.buffer, (out, added)))
         self._memory.write(rank, op.out, new)
@@ -58,7 +60,7 @@ class Compute:
         self._same_rows(rank, (op.q, *rest))
         self._same_rows(rank, (op.k, op.v, op.grad_k, op.grad_v))
         keys = self._keys(rank, op.k, op.v)
-        labels = self._memory.where(rank, op.q).labels
+        labels = self._memory.labels(rank, op.q)
         old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
         queries: dict[int, int] = {}
         new: list[Value] = []
@@ -72,7 +74,7 @@ class Compute:
         for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
             sums: list[Value] = []
             before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
-            key_labels = self._memory.where(rank, piece).labels
+            key_labels = self._memory.labels(rank, piece)
             for (atom, head), before in zip(key_labels, before_all, strict=True):
                 added = Partial(queries.get(head, 0) & atoms.required_by_key[atom])
                 sums.append(union(rank, piece.buffer, (before, added)))
@@ -85,7 +87,7 @@ class Compute:
         want = _kinds_of(op)
         if want is not None and kinds != want:
             raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
-        size = len(self._memory.where(rank, op.outputs[0]).index)
+        size = len(self._memory.labels(rank, op.outputs[0]))
         name = op.outputs[0].buffer
         if op.rule is MergeRule.DELTA:
             if any(value is not DATA for values in inputs for value in values):
@@ -125,13 +127,11 @@ class Compute:
         q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
         key = (id(q_spans), id(k_spans), calls)
         if key not in self._checked:
-            q_atoms = sorted({atom for atom, _ in self._memory.where(rank, q).labels})
-            k_atoms = sorted({atom for atom, _ in self._memory.where(rank, k).labels})
+            q_atoms = sorted({atom for atom, _ in self._memory.labels(rank, q)})
+            k_atoms = sorted({atom for atom, _ in self._memory.labels(rank, k)})
             visible = int(self._atoms.pairs[q_atoms][:, k_atoms].sum())
             q_map = self._row_map(0, q_spans)
-            self._checked[key] = self._calls.check(
-                q_map, self._row_map(1, k_spans), calls, visible
-            )
+            self._checked[key] = self._calls.check(q_map, self._row_map(1, k_spans), calls, visible)
         wrong = self._checked[key]
         if wrong:
             raise Broken(rank, wrong)
@@ -156,7 +156,7 @@ class Compute:
         self._expect(rank, v, Kind.V)
         self._same_rows(rank, (k, v))
         keys: dict[int, int] = {}
-        for atom, head in self._memory.where(rank, k).labels:
+        for atom, head in self._memory.labels(rank, k):
             bit = 1 << atom
             if keys.get(head, 0) & bit:
                 raise Broken(rank, f"{k.buffer} holds the same key twice")
@@ -170,7 +170,7 @@ class Compute:
             raise Broken(rank, f"takes {piece.buffer} for final, but it is a partial result")
 
     def _same_rows(self, rank: int, pieces: Sequence[Piece]) -> None:
-        labels = [self._memory.where(rank, piece).labels for piece in pieces]
+        labels = [self._memory.labels(rank, piece) for piece in pieces]
         for piece, other in zip(pieces, labels, strict=True):
             if other != labels[0]:
                 raise Broken(
@@ -181,7 +181,7 @@ class Compute:
         if self._memory.buffer(rank, piece).kind is not kind:
             raise Broken(rank, f"accumulates {kind} in {piece.buffer}")
         if fresh:
-            return [Partial(0)] * len(self._memory.where(rank, piece).index)
+            return [Partial(0)] * len(self._memory.labels(rank, piece))
         return [_partial(rank, piece.buffer, v) for v in self._memory.read(rank, piece)]
 
 

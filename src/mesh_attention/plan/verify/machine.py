@@ -11,8 +11,7 @@ finishes here cannot deadlock there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.plan import Pass, Plan
@@ -69,10 +68,11 @@ class _Machine:
         self.one = one
         self.findings: list[Finding] = []
         self.atoms = Atoms(plan, one)
+        self.head_bits = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
         self.memory = Memory(one, self.atoms)
         self.compute = Compute(plan, self.atoms, self.memory)
 
-    def run(self):  # type: ignore[no-untyped-def]
+    def run(self) -> Iterator[None]:
         """Yields once for every operation done; stops at the first that breaks."""
         programs = self.one.programs
         at = [0] * len(programs)
@@ -161,30 +161,19 @@ class _Machine:
         for rank in range(len(self.one.programs)):
             for name in self.memory.leaks(rank):
                 self._report(rank, at, f"never frees {name}")
-            for buffer, cells in self.memory.outputs(rank):
-                heads = self.atoms.heads(buffer)
-                side = self.atoms.kv if buffer.kind.is_key_side else self.atoms.q
-                labels = [
-                    (atom, head)
-                    for span in buffer.rows
-                    for atom in side.of(*span)
-                    for head in heads
-                ]
-                for (atom, head), value in zip(labels, cells, strict=True):
-                    wrong = self._wrong_end(buffer.kind, atom, head, value)
-                    if wrong:
-                        self._report(rank, at, f"{buffer.name}, {self._tokens(side.cuts, atom)}: {wrong}")
-                        break
-
-    def _tokens(self, cuts: list[int], atom: int) -> str:
-        start, stop = list(pairwise(cuts))[atom]
-        return f"places {start}:{stop}"
+            for buffer, (atom, head), value in self.memory.outputs(rank):
+                wrong = self._wrong_end(buffer.kind, atom, head, value)
+                if wrong:
+                    cuts = (self.atoms.kv if buffer.kind.is_key_side else self.atoms.q).cuts
+                    places = f"places {cuts[atom]}:{cuts[atom + 1]}"
+                    self._report(rank, at, f"{buffer.name}, {places}: {wrong}")
+                    break
 
     def _wrong_end(self, kind: Kind, atom: int, head: int, value: Value | None) -> str | None:
         if not isinstance(value, Partial):
             return "is never written" if value is None else "holds something else"
         if kind.is_key_side:
-            required = self.atoms.required_by_key[atom] & self._head_bits(head)
+            required = self.atoms.required_by_key[atom] & self.head_bits[head]
         else:
             required = self.atoms.required[atom]
         if value.cover != required:
@@ -193,8 +182,3 @@ class _Machine:
         if value.scaled_to is not None and value.scaled_to != value.cover:
             return "is scaled to another softmax than its own"
         return None
-
-    def _head_bits(self, kv_head: int) -> int:
-        if not hasattr(self, "_head_bit_table"):
-            self._head_bit_table = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
-        return self._head_bit_table[kv_head]

@@ -6,9 +6,12 @@ buffer is declared to hold), or a `Partial`: a softmax or a sum over the pairs i
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
+from mesh_attention.plan.buffers import Buffer, Piece, Role
 from mesh_attention.plan.plan import Pass
 from mesh_attention.plan.verify.atoms import Atoms, Cells
 from mesh_attention.plan.verify.finding import Broken
@@ -35,96 +38,139 @@ class _Data:
 
 DATA = _Data()
 Value = Partial | _Data
+Where = slice | tuple[int, ...]
+T = TypeVar("T")
+
+
+class Entry:
+    """One buffer of one rank. `values` is None before the first write and after the free."""
+
+    __slots__ = ("buffer", "cells", "freed", "values")
+
+    def __init__(self, buffer: Buffer, cells: Cells) -> None:
+        self.buffer = buffer
+        self.cells = cells
+        self.freed = False
+        self.values: list[Value | None] | None = None
 
 
 class Memory:
     """The buffers of all ranks. Reading what was never written or is freed breaks the plan."""
 
     def __init__(self, one: Pass, atoms: Atoms) -> None:
-        self.atoms = atoms
-        self.tables = [program.buffer_table() for program in one.programs]
-        self._cells: list[dict[str, list[Value | None]]] = []
-        self._freed: list[set[str]] = []
-        for table in self.tables:
-            cells: dict[str, list[Value | None]] = {}
-            for buffer in table.values():
-                if buffer.role is Role.INPUT:
-                    cells[buffer.name] = [DATA] * atoms.num_cells(buffer)
-            self._cells.append(cells)
-            self._freed.append(set())
+        self._atoms = atoms
+        self._entries: list[dict[str, Entry]] = []
+        for program in one.programs:
+            entries = {b.name: Entry(b, atoms.cells(b)) for b in program.buffers}
+            for entry in entries.values():
+                if entry.buffer.role is Role.INPUT:
+                    entry.values = [DATA] * len(entry.cells)
+            self._entries.append(entries)
 
     def buffer(self, rank: int, piece: Piece) -> Buffer:
-        return self.tables[rank][piece.buffer]
+        return self._entries[rank][piece.buffer].buffer
 
-    def where(self, rank: int, piece: Piece) -> Cells:
-        return self.atoms.cells(self.tables[rank][piece.buffer], piece)
+    def labels(self, rank: int, piece: Piece) -> list[tuple[int, int]]:
+        """What the cells of a piece are declared to hold."""
+        entry = self._entries[rank][piece.buffer]
+        return _take(entry.cells.labels, self._where(entry, piece))
 
     def read(self, rank: int, piece: Piece) -> list[Value]:
-        name = piece.buffer
-        cells = self._cells[rank].get(name)
-        if cells is None:
-            when = "after it was freed" if name in self._freed[rank] else "before anything arrived"
-            raise Broken(rank, f"uses {name} {when}")
-        values = [cells[i] for i in self.where(rank, piece).index]
-        if None in values:
-            raise Broken(rank, f"uses rows {piece.start}:{piece.stop} of {name} before they arrived")
-        return values  # type: ignore[return-value]
+        entry = self._entries[rank][piece.buffer]
+        return self._read(rank, entry, piece, self._where(entry, piece))
 
     def write(self, rank: int, piece: Piece, values: list[Value]) -> None:
-        name = piece.buffer
-        buffer = self.tables[rank][name]
-        if buffer.role is Role.INPUT:
-            raise Broken(rank, f"writes to the input {name}")
-        if name in self._freed[rank]:
-            raise Broken(rank, f"writes to {name} after it was freed")
-        cells = self._cells[rank].get(name)
-        if cells is None:
-            cells = self._cells[rank][name] = [None] * self.atoms.num_cells(buffer)
-        index = self.where(rank, piece).index
-        if len(index) != len(values):
-            raise Broken(rank, f"gets {len(values)} cells for {len(index)} of {name}")
-        if buffer.role is Role.OUTPUT and any(cells[i] is not None for i in index):
-            raise Broken(rank, f"writes the output {name} twice")
-        for i, value in zip(index, values, strict=True):
-            cells[i] = value
+        entry = self._entries[rank][piece.buffer]
+        self._write(rank, entry, self._where(entry, piece), values)
 
     def transfer(self, source: int, taken: Piece, target: int, given: Piece) -> None:
         """Copy a piece to another rank; both must be declared to hold the same tokens and heads."""
-        values = self.read(source, taken)
-        self.expect_same(source, taken, target, given)
-        self.write(target, given, values)
-
-    def expect_same(self, source: int, taken: Piece, target: int, given: Piece) -> None:
-        have, want = self.buffer(source, taken), self.buffer(target, given)
-        if have.kind is not want.kind or have.precision is not want.precision:
-            raise Broken(
-                target,
-                f"receives {have.kind} ({have.precision}) of rank {source} "
-                f"into {given.buffer}, which holds {want.kind} ({want.precision})",
-            )
-        if self.where(source, taken).labels != self.where(target, given).labels:
+        have = self._entries[source][taken.buffer]
+        want = self._entries[target][given.buffer]
+        here, there = self._where(have, taken), self._where(want, given)
+        self.expect_same_form(source, have.buffer, target, want.buffer)
+        if _take(have.cells.labels, here) != _take(want.cells.labels, there):
             raise Broken(
                 target,
                 f"receives other tokens or heads from rank {source} than {given.buffer} holds",
             )
+        self._write(target, want, there, self._read(source, have, taken, here))
+
+    def expect_same_form(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
+        if have.kind is not want.kind or have.precision is not want.precision:
+            raise Broken(
+                target,
+                f"receives {have.kind} ({have.precision}) of rank {source} "
+                f"into {want.name}, which holds {want.kind} ({want.precision})",
+            )
 
     def free(self, rank: int, name: str) -> None:
-        if self.tables[rank][name].role is not Role.WORKSPACE:
+        entry = self._entries[rank][name]
+        if entry.buffer.role is not Role.WORKSPACE:
             raise Broken(rank, f"frees {name}, which belongs to the caller")
-        if self._cells[rank].pop(name, None) is None:
+        if entry.values is None:
             raise Broken(rank, f"frees {name}, which holds nothing")
-        self._freed[rank].add(name)
+        entry.values = None
+        entry.freed = True
 
     def leaks(self, rank: int) -> list[str]:
-        table = self.tables[rank]
-        return [name for name in self._cells[rank] if table[name].role is Role.WORKSPACE]
-
-    def outputs(self, rank: int) -> list[tuple[Buffer, list[Value | None]]]:
         return [
-            (b, self._cells[rank].get(b.name) or [None] * self.atoms.num_cells(b))
-            for b in self.tables[rank].values()
-            if b.role is Role.OUTPUT
+            name
+            for name, entry in self._entries[rank].items()
+            if entry.values is not None and entry.buffer.role is Role.WORKSPACE
         ]
 
-    def is_final(self, kind: Kind, values: list[Value]) -> bool:
-        return all(value is DATA for value in values)
+    def outputs(self, rank: int) -> Iterator[tuple[Buffer, tuple[int, int], Value | None]]:
+        """Every cell of every output: the buffer, what it should hold, and what it holds."""
+        for entry in self._entries[rank].values():
+            if entry.buffer.role is Role.OUTPUT:
+                values = entry.values or [None] * len(entry.cells)
+                for label, value in zip(entry.cells.labels, values, strict=True):
+                    yield entry.buffer, label, value
+
+    def _where(self, entry: Entry, piece: Piece) -> Where:
+        """A slice where the piece has all heads; an atom belongs to it if its first row does."""
+        rows, width = entry.cells.first_rows, len(entry.cells.heads)
+        first, last = bisect_left(rows, piece.start), bisect_left(rows, piece.stop)
+        if piece.heads is None:
+            return slice(first * width, last * width)
+        low, high = (self._atoms.head_atom(entry.buffer, h) for h in piece.heads)
+        wanted = [i for i, head in enumerate(entry.cells.heads) if low <= head < high]
+        return tuple(at * width + i for at in range(first, last) for i in wanted)
+
+    def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Value]:
+        name = piece.buffer
+        if entry.values is None:
+            raise Broken(
+                rank, f"uses {name} {'after it was freed' if entry.freed else 'before it arrived'}"
+            )
+        values = _take(entry.values, where)
+        if None in values:
+            raise Broken(
+                rank, f"uses rows {piece.start}:{piece.stop} of {name} before they arrived"
+            )
+        return cast(list[Value], values)
+
+    def _write(self, rank: int, entry: Entry, where: Where, values: list[Value]) -> None:
+        name, role = entry.buffer.name, entry.buffer.role
+        if role is Role.INPUT:
+            raise Broken(rank, f"writes to the input {name}")
+        if entry.freed:
+            raise Broken(rank, f"writes to {name} after it was freed")
+        if entry.values is None:
+            entry.values = [None] * len(entry.cells)
+        cells = entry.values
+        before = _take(cells, where)
+        if len(before) != len(values):
+            raise Broken(rank, f"gets {len(values)} cells for {len(before)} of {name}")
+        if role is Role.OUTPUT and any(value is not None for value in before):
+            raise Broken(rank, f"writes the output {name} twice")
+        if isinstance(where, slice):
+            cells[where] = values
+        else:
+            for i, value in zip(where, values, strict=True):
+                cells[i] = value
+
+
+def _take(items: list[T], where: Where) -> list[T]:
+    return items[where] if isinstance(where, slice) else [items[i] for i in where]

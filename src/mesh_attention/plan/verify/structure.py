@@ -26,7 +26,9 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
     findings: list[Finding] = []
     direction = str(one.direction)
     if [program.rank for program in one.programs] != list(range(plan.num_ranks)):
-        findings.append(Finding(direction, 0, "programs", "there must be one program for each rank"))
+        findings.append(
+            Finding(direction, 0, "programs", "there must be one program for each rank")
+        )
     if sorted(plan.devices) != list(range(plan.num_ranks)):
         findings.append(Finding(direction, 0, "devices", "must number every rank exactly once"))
     for name, members in one.groups.items():
