@@ -1,0 +1,75 @@
+"""Which earlier operations an operation must wait for.
+
+Three reasons: it reads what the other writes, it overwrites what the other still uses, or it is the
+first to use memory that the other's buffer had before. Computation runs in program order, so waits
+between two computations are left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.offsets import WorkspaceMap
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Operation,
+    Program,
+    ReduceScatter,
+    SendRecv,
+    reads,
+    writes,
+)
+
+__all__ = ["dependencies", "is_communication"]
+
+
+def is_communication(op: Operation) -> bool:
+    return isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv)
+
+
+@dataclass(slots=True)
+class _History:
+    reads: list[tuple[Piece, int]] = field(default_factory=list)
+    writes: list[tuple[Piece, int]] = field(default_factory=list)
+
+
+def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
+    """For each operation, the indices of the operations it waits for, ascending."""
+    history: dict[str, _History] = defaultdict(_History)
+    result: list[tuple[int, ...]] = []
+    communicates = [is_communication(op) for op in program.operations]
+    for at, op in enumerate(program.operations):
+        waits: set[int] = set()
+        taken, given = tuple(reads(op)), tuple(writes(op))
+        for piece in given:
+            if piece.buffer in memory.offsets and piece.buffer not in history:
+                waits |= _former_users(piece.buffer, memory, history)
+        for piece in taken:
+            waits.update(i for other, i in history[piece.buffer].writes if _overlap(piece, other))
+        for piece in given:
+            used = history[piece.buffer]
+            both = (*used.writes, *used.reads)
+            waits.update(i for other, i in both if _overlap(piece, other))
+        for piece in taken:
+            history[piece.buffer].reads.append((piece, at))
+        for piece in given:
+            history[piece.buffer].writes.append((piece, at))
+        result.append(tuple(sorted(i for i in waits if communicates[i] or communicates[at])))
+    return tuple(result)
+
+
+def _former_users(name: str, memory: WorkspaceMap, history: dict[str, _History]) -> set[int]:
+    return {
+        at
+        for other, used in history.items()
+        if other in memory.offsets and memory.overlap(name, other)
+        for _, at in (*used.reads, *used.writes)
+    }
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    """By rows alone: pieces of different heads of one row are rare, and waiting is always safe."""
+    return one.start < other.stop and other.start < one.stop

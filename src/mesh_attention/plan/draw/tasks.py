@@ -1,0 +1,170 @@
+"""The task graph of a plan, read back from its programs, to say how good its schedule is.
+
+Tasks are the names in the schedule; an operation `RS-Q-0.merge` belongs to task `RS-Q-0`. What a
+task needs follows from the buffers it reads, what it costs from its bytes and visible pairs,
+averaged over all ranks. So any method's plan can be compared with the best order found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.draw.work import work_of
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Program,
+    ReduceScatter,
+    SendRecv,
+    reads,
+    writes,
+)
+from mesh_attention.plan.schedule import (
+    CommunicationTask,
+    ComputeTask,
+    TaskGraph,
+    event_makespan,
+    search,
+)
+from mesh_attention.plan.traffic import operation_traffic
+
+__all__ = ["ScheduleComparison", "compare_schedulers", "task_graph"]
+
+# The order in which builders name kinds, which settles ties (algorithm.md, section 5).
+_KINDS = ("AG-KV", "AG-Q", "RS-Q", "RS-dQ", "RS-dKV")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleComparison:
+    """Seconds under the planner's rough costs: ratios mean something, absolute times little."""
+
+    plan_seconds: float
+    greedy_seconds: float
+    best_seconds: float
+    lower_bound_seconds: float
+    proven_optimal: bool
+
+    @property
+    def greedy_excess(self) -> float:
+        """How much longer greedy takes than the best found: 0.1 is 10 %."""
+        return self.greedy_seconds / self.best_seconds - 1 if self.best_seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan_seconds": self.plan_seconds,
+            "greedy_seconds": self.greedy_seconds,
+            "best_seconds": self.best_seconds,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "proven_optimal": self.proven_optimal,
+            "greedy_excess": self.greedy_excess,
+        }
+
+    def text(self) -> str:
+        proof = "which is optimal" if self.proven_optimal else "not proven optimal"
+        plan = self.plan_seconds / self.best_seconds - 1 if self.best_seconds else 0.0
+        return (
+            f"greedy is {self.greedy_excess:.1%} over the best order found ({proof}); "
+            f"this plan {plan:.1%}"
+        )
+
+
+def compare_schedulers(plan: Plan, one: Pass, costs: Costs | None = None) -> ScheduleComparison:
+    graph = task_graph(plan, one, costs or Costs())
+    found = search(graph)
+    own = event_makespan(graph, one.schedule)
+    return ScheduleComparison(
+        own,
+        found.greedy_makespan,
+        min(found.makespan, own),
+        found.lower_bound,
+        found.proven_optimal,
+    )
+
+
+def task_graph(plan: Plan, one: Pass, costs: Costs) -> TaskGraph:
+    """The tasks of the schedule with the costs and needs that the programs show."""
+    communication = {s.communication for s in one.schedule.steps if s.communication is not None}
+    compute = {name for step in one.schedule.steps for name in step.compute}
+    needs: dict[str, dict[str, None]] = defaultdict(dict)
+    for program in one.programs:
+        _add_needs(program, communication, compute, needs)
+    seconds = _communication_seconds(plan, one, costs)
+    pairs: dict[str, float] = defaultdict(float)
+    for work in work_of(plan, one):
+        pairs[work.task] += work.share * int(work.pairs.sum())
+    backward = one.direction is Direction.BACKWARD
+    return TaskGraph(
+        tuple(
+            CommunicationTask(name, kind, index, seconds[name] / plan.num_ranks, tuple(needs[name]))
+            for kind, index, name in sorted(map(_kind_and_index, communication), key=_priority)
+        ),
+        tuple(
+            ComputeTask(
+                name,
+                *_chunks(name),
+                costs.compute_seconds(
+                    plan.problem.flops(round(pairs[name]), backward=backward) / plan.num_ranks
+                ),
+                tuple(needs[name]),
+            )
+            for name in sorted(compute, key=_chunks)
+        ),
+    )
+
+
+def _add_needs(
+    program: Program,
+    communication: set[str],
+    compute: set[str],
+    needs: dict[str, dict[str, None]],
+) -> None:
+    """A task needs the tasks of the other lane that wrote rows it reads; a lane keeps its order."""
+    written: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for op in program.operations:
+        task = op.name.partition(".")[0]
+        other = compute if task in communication else communication
+        for piece in reads(op):
+            for start, stop, writer in written[piece.buffer]:
+                if writer in other and start < piece.stop and piece.start < stop:
+                    needs[task][writer] = None
+        for piece in writes(op):
+            written[piece.buffer].append((piece.start, piece.stop, task))
+
+
+def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[str, float]:
+    """Summed over all ranks."""
+    seconds: dict[str, float] = defaultdict(float)
+    member_of = {
+        name: {rank: member for member, rank in enumerate(ranks)}
+        for name, ranks in one.groups.items()
+    }
+    for program in one.programs:
+        table = program.buffer_table()
+        for op in program.operations:
+            if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
+                members = member_of[op.group]
+                traffic = operation_traffic(
+                    op, members[program.rank], len(members), table, plan.problem
+                )
+                task = op.name.partition(".")[0]
+                seconds[task] += costs.communication_seconds(traffic.received_bytes)
+    return seconds
+
+
+def _kind_and_index(name: str) -> tuple[str, int, str]:
+    kind, _, index = name.rpartition("-")
+    return kind, int(index), name
+
+
+def _priority(task: tuple[str, int, str]) -> tuple[int, str, int]:
+    kind, index, _ = task
+    return (_KINDS.index(kind) if kind in _KINDS else len(_KINDS)), kind, index
+
+
+def _chunks(name: str) -> tuple[int, int]:
+    _, q_chunk, kv_chunk = name.split("-")
+    return int(q_chunk), int(kv_chunk)

@@ -1,0 +1,69 @@
+"""Where each workspace buffer lies: offsets from lifetimes, known before anything runs.
+
+Largest buffers first, each at the lowest offset at which no buffer that lives at the same time
+lies. Offsets are for one batch element; a batch of B multiplies them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Free, Program, writes
+
+__all__ = ["ALIGNMENT_BYTES", "WorkspaceMap", "workspace_map"]
+
+ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vector load
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceMap:
+    offsets: dict[str, int]
+    sizes: dict[str, int]
+    total_bytes: int
+
+    def overlap(self, one: str, other: str) -> bool:
+        """Do two buffers share memory (at different times)?"""
+        a, b = self.offsets[one], self.offsets[other]
+        return a < b + self.sizes[other] and b < a + self.sizes[one]
+
+
+def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
+    lifetimes = _lifetimes(program)
+    sizes = {
+        b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for b in program.buffers
+        if b.name in lifetimes
+    }
+    offsets: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], lifetimes[n])):
+        born, freed = lifetimes[name]
+        taken = sorted(
+            (offsets[other], offsets[other] + sizes[other])
+            for other in offsets
+            if lifetimes[other][0] <= freed and born <= lifetimes[other][1]
+        )
+        at = 0
+        for start, stop in taken:
+            if at + sizes[name] <= start:
+                break
+            at = max(at, stop)
+        offsets[name] = at
+    total = max((offsets[n] + sizes[n] for n in offsets), default=0)
+    return WorkspaceMap(offsets, sizes, total)
+
+
+def _lifetimes(program: Program) -> dict[str, tuple[int, int]]:
+    """First write and free of each workspace buffer, by operation index."""
+    workspace = {b.name for b in program.buffers if b.role is Role.WORKSPACE}
+    born: dict[str, int] = {}
+    freed: dict[str, int] = {}
+    for at, op in enumerate(program.operations):
+        if isinstance(op, Free):
+            freed.update(dict.fromkeys(op.buffers, at))
+        for piece in writes(op):
+            if piece.buffer in workspace:
+                born.setdefault(piece.buffer, at)
+    end = len(program.operations)
+    return {name: (at, freed.get(name, end)) for name, at in born.items()}

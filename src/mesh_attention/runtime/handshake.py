@@ -1,0 +1,104 @@
+"""Agreement before data moves: every rank says what it is about to do, and all hear the verdict.
+
+Ranks that hold another plan, pass other shapes or dtypes, or found an error of their own would hang
+or, worse, compute nonsense. So before the first collective of a new kind of call each rank posts
+its statement in the job's key-value store; the first rank compares and posts the verdict; and if
+they differ, every rank raises an error that names the odd one. It uses no collective and no
+device, and calls of a kind that was agreed on before skip it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.transport.groups import Groups
+
+__all__ = ["DisagreementError", "Handshake"]
+
+_PATIENCE_SECONDS = 10.0  # then a warning says who is missing
+
+
+class DisagreementError(MeshAttentionError):
+    """The ranks of a group do not agree on a call; raised on all of them."""
+
+
+class Handshake:
+    def __init__(self, groups: Groups, timeout: timedelta | None = None) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        names = "-".join(map(str, groups.ranks))
+        self._ranks = groups.ranks
+        self._me = groups.global_rank_of_self
+        # Each rank counts its own objects on this group: the n-th of one meets the n-th of another.
+        ordinal = store.add(f"mesh_attention/{names}/objects/{self._me}", 1)
+        self._store = dist.PrefixStore(f"mesh_attention/{names}/{ordinal}", store)
+        self._timeout = timeout or timedelta(minutes=30)
+        self._rounds = 0
+
+    def agree(self, statement: dict[str, Any], error: str | None = None) -> None:
+        """Returns when all ranks made the same statement and none has an error."""
+        self._rounds += 1
+        prefix = f"round{self._rounds}"
+        mine = json.dumps({"statement": statement, "error": error}, sort_keys=True)
+        self._store.set(f"{prefix}/{self._me}", mine)
+        if self._me == self._ranks[0]:
+            said = {r: json.loads(self._get(f"{prefix}/{r}", [r])) for r in self._ranks}
+            self._store.set(f"{prefix}/verdict", _verdict(said))
+        verdict = self._get(f"{prefix}/verdict", list(self._ranks)).decode()
+        if verdict:
+            raise DisagreementError(verdict)
+
+    def _get(self, key: str, awaited: list[int]) -> bytes:
+        started = time.monotonic()
+        try:
+            self._store.wait([key], timedelta(seconds=_PATIENCE_SECONDS))
+        except RuntimeError:
+            warnings.warn(
+                f"rank {self._me} has waited {_PATIENCE_SECONDS:.0f} s for "
+                f"{self._missing(awaited)} to reach the same attention call",
+                stacklevel=2,
+            )
+            self._wait_on(key, awaited, started)
+        value: bytes = self._store.get(key)
+        return value
+
+    def _wait_on(self, key: str, awaited: list[int], started: float) -> None:
+        left = self._timeout.total_seconds() - (time.monotonic() - started)
+        try:
+            self._store.wait([key], timedelta(seconds=max(left, 0.001)))
+        except RuntimeError as error:
+            raise DisagreementError(
+                f"{self._missing(awaited)} did not reach the same attention call "
+                f"within {self._timeout.total_seconds():.0f} s"
+            ) from error
+
+    def _missing(self, awaited: list[int]) -> str:
+        prefix = f"round{self._rounds}"
+        absent = [r for r in awaited if not self._store.check([f"{prefix}/{r}"])]
+        return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
+
+
+def _verdict(said: dict[int, dict[str, Any]]) -> str:
+    """Empty if all agree; otherwise one line that names the odd ranks."""
+    broken = [(rank, one["error"]) for rank, one in said.items() if one["error"]]
+    if broken:
+        rank, error = broken[0]
+        others = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
+        return f"rank {rank}{others}: {error}"
+    texts = {rank: json.dumps(one["statement"], sort_keys=True) for rank, one in said.items()}
+    usual = Counter(texts.values()).most_common(1)[0][0]
+    odd = [rank for rank, text in texts.items() if text != usual]
+    if not odd:
+        return ""
+    expected, found = json.loads(usual), said[odd[0]]["statement"]
+    fields = [name for name in expected if expected[name] != found.get(name)]
+    differ = "; ".join(f"{f} is {found.get(f)!r} there, {expected[f]!r} elsewhere" for f in fields)
+    who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
+    return f"{who} of the group {sorted(said)} disagrees: {differ}"

@@ -1,0 +1,1 @@
+"""Transports: how the communication operations of a program really move bytes."""

@@ -1,0 +1,70 @@
+"""Process groups for the groups of a plan: as few as it needs, made once, released by `close`.
+
+Collectives need a group of their own unless they run over everybody; all-to-all and point-to-point
+go over the caller's group. Only members make a group, in the plan's order, so ranks outside the
+caller's group are never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import AllGather, ReduceScatter
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """`ranks[i]` is the global rank of device i of the caller's group."""
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
+        self.parent = parent
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
+        self.global_rank_of_self = dist.get_rank()
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def prepare(self, plan: Plan) -> None:
+        """Make the groups that this rank's programs use, in an order that all members share."""
+        for one in plan.passes:
+            used = {
+                op.group
+                for program in one.programs
+                if self.global_rank(plan, program.rank) == self.global_rank_of_self
+                for op in program.operations
+                if isinstance(op, AllGather | ReduceScatter)
+            }
+            for name, members in one.groups.items():
+                if name in used:
+                    self.of([self.global_rank(plan, member) for member in members])
+
+    def global_rank(self, plan: Plan, rank: int) -> int:
+        return self.ranks[plan.devices[rank]]
+
+    def of(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of these global ranks, of which this one must be a member."""
+        key = tuple(sorted(members))
+        if key == tuple(sorted(self.ranks)):
+            return self.parent
+        if key not in self._made:
+            group = dist.new_group(
+                list(key),
+                timeout=self._timeout,
+                backend=dist.get_backend(self.parent),
+                use_local_synchronization=True,
+            )
+            assert group is not None
+            self._made[key] = group
+        return self._made[key]
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def close(self) -> None:
+        for group in self._made.values():
+            dist.destroy_process_group(group)
+        self._made.clear()

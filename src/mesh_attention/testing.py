@@ -1,0 +1,165 @@
+"""Run a plan on whole tensors with all ranks in one process: for tests and for study.
+
+    result = run_local(plan, q, k, v, grad_out=dout)
+    result.out, result.lse, result.grad_q, result.traffic["forward"][3].total.received_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.runtime.executor import Executor, Form
+from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
+from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transport.local import LocalWorld
+from mesh_attention.runtime.workspace import Workspace
+
+__all__ = ["LocalResult", "run_local"]
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """Whole tensors: out (B, S, H, E), lse (B, H, S), gradients like their inputs.
+
+    `traffic[direction][rank]` holds the bytes each logical rank handed to its transport.
+    """
+
+    out: Tensor
+    lse: Tensor
+    grad_q: Tensor | None = None
+    grad_k: Tensor | None = None
+    grad_v: Tensor | None = None
+    traffic: dict[str, list[Counters]] = field(default_factory=dict)
+
+
+def run_local(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    kernel: str | None = None,
+    poison: bool = True,
+) -> LocalResult:
+    """Attention of whole, unsharded (batch, tokens, heads, head_dim) tensors by a plan.
+
+    With `poison` workspaces and outputs begin as NaN, so nothing can be read before it is written.
+    """
+    _check(plan, q, k, v, grad_out)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    form = Form(q.shape[0], q.dtype, q.device)
+    run = _Run(plan, form, scale, kernel, poison)
+    whole = {"q": q, "k": k, "v": v}
+    inputs = [
+        {name: run.shard(name, x, rank) for name, x in whole.items()}
+        for rank in range(plan.num_ranks)
+    ]
+    forward = run.all_ranks(Direction.FORWARD, inputs)
+    traffic = {"forward": run.counters}
+    out, lse = run.join("out", forward), run.join("lse", forward).squeeze(-1).transpose(1, 2)
+    if grad_out is None:
+        return LocalResult(out, lse, traffic=traffic)
+    for rank, local in enumerate(inputs):
+        local |= forward[rank] | {"grad_out": run.shard("grad_out", grad_out, rank)}
+    backward = run.all_ranks(Direction.BACKWARD, inputs)
+    traffic["backward"] = run.counters
+    grads = [run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v")]
+    return LocalResult(out, lse, *grads, traffic=traffic)
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, form: Form, scale: float, kernel: str | None, poison: bool
+    ) -> None:
+        self.plan = plan
+        self.form = form
+        self.scale = scale
+        self.kernel = kernel
+        self.workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
+        self.counters: list[Counters] = []
+
+    def layout(self, name: str) -> Layout:
+        keys = name in ("k", "v", "grad_k", "grad_v")
+        return self.plan.kv_layout if keys else self.plan.q_layout
+
+    def shard(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        return rows_first(take_shard(whole, self.layout(name), rank, 1))
+
+    def join(self, name: str, results: list[dict[str, Tensor]]) -> Tensor:
+        shards = [result[name].transpose(0, 1) for result in results]
+        return join_shards(shards, self.layout(name), 1)
+
+    def all_ranks(
+        self, direction: Direction, inputs: list[dict[str, Tensor]]
+    ) -> list[dict[str, Tensor]]:
+        one = self.plan.direction(direction)
+        world = LocalWorld(one.groups)
+        transports = [world.transport(rank) for rank in range(self.plan.num_ranks)]
+        self.counters = [transport.counters for transport in transports]
+        runs = {
+            rank: Executor(
+                self.plan,
+                one,
+                rank,
+                transports[rank],
+                self.workspaces[rank],
+                self.form,
+                softmax_scale=self.scale,
+                kernel=self.kernel,
+            ).run(inputs[rank])
+            for rank in range(self.plan.num_ranks)
+        }
+        return _in_turns(runs)
+
+
+def _in_turns(
+    runs: dict[int, Generator[None, None, dict[str, Tensor]]],
+) -> list[dict[str, Tensor]]:
+    """Run all ranks, each until it must wait for another."""
+    results: dict[int, dict[str, Tensor]] = {}
+    most = 10_000 * len(runs)
+    for turn in count():
+        if len(results) == len(runs):
+            return [results[rank] for rank in range(len(runs))]
+        if turn > most:
+            raise MeshAttentionError("the ranks wait for each other for ever; verify the plan")
+        for rank, run in runs.items():
+            if rank not in results:
+                try:
+                    next(run)
+                except StopIteration as end:
+                    results[rank] = end.value
+    raise AssertionError
+
+
+def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None) -> None:
+    p = plan.problem
+    batch = q.shape[0]
+    wanted = {
+        "q": (q, (batch, p.q_tokens, p.num_heads, p.head_dim)),
+        "k": (k, (batch, p.keys, p.kv_heads, p.head_dim)),
+        "v": (v, (batch, p.keys, p.kv_heads, p.v_dim)),
+    }
+    if grad_out is not None:
+        wanted["grad_out"] = (grad_out, (batch, p.q_tokens, p.num_heads, p.v_dim))
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise MeshAttentionError(
+                f"{name} has shape {tuple(tensor.shape)}, the plan is for whole tensors {shape}"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise MeshAttentionError(f"{name} differs from q in dtype or device")
+    if torch.is_grad_enabled() and any(t.requires_grad for t, _ in wanted.values()):
+        raise MeshAttentionError(
+            "run_local is not differentiable; give grad_out to get gradients, or detach the inputs"
+        )
