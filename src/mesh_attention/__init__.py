@@ -1,0 +1,64 @@
+"""Exact attention over sequences too long for one GPU.
+
+The names below are loaded when they are first used: `import mesh_attention` imports no torch, and
+planning never does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mesh_attention.version import __version__
+
+if TYPE_CHECKING:
+    from mesh_attention.context_parallel import ContextParallel
+    from mesh_attention.errors import MeshAttentionError
+    from mesh_attention.functional import mesh_attention, release
+    from mesh_attention.kernels import register as register_kernel
+    from mesh_attention.plan.count import count
+    from mesh_attention.plan.mask import Mask
+    from mesh_attention.plan.methods.table import make_plan
+    from mesh_attention.plan.plan import Plan
+    from mesh_attention.plan.problem import Problem
+    from mesh_attention.plan.verify import verify
+
+_HOMES = {
+    "ContextParallel": ("mesh_attention.context_parallel", "ContextParallel"),
+    "Mask": ("mesh_attention.plan.mask", "Mask"),
+    "MeshAttentionError": ("mesh_attention.errors", "MeshAttentionError"),
+    "Plan": ("mesh_attention.plan.plan", "Plan"),
+    "Problem": ("mesh_attention.plan.problem", "Problem"),
+    "count": ("mesh_attention.plan.count", "count"),
+    "make_plan": ("mesh_attention.plan.methods.table", "make_plan"),
+    "mesh_attention": ("mesh_attention.functional", "mesh_attention"),
+    "register_kernel": ("mesh_attention.kernels", "register"),
+    "release": ("mesh_attention.functional", "release"),
+    "verify": ("mesh_attention.plan.verify", "verify"),
+}
+
+__all__ = [
+    "ContextParallel",
+    "Mask",
+    "MeshAttentionError",
+    "Plan",
+    "Problem",
+    "__version__",
+    "count",
+    "make_plan",
+    "mesh_attention",
+    "register_kernel",
+    "release",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,8 +6,8 @@ into blocks of consecutive positions such that every (query block, key block) ce
 a causal square or ragged; equal neighbours are then joined into rectangles.
 
 Bounds never fall as queries grow, so the first and the last query alone show which key blocks all
-queries see and which none does. Only the few blocks in between are looked at closely: planning for
-thousands of ranks lowers tens of thousands of tasks.
+queries see and which none does; likewise for queries. Only the few *open* blocks in between are
+looked at closely, because planning for thousands of ranks lowers tens of thousands of tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["MAX_CALLS", "RowList", "lower", "rectangles"]
+__all__ = ["MAX_CALLS", "Queries", "RowList", "lower", "rectangles"]
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
@@ -41,12 +41,17 @@ class Blocks:
 
     starts: Array
     stops: Array
-    edges: tuple[int, ...]  # all starts and stops, sorted
+    first_rows: list[int]  # of each block, and one past the last row
+    edges: list[int]  # all starts and stops, sorted
 
     @staticmethod
-    def of(blocks: Iterable[tuple[int, int]]) -> Blocks:
-        table = np.array(list(blocks), dtype=np.int64)
-        return Blocks(table[:, 0], table[:, 1], tuple(np.unique(table).tolist()))
+    def of(blocks: list[tuple[int, int]]) -> Blocks:
+        starts, stops = np.array(blocks, dtype=np.int64).T
+        first_rows = [0, *np.cumsum(stops - starts).tolist()]
+        return Blocks(starts, stops, first_rows, sorted({e for block in blocks for e in block}))
+
+    def block(self, i: int) -> tuple[int, int]:
+        return int(self.starts[i]), int(self.stops[i])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,79 +88,79 @@ def _merged_blocks(runs: Iterable[Run]) -> list[tuple[int, int]]:
     return merged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Keys that some query of a task sees, and the keys that all its queries see."""
+    """Key intervals that some query sees and that all queries see, for each of many query sets."""
 
-    some: tuple[int, int]
-    all: tuple[int, int]
+    some_lo: Array
+    some_hi: Array
+    all_lo: Array
+    all_hi: Array
 
     @staticmethod
-    def of(q: RowList, rows: RowRanges) -> Sight:
-        first, last = q.first, min(q.last, rows.q_tokens - 1)
-        s, t = rows.segment_at(first), rows.segment_at(last)
-        lo_first, hi_first = s.lo + s.lo_slope * first, s.hi + s.hi_slope * first
-        lo_last, hi_last = t.lo + t.lo_slope * last, t.hi + t.hi_slope * last
-        return Sight((lo_first, hi_last), (lo_last, hi_first))
+    def of(first: Array, last: Array, rows: RowRanges) -> Sight:
+        """Of the sets that reach from a first to a last query."""
+        lo, hi = rows.bounds(np.concatenate([first, last]))
+        n = len(first)
+        return Sight(some_lo=lo[:n], some_hi=hi[n:], all_lo=lo[n:], all_hi=hi[:n])
 
 
-def lower(q: RowList, k: RowList, rows: RowRanges) -> tuple[Call, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """The query rows of a task with what they see under a mask."""
+
+    list: RowList
+    rows: RowRanges
+    some: tuple[int, int]  # the keys that some query sees, and those that all of them see
+    all: tuple[int, int]
+    sight: Sight | None  # block by block
+
+    @staticmethod
+    def of(q: RowList, rows: RowRanges) -> Queries:
+        last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
+        lo, hi = (x.tolist() for x in rows.bounds(np.array([q.first, last], dtype=np.int64)))
+        sight = Sight.of(q.blocks.starts, q.blocks.stops - 1, rows) if q.blocks else None
+        return Queries(q, rows, (lo[0], hi[1]), (lo[1], hi[0]), sight)
+
+
+def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     """Calls for the task, with rows counted inside the two lists; empty if nothing is visible."""
-    if q.first >= rows.q_tokens or k.first >= rows.kv_tokens:
+    real = q.list.first < q.rows.q_tokens
+    if not real or k.first >= q.some[1] or k.last < q.some[0]:
         return ()
-    sight = Sight.of(q, rows)
-    if k.first >= sight.some[1] or k.last < sight.some[0]:
-        return ()
-    if q.last < rows.q_tokens and sight.all[0] <= k.first and k.last < sight.all[1]:
-        return (Call(CallKind.FULL, 0, q.num_rows, 0, k.num_rows),)
-    whole = Call(CallKind.RANGE, 0, q.num_rows, 0, k.num_rows)
-    if q.blocks is None or k.blocks is None:
-        return (whole,) if visible_pairs(q.runs, k.runs, rows).any() else ()
-    calls = _lower_blocks(q.blocks, k.blocks, sight, rows)
+    if q.list.last < q.rows.q_tokens and q.all[0] <= k.first and k.last < q.all[1]:
+        return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
+    whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
+    if q.sight is None or q.list.blocks is None or k.blocks is None:
+        return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
+    calls = _lower_blocks(q, q.list.blocks, q.sight, k.blocks)
     return calls if len(calls) <= MAX_CALLS else (whole,)
 
 
-@dataclass(slots=True)
-class Columns:
-    """Key blocks as columns of cells. Where all queries agree, several blocks make one column."""
-
-    starts: list[int]
-    stops: list[int]
-    sizes: list[int]  # rows; not always stop - start, as a column of many blocks has gaps
-
-    def add(self, start: int, stop: int, size: int) -> None:
-        self.starts.append(start)
-        self.stops.append(stop)
-        self.sizes.append(size)
-
-
-def _lower_blocks(q: Blocks, k: Blocks, sight: Sight, rows: RowRanges) -> tuple[Call, ...]:
-    seen_by_all = (k.starts >= sight.all[0]) & (k.stops <= sight.all[1])
-    seen_by_none = (k.starts >= sight.some[1]) | (k.stops <= sight.some[0])
-    open_blocks = np.flatnonzero(~(seen_by_all | seen_by_none)).tolist()
-    q_cuts, k_cuts = _cuts(q, [(int(k.starts[i]), int(k.stops[i])) for i in open_blocks], rows)
-    columns = Columns([], [], [])
-    ends = np.flatnonzero(seen_by_all[1:] != seen_by_all[:-1]) + 1
-    bounds = sorted({0, len(k.starts), *ends.tolist(), *open_blocks, *(i + 1 for i in open_blocks)})
-    sizes = [0, *np.cumsum(k.stops - k.starts).tolist()]
-    for i, j in pairwise(bounds):
-        if seen_by_all[i]:
-            columns.add(*sight.all, sizes[j] - sizes[i])
-        elif seen_by_none[i]:
-            columns.add(rows.kv_tokens + 1, rows.kv_tokens + 1, sizes[j] - sizes[i])
-        else:
-            for start, stop in _pieces(int(k.starts[i]), int(k.stops[i]), k_cuts):
-                columns.add(start, stop, stop - start)
-    return _cells_to_calls(_cut(q, q_cuts), columns, rows)
+def _lower_blocks(q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks) -> tuple[Call, ...]:
+    seen_by_all = (k_blocks.starts >= q.all[0]) & (k_blocks.stops <= q.all[1])
+    seen_by_none = (k_blocks.starts >= q.some[1]) | (k_blocks.stops <= q.some[0])
+    k_open = ~(seen_by_all | seen_by_none)
+    open_keys = [k_blocks.block(j) for j in np.flatnonzero(k_open).tolist()]
+    low, high = min((a for a, _ in open_keys), default=0), max((b for _, b in open_keys), default=0)
+    sees_all = (sight.all_lo <= low) & (sight.all_hi >= high)
+    sees_none = (sight.some_hi <= low) | (sight.some_lo >= high)
+    real = q_blocks.stops <= q.rows.q_tokens  # padding does not even see the keys that all see
+    q_open = ~((sees_all | sees_none) & real)
+    q_cuts, k_cuts = _cuts(q_blocks, open_keys, q.rows)
+    return _cells_to_calls(
+        _Strips.of(q_blocks, sees_all, q_open, q_cuts),
+        _Strips.of(k_blocks, seen_by_all, k_open, k_cuts),
+        q.rows,
+    )
 
 
 def _cuts(
     q: Blocks, k_blocks: list[tuple[int, int]], rows: RowRanges
 ) -> tuple[list[int], list[int]]:
     """Where the mask bends inside query blocks, and inside these key blocks."""
-    first, last = q.edges[0], q.edges[-1]
     q_cuts, k_cuts = {rows.q_tokens}, {rows.kv_tokens}
-    near = [s for s in rows.segments if s.start < last and first < s.stop]
+    near = [s for s in rows.segments if s.start < q.edges[-1] and q.edges[0] < s.stop]
     k_edges = sorted({edge for block in k_blocks for edge in (*block, min(rows.kv_tokens, block[1]))})
     for s in near:
         q_cuts.update((s.start, s.stop))
@@ -171,54 +176,56 @@ def _cuts(
     return sorted(q_cuts), sorted(k_cuts)
 
 
-def _pieces(start: int, stop: int, cuts: list[int]) -> Iterator[tuple[int, int]]:
-    inner = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)]
-    return pairwise((start, *inner, stop))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Strips:
+    """Rows or columns of cells: the pieces of open blocks, and neighbours that are alike as one.
+
+    Blocks are alike if they see (or are seen by) the same of the other side, so the positions of
+    the first stand for all of them.
+    """
+
+    starts: Array
+    stops: Array
+    first_rows: list[int]  # of each strip, and one past the last row
+
+    @staticmethod
+    def of(blocks: Blocks, state: Cells, is_open: Cells, cuts: list[int]) -> _Strips:
+        pieces: list[tuple[int, int]] = []
+        first_rows: list[int] = []
+        before = None
+        for i, now in enumerate(zip(state.tolist(), is_open.tolist(), strict=True)):
+            if now == before and not now[1]:
+                continue
+            before = now
+            start, stop = blocks.block(i)
+            inner = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)] if now[1] else []
+            for a, b in pairwise((start, *inner, stop)):
+                pieces.append((a, b))
+                first_rows.append(blocks.first_rows[i] + a - start)
+        starts, stops = np.array(pieces, dtype=np.int64).T
+        return _Strips(starts, stops, [*first_rows, blocks.first_rows[-1]])
 
 
-def _cut(blocks: Blocks, cuts: list[int]) -> tuple[Array, Array]:
-    edges = np.array(cuts, dtype=np.int64)
-    first = np.searchsorted(edges, blocks.starts, side="right")
-    last = np.searchsorted(edges, blocks.stops, side="left")
-    if (first == last).all():
-        return blocks.starts, blocks.stops
-    whole = zip(blocks.starts.tolist(), blocks.stops.tolist(), strict=True)
-    table = np.array([piece for block in whole for piece in _pieces(*block, cuts)], dtype=np.int64)
-    return table[:, 0], table[:, 1]
+def _cells_to_calls(q: _Strips, k: _Strips, rows: RowRanges) -> tuple[Call, ...]:
+    sight = Sight.of(q.starts, q.stops - 1, rows)
+    all_lo, all_hi = sight.all_lo[:, None], sight.all_hi[:, None]
+    some_lo, some_hi = sight.some_lo[:, None], sight.some_hi[:, None]
+    below = all_lo <= k.starts
+    full = below & (k.stops <= all_hi)
+    ragged = (k.starts < some_hi) & (k.stops > some_lo) & ~full
 
+    def call(kind: CallKind, i0: int, i1: int, j0: int, j1: int) -> Call:
+        return Call(kind, q.first_rows[i0], q.first_rows[i1], k.first_rows[j0], k.first_rows[j1])
 
-def _cells_to_calls(
-    q: tuple[Array, Array], columns: Columns, rows: RowRanges
-) -> tuple[Call, ...]:
-    q_start, q_stop = q
-    heights = q_stop - q_start
-    k_start, k_stop = np.array([columns.starts, columns.stops], dtype=np.int64)
-    lo, hi = rows.bounds(np.concatenate([q_start, q_stop - 1]))
-    (lo_first, lo_last), (hi_first, hi_last) = lo.reshape(2, -1, 1), hi.reshape(2, -1, 1)
-    below = lo_last <= k_start
-    full = below & (k_stop <= hi_first)
-    ragged = (k_start < hi_last) & (k_stop > lo_first) & ~full
-    q_rows = [0, *np.cumsum(heights).tolist()]
-    k_rows = [0, *accumulate(columns.sizes)]
-
-    def joined(kind: CallKind, cells: Cells) -> list[Call]:
-        return [
-            Call(kind, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
-            for i0, i1, j0, j1 in rectangles(cells)
-        ]
-
-    calls = joined(CallKind.FULL, full)
+    calls = [call(CallKind.FULL, *cells) for cells in rectangles(full)]
     if not ragged.any():
         return tuple(calls)
-    rows_in = heights[:, None]
-    square = ragged & below & (hi_first == k_start + 1) & (hi_last - hi_first == rows_in - 1)
-    square &= k_stop - k_start == rows_in
-    calls += joined(CallKind.RANGE, ragged & ~square)
-    calls += [
-        Call(CallKind.CAUSAL, q_rows[i], q_rows[i + 1], k_rows[j], k_rows[j + 1])
-        for i, j in np.argwhere(square).tolist()
-    ]
-    return tuple(calls)
+    size = (q.stops - q.starts)[:, None]
+    on_edge = (all_hi == k.starts + 1) & (some_hi == k.starts + size)
+    square = ragged & below & on_edge & (k.stops == k.starts + size)
+    calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
+    squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
+    return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
 
 
 def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
@@ -226,21 +233,29 @@ def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
 
     Each is as wide as its rows allow, and as tall as the same columns stay a whole stretch.
     """
-    if not cells.any():
-        return
-    num_rows, num_columns = cells.shape
-    changed = [0, *(np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1).tolist()]
-    framed = np.zeros((len(changed), num_columns + 2), dtype=np.bool_)
-    framed[:, 1:-1] = cells[changed]
-    edges: list[list[int]] = [[] for _ in changed]
-    for at, column in np.argwhere(framed[:, 1:] != framed[:, :-1]).tolist():
-        edges[at].append(column)
+    height, width = cells.shape
+    data = cells.tobytes()
+    above = bytes(width)
     open_since: dict[tuple[int, int], int] = {}
-    for i, row_edges in zip(changed, edges, strict=True):
-        stretches = list(zip(row_edges[::2], row_edges[1::2], strict=True))
+    for i in range(height):
+        row = data[i * width : (i + 1) * width]
+        if row == above:
+            continue
+        above = row
+        stretches = list(_stretches(row))
         for columns in [c for c in open_since if c not in stretches]:
             yield open_since.pop(columns), i, *columns
         for columns in stretches:
             open_since.setdefault(columns, i)
     for columns, start in open_since.items():
-        yield start, num_rows, *columns
+        yield start, height, *columns
+
+
+def _stretches(row: bytes) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the stretches of ones; searching bytes costs nothing per column."""
+    start = row.find(1)
+    while start >= 0:
+        stop = row.find(0, start)
+        stop = stop if stop >= 0 else len(row)
+        yield start, stop
+        start = row.find(1, stop)

@@ -162,7 +162,9 @@ class RowRanges:
         """`lo` and `hi` of each query position; positions past the end (padding) see nothing."""
         if not self.segments:
             return np.zeros_like(q), np.zeros_like(q)
-        at = np.clip(np.searchsorted(self._starts, q, side="right") - 1, 0, None)
+        at: Array | int = 0
+        if len(self.segments) > 1:
+            at = np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
         lo = self._lo[at] + self._lo_slope[at] * q
         hi = self._hi[at] + self._hi_slope[at] * q
         real = q < self.q_tokens

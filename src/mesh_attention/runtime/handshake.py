@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.transport.make_group import default_store
 
 __all__ = ["DisagreementError", "Handshake"]
 
@@ -32,34 +33,47 @@ class DisagreementError(MeshAttentionError):
 
 class Handshake:
     def __init__(self, groups: Groups, timeout: timedelta | None = None) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        names = "-".join(map(str, groups.ranks))
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        # Each rank counts its own objects on this group: the n-th of one meets the n-th of another.
-        ordinal = store.add(f"mesh_attention/{names}/objects/{self._me}", 1)
-        self._store = dist.PrefixStore(f"mesh_attention/{names}/{ordinal}", store)
+        self._store = dist.PrefixStore(f"{groups.name}/agreement", default_store())
         self._timeout = timeout or timedelta(minutes=30)
         self._rounds = 0
 
-    def agree(self, statement: dict[str, Any], error: str | None = None) -> None:
-        """Returns when all ranks made the same statement and none has an error."""
+    def agree(self, statement: dict[str, Any], error: Exception | None = None) -> None:
+        """Returns when all ranks made the same statement and none has an error.
+
+        A rank with an error of its own raises that error; it does not wait long for the others,
+        who may be past the agreement already.
+        """
         self._rounds += 1
         prefix = f"round{self._rounds}"
-        mine = json.dumps({"statement": statement, "error": error}, sort_keys=True)
+        said_error = None if error is None else str(error)
+        mine = json.dumps({"statement": statement, "error": said_error}, sort_keys=True)
         self._store.set(f"{prefix}/{self._me}", mine)
-        if self._me == self._ranks[0]:
-            said = {r: json.loads(self._get(f"{prefix}/{r}", [r])) for r in self._ranks}
-            self._store.set(f"{prefix}/verdict", _verdict(said))
-        verdict = self._get(f"{prefix}/verdict", list(self._ranks)).decode()
+        try:
+            if self._me == self._ranks[0]:
+                self._judge(prefix, patient=error is None)
+            verdict = self._get(f"{prefix}/verdict", list(self._ranks), patient=error is None)
+        except DisagreementError:
+            if error is not None:
+                raise error from None
+            raise
+        if error is not None:
+            raise error
         if verdict:
-            raise DisagreementError(verdict)
+            raise DisagreementError(verdict.decode())
 
-    def _get(self, key: str, awaited: list[int]) -> bytes:
+    def _judge(self, prefix: str, *, patient: bool) -> None:
+        said = {r: json.loads(self._get(f"{prefix}/{r}", [r], patient=patient)) for r in self._ranks}
+        self._store.set(f"{prefix}/verdict", _verdict(said))
+
+    def _get(self, key: str, awaited: list[int], *, patient: bool) -> bytes:
         started = time.monotonic()
         try:
             self._store.wait([key], timedelta(seconds=_PATIENCE_SECONDS))
-        except RuntimeError:
+        except RuntimeError as late:
+            if not patient:
+                raise DisagreementError(f"{self._missing(awaited)} did not come") from late
             warnings.warn(
                 f"rank {self._me} has waited {_PATIENCE_SECONDS:.0f} s for "
                 f"{self._missing(awaited)} to reach the same attention call",

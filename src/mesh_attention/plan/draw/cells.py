@@ -65,9 +65,7 @@ def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
     """Which cells of the first partitions hold any visible pair at all."""
     sides = []
     for layout in (plan.q_layout, plan.kv_layout):
-        by_partition = [
-            layout.runs(g * layout.slots, (g + 1) * layout.slots) for g in range(first)
-        ]
+        by_partition = [layout.runs(g * layout.slots, (g + 1) * layout.slots) for g in range(first)]
         starts = np.cumsum([0, *(len(runs) for runs in by_partition[:-1])])
         sides.append(([run for runs in by_partition for run in runs], starts))
     (q_runs, q_starts), (k_runs, k_starts) = sides

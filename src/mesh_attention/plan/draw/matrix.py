@@ -20,11 +20,11 @@ def draw_assignment(
     them. A visible cell that nobody computes would be `?`, one that several ranks share is `*`.
     `first` limits the grid to the first partitions; by default all up to 64, else the first 32.
 
-        KV  0 1 2 3
-      Q 0   0 1 0 1
-        1   0 1 0 1
-        2   2 3 2 3
-        3   2 3 2 3
+       KV  0 1 2 3
+      Q 0  0 1 0 1
+        1  0 1 0 1
+        2  2 3 2 3
+        3  2 3 2 3
     """
     total = plan.num_ranks
     if first is None:
@@ -38,16 +38,19 @@ def draw_assignment(
     ]
     width = len(str(total - 1))
     more = " ..." if size < total else ""
-    lines = [f"    KV {' '.join(f'{j:>{width}}' for j in range(size))}{more}"]
+    lines = [_line("KV", "", [str(j) for j in range(size)], width) + more]
     for i, row in enumerate(signs):
-        label = f"{'Q' if i == 0 else '':>3}{i:>{width + 1}}"
-        cells = " ".join(f"{sign:>{width}}" for sign in row)
-        lines.append(f"{label:<7}{cells}{more}".rstrip())
+        lines.append(_line("" if i else "Q", str(i), row, width) + more)
     if more:
         lines.append(f"{'':>3}...")
         lines.append(f"the first {size} of {total} partitions; `first` sets how many are drawn")
     legend = _legend({sign for row in signs for sign in row})
     return "\n".join([*lines, *legend])
+
+
+def _line(side: str, number: str, cells: list[str], width: int) -> str:
+    label = f"{side:>3} {number:>{width}}" if number else f"{side:>{4 + width}}"
+    return f"{label}  {' '.join(f'{cell:>{width}}' for cell in cells)}"
 
 
 def _sign(rank: int, visible: bool) -> str:

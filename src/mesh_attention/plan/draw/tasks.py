@@ -7,10 +7,12 @@ averaged over all ranks. So any method's plan can be compared with the best orde
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.draw.work import work_of
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -122,15 +124,25 @@ def _add_needs(
     compute: set[str],
     needs: dict[str, dict[str, None]],
 ) -> None:
-    """A task needs the tasks of the other lane that wrote rows it reads; a lane keeps its order."""
+    """A task needs the tasks of the other lane that wrote rows it reads.
+
+    Compute tasks that share an accumulator may swap places; transfers that feed each other may not.
+    """
     written: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for op in program.operations:
         task = op.name.partition(".")[0]
         other = compute if task in communication else communication
         for piece in reads(op):
             for start, stop, writer in written[piece.buffer]:
-                if writer in other and start < piece.stop and piece.start < stop:
+                if not (start < piece.stop and piece.start < stop):
+                    continue
+                if writer in other:
                     needs[task][writer] = None
+                elif task in communication and writer in communication and writer != task:
+                    raise PlanError(
+                        f"{task} passes on what {writer} brought: the order of this plan's "
+                        "transfers is fixed, so there are no schedulers to compare"
+                    )
         for piece in writes(op):
             written[piece.buffer].append((piece.start, piece.stop, task))
 
@@ -166,5 +178,7 @@ def _priority(task: tuple[str, int, str]) -> tuple[int, str, int]:
 
 
 def _chunks(name: str) -> tuple[int, int]:
-    _, q_chunk, kv_chunk = name.split("-")
-    return int(q_chunk), int(kv_chunk)
+    found = re.fullmatch(r"C-(\d+)-(\d+)", name)
+    if not found:
+        raise PlanError(f"{name} is not a task such as C-0-1: there are no schedulers to compare")
+    return int(found[1]), int(found[2])

@@ -12,7 +12,7 @@ from mesh_attention.plan.assemble import assemble, touched
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.lower import RowList, lower
+from mesh_attention.plan.lower import Queries, RowList, lower
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.methods.mesh_pass import MeshPass
 from mesh_attention.plan.plan import Direction, Pass
@@ -51,22 +51,28 @@ class Lowerings:
     """Kernel calls of every task, each worked out once: both passes often ask for the same."""
 
     def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
-        self._layouts = (q_layout, kv_layout)
+        self._q_layout = q_layout
+        self._kv_layout = kv_layout
         self._rows = rows
-        self._lists: dict[tuple[int, Spans], RowList] = {}
+        self._queries: dict[Spans, Queries] = {}
+        self._keys: dict[Spans, RowList] = {}
         self._calls: dict[tuple[int, int], tuple[Call, ...]] = {}
 
-    def row_list(self, side: int, spans: Spans) -> RowList:
-        key = (side, spans)
-        if key not in self._lists:
-            self._lists[key] = RowList.of(self._layouts[side], spans)
-        return self._lists[key]
+    def queries(self, spans: Spans) -> Queries:
+        if spans not in self._queries:
+            self._queries[spans] = Queries.of(RowList.of(self._q_layout, spans), self._rows)
+        return self._queries[spans]
 
-    def calls(self, q: RowList, k: RowList) -> tuple[Call, ...]:
-        key = (id(q), id(k))  # row lists live as long as this object
+    def keys(self, spans: Spans) -> RowList:
+        if spans not in self._keys:
+            self._keys[spans] = RowList.of(self._kv_layout, spans)
+        return self._keys[spans]
+
+    def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
+        key = (id(q), id(k))  # both live as long as this object
         found = self._calls.get(key)
         if found is None:
-            found = self._calls[key] = lower(q, k, self._rows)
+            found = self._calls[key] = lower(q, k)
         return found
 
 
@@ -234,12 +240,12 @@ def _programs(mesh: MeshPass, schedule: Schedule, lowerings: Lowerings) -> Itera
         return fragments[key]
 
     q_lists = {
-        (r, i): lowerings.row_list(0, mesh.q_spans(r, i))
+        (r, i): lowerings.queries(mesh.q_spans(r, i))
         for r in range(tile.b)
         for i in range(len(mesh.q_chunks))
     }
     kv_lists = {
-        (c, j): lowerings.row_list(1, mesh.kv_spans(c, j))
+        (c, j): lowerings.keys(mesh.kv_spans(c, j))
         for c in range(tile.a)
         for j in range(len(mesh.kv_chunks))
     }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
+from mesh_attention.runtime.transport.make_group import default_store, make_group
 
 __all__ = ["Groups"]
 
@@ -27,6 +28,10 @@ class Groups:
         self.global_rank_of_self = dist.get_rank()
         self._timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Each rank counts its own objects on these ranks: the n-th of one meets the n-th of another.
+        base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
+        ordinal = default_store().add(f"{base}/objects/{self.global_rank_of_self}", 1)
+        self.name = f"{base}/{ordinal}"
 
     def prepare(self, plan: Plan) -> None:
         """Make the groups that this rank's programs use, in an order that all members share."""
@@ -51,14 +56,9 @@ class Groups:
         if key == tuple(sorted(self.ranks)):
             return self.parent
         if key not in self._made:
-            group = dist.new_group(
-                list(key),
-                timeout=self._timeout,
-                backend=dist.get_backend(self.parent),
-                use_local_synchronization=True,
-            )
-            assert group is not None
-            self._made[key] = group
+            name = f"{self.name}/{'-'.join(map(str, key))}"
+            backend = dist.get_backend(self.parent)
+            self._made[key] = make_group(key, name, backend, self._timeout)
         return self._made[key]
 
     def __len__(self) -> int:

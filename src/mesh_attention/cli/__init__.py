@@ -1,0 +1,1 @@
+"""The command `mesh-attention`: one file a subcommand, no torch before a subcommand needs it."""

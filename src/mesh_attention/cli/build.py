@@ -1,0 +1,129 @@
+"""From a command line to a plan: the one place where options become a `Problem` and settings."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from mesh_attention.cli.command import UsageError
+from mesh_attention.cli.options import DEFAULT_METHOD, DEFAULTS
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import Scheduler
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["MOST_RANKS", "MOST_TOKENS", "directions_of", "plan_of"]
+
+MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
+MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
+
+# Settings of a method: the name of the option's value, the name the method has, and its type.
+_SETTINGS: tuple[tuple[str, str, Any], ...] = (
+    ("tile", "tile", None),
+    ("backward_tile", "backward_tile", None),
+    ("rotation", "rotation", None),
+    ("chunks", "chunks", None),
+    ("backward_chunks", "backward_chunks", None),
+    ("layout", "layout", LayoutKind),
+    ("stripe_block", "stripe_block", None),
+    ("combine", "combine", Combine),
+    ("gather_out", "gather_out", None),
+    ("scheduler", "scheduler", Scheduler),
+    ("max_memory", "max_buffer_bytes", None),
+    ("ranks_per_node", "ranks_per_node", None),
+    ("alpha", "alpha", None),
+)
+
+# Names in errors of the planner, as a person at the command line knows them.
+_FLAGS = {
+    "q_tokens": "--tokens",
+    "kv_tokens": "--kv-tokens",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "v_head_dim": "--v-head-dim",
+    "element_bytes": "--element-bytes",
+    "ranks_per_node": "--ranks-per-node",
+    "kv_documents": "--kv-documents",
+    "max_buffer_bytes": "--max-memory",
+    "block": "--stripe-block",
+    "ranks": "--ranks",
+    "alpha": "--alpha",
+    "prefix": "--prefix",
+    "window": "--window",
+    "documents": "--documents",
+}
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    ranks = args.ranks
+    if ranks is None:
+        ranks = args.tile[0] * args.tile[1] if args.tile else DEFAULTS["ranks"]
+    _refuse_above("--ranks", ranks, MOST_RANKS)
+    options = {}
+    for given, name, kind in _SETTINGS:
+        value = getattr(args, given)
+        if value is not None:
+            options[name] = kind(value) if kind else value
+    try:
+        return make_plan(
+            _problem(args),
+            ranks,
+            method=args.method or DEFAULT_METHOD,
+            directions=directions_of(args.passes),
+            **options,
+        )
+    except (ValueError, OverflowError) as error:
+        raise UsageError(_with_flags(str(error))) from error
+
+
+def directions_of(passes: str | None) -> tuple[Direction, ...]:
+    return tuple(Direction) if passes in (None, "both") else (Direction(passes),)
+
+
+def _refuse_above(flag: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise UsageError(f"{flag} {value} is more than a plan can hold; at most {most}")
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    def size(name: str) -> Any:
+        value = getattr(args, name)
+        return DEFAULTS[name] if value is None else value
+
+    _refuse_above("--tokens", args.tokens, MOST_TOKENS)
+    _refuse_above("--kv-tokens", args.kv_tokens, MOST_TOKENS)
+    causal_window = args.window is not None and args.window[1] == 0
+    return Problem(
+        q_tokens=size("tokens"),
+        num_heads=size("heads"),
+        head_dim=size("head_dim"),
+        kv_tokens=args.kv_tokens,
+        num_kv_heads=args.kv_heads,
+        v_head_dim=args.v_head_dim,
+        element_bytes=args.element_bytes or 2,
+        mask=Mask(
+            causal=args.causal or causal_window,
+            window=args.window,
+            prefix=args.prefix or 0,
+            documents=args.documents,
+            kv_documents=args.kv_documents,
+        ),
+    )
+
+
+def _with_flags(message: str) -> str:
+    """
+    >>> _with_flags("num_heads=7 is not a multiple of num_kv_heads=2")
+    '--heads 7 is not a multiple of --kv-heads 2'
+    """
+    message = message.replace("causal=True", "--causal")
+    for name, flag in _FLAGS.items():
+        message = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w-]){name}\b", flag, message)
+    return message

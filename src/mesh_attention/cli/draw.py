@@ -1,0 +1,69 @@
+"""`mesh-attention draw`: the assignment matrix and the step table in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+
+from mesh_attention.cli.build import plan_of
+from mesh_attention.cli.command import Command
+from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
+from mesh_attention.cli.output import print_json, steps_json
+from mesh_attention.cli.values import size
+from mesh_attention.plan.draw import computed_cells, draw_assignment, draw_steps
+
+__all__ = ["COMMAND"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
+    parser.add_argument(
+        "--first",
+        type=size,
+        metavar="N",
+        help="draw the first N partitions (default: all up to 64 ranks, else 32; in JSON all)",
+    )
+    parser.add_argument(
+        "--whole-tasks",
+        action="store_true",
+        help="also number cells that the mask empties but a rank's tasks span",
+    )
+    add_pass_option(parser)
+    add_plan_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = plan_of(args)
+    shape = {"whole_tasks": args.whole_tasks, "first": args.first}
+    if args.json:
+        print_json(
+            {
+                str(one.direction): {
+                    "matrix": computed_cells(plan, one, **shape).to_json(),
+                    "steps": steps_json(one.schedule),
+                }
+                for one in plan.passes
+            }
+        )
+        return 0
+    pictures = []
+    for one in plan.passes:
+        tile = f", tile {one.setting['tile']}" if "tile" in one.setting else ""
+        pictures.append(
+            f"{one.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: "
+            f"the rank that computes each cell\n"
+            f"{draw_assignment(plan, one, **shape)}\n\n{draw_steps(one.schedule)}"
+        )
+    print("\n\n".join(pictures))
+    return 0
+
+
+COMMAND = Command(
+    name="draw",
+    summary="draw who computes what (the assignment matrix) and in which steps",
+    configure=configure,
+    run=run,
+    examples=(
+        "mesh-attention draw --ranks 9 --chunks 3x3 --pass forward",
+        "mesh-attention draw --ranks 9 --no-rotation --causal --layout contiguous",
+    ),
+)

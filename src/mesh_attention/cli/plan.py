@@ -1,0 +1,114 @@
+"""`mesh-attention plan`: make a plan and show it, or write its full text form."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cli.build import plan_of
+from mesh_attention.cli.command import Command, UsageError
+from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
+from mesh_attention.cli.output import print_json, steps_json
+from mesh_attention.plan.count import count
+from mesh_attention.plan.draw import (
+    ScheduleComparison,
+    balance,
+    compare_schedulers,
+    draw_steps,
+    draw_summary,
+)
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.text import digest, plan_lines
+
+__all__ = ["COMMAND"]
+
+Comparisons = dict[Direction, ScheduleComparison]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
+    parser.add_argument(
+        "--text", metavar="FILE", help="write the full text form to FILE, or alone to - (stdout)"
+    )
+    parser.add_argument(
+        "--compare-schedulers",
+        action="store_true",
+        help="say how far greedy is from the best order found (always with --scheduler search)",
+    )
+    add_pass_option(parser)
+    add_plan_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.text == "-" and args.json:
+        raise UsageError("--text - and --json both want standard output; give --text a file")
+    plan = plan_of(args)
+    if args.text is not None:
+        _write_text(plan, args.text)
+        if args.text == "-":
+            return 0
+    comparisons: Comparisons = {}
+    if args.compare_schedulers or args.scheduler == "search":
+        comparisons = {one.direction: compare_schedulers(plan, one) for one in plan.passes}
+    if args.json:
+        print_json(_to_json(plan, comparisons))
+        return 0
+    print(draw_summary(plan))
+    for one in plan.passes:
+        print(f"\n{one.direction} steps")
+        print(draw_steps(one.schedule))
+        if one.direction in comparisons:
+            print(comparisons[one.direction].text())
+    return 0
+
+
+def _write_text(plan: Plan, target: str) -> None:
+    lines = (line + "\n" for line in plan_lines(plan))
+    if target == "-":
+        sys.stdout.writelines(lines)
+        return
+    with Path(target).open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
+    counts = count(plan)
+    passes = {}
+    for one in plan.passes:
+        work = balance(plan, one)
+        passes[str(one.direction)] = {
+            "setting": one.setting,
+            "groups": one.groups,
+            "steps": steps_json(one.schedule),
+            "volume": counts[one.direction].to_json(),
+            "visible_pairs_per_rank": {"mean": work.mean, "max": work.max},
+        }
+        if one.direction in comparisons:
+            passes[str(one.direction)]["schedulers"] = comparisons[one.direction].to_json()
+    return {
+        "method": plan.method,
+        "ranks": plan.num_ranks,
+        "digest": digest(plan),
+        "problem": dataclasses.asdict(plan.problem),
+        "layout": str(plan.q_layout.kind),
+        "slots": {"q": plan.q_layout.slots, "kv": plan.kv_layout.slots},
+        "ranks_per_node": plan.ranks_per_node,
+        "devices": plan.devices,
+        "passes": passes,
+    }
+
+
+COMMAND = Command(
+    name="plan",
+    summary="make a plan: what it chose, what it costs, and the steps of its schedule",
+    configure=configure,
+    run=run,
+    examples=(
+        "mesh-attention plan --ranks 9 --chunks 3x3",
+        "mesh-attention plan --ranks 64 --causal --chunks 4x4 --scheduler search",
+        "mesh-attention plan --tile 3x3 --text plan.txt",
+    ),
+)

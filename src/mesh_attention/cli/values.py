@@ -1,0 +1,101 @@
+"""How the values of options are written: `3x3`, `512MiB`, `128:0`, `0,100,400`.
+
+Each reader takes the text of one value and raises with an example when it does not fit.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable
+
+from mesh_attention.cli.command import did_you_mean
+
+__all__ = ["byte_size", "count", "cuts", "one_of", "pair", "size", "window"]
+
+_UNITS = {"": 1, "b": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def size(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole_number(text, at_least=1)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole_number(text, at_least=0)
+
+
+def _whole_number(text: str, *, at_least: int) -> int:
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number such as 8")
+    number = int(text)
+    if number < at_least:
+        raise ArgumentTypeError(
+            f"{text} is not possible; give a whole number of at least {at_least}"
+        )
+    return number
+
+
+def pair(what: str) -> Callable[[str], tuple[int, int]]:
+    def read(text: str) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d{1,18})x(\d{1,18})", text)
+        if not found:
+            raise ArgumentTypeError(f"{text!r} is not {what}")
+        first, second = int(found[1]), int(found[2])
+        if first < 1 or second < 1:
+            raise ArgumentTypeError(f"{text}: both numbers must be at least 1")
+        return first, second
+
+    return read
+
+
+def byte_size(text: str) -> int:
+    """
+    >>> byte_size("512MiB"), byte_size("1.5KiB"), byte_size("2GB"), byte_size("100")
+    (536870912, 1536, 2000000000, 100)
+    """
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS:
+        raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
+    number = int(float(found[1]) * _UNITS[found[2]])
+    if number < 1:
+        raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
+    return number
+
+
+def window(text: str) -> tuple[int | None, int | None]:
+    """LEFT or LEFT:RIGHT; `inf` is no limit. LEFT alone is the causal sliding window.
+
+    >>> window("128"), window("128:64"), window("inf:0")
+    ((128, 0), (128, 64), (None, 0))
+    """
+    left, colon, right = text.partition(":")
+    sides = (left, right if colon else "0")
+    if not all(re.fullmatch(r"\d{1,18}|inf", side) for side in sides):
+        raise ArgumentTypeError(f"{text!r} is not a window such as 128, 128:64 or 128:inf")
+    first, second = (None if side == "inf" else int(side) for side in sides)
+    return first, second
+
+
+def cuts(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})+", text):
+        raise ArgumentTypeError(f"{text!r} is not a list of document starts such as 0,100,400")
+    return tuple(map(int, text.split(",")))
+
+
+def one_of(what: str, names: Iterable[str]) -> Callable[[str], str]:
+    known = tuple(names)
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise ArgumentTypeError(
+                f"{text!r} is not a {what}{did_you_mean(text, known)}; known: {', '.join(known)}"
+            )
+        return text
+
+    return read

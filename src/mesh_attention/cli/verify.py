@@ -1,0 +1,79 @@
+"""`mesh-attention verify`: prove a plan, made here or read from its text form."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from mesh_attention.cli.build import directions_of, plan_of
+from mesh_attention.cli.command import Command, UsageError
+from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options, given
+from mesh_attention.cli.output import print_json
+from mesh_attention.cli.progress import progress
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.text import digest, parse_plan
+from mesh_attention.plan.verify import verify
+
+__all__ = ["COMMAND"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
+    parser.add_argument(
+        "--text", metavar="FILE", help="verify the plan in FILE (- is stdin) instead of making one"
+    )
+    add_pass_option(parser)
+    add_plan_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = plan_of(args) if args.text is None else _read(args)
+    with progress("verifying") as tell:
+        findings = verify(plan, progress=tell)
+    if args.json:
+        print_json({"ok": not findings, "problems": [found.to_json() for found in findings]})
+    elif findings:
+        print("\n".join(map(str, findings)))
+        print(f"bad: {len(findings)} problems found")
+    else:
+        operations = sum(len(p.operations) for one in plan.passes for p in one.programs)
+        passes = " and ".join(str(one.direction) for one in plan.passes)
+        print(
+            f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
+            f"computed once and combined at its owner once, and no rank waits for ever "
+            f"({operations} operations, digest {digest(plan)[:12]})"
+        )
+    return 1 if findings else 0
+
+
+def _read(args: argparse.Namespace) -> Plan:
+    options = given(args)
+    if options:
+        raise UsageError(f"--text gives the whole plan; leave out {', '.join(options)}")
+    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    try:
+        plan = parse_plan(text)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(f"{args.text} is not the text form of a plan: {error}") from error
+    if args.passes is None:
+        wanted = plan.passes
+    else:
+        directions = directions_of(args.passes)
+        wanted = tuple(one for one in plan.passes if one.direction in directions)
+    if not wanted:
+        raise UsageError(f"{args.text} holds no {args.passes or ''} pass to verify")
+    return dataclasses.replace(plan, passes=wanted)
+
+
+COMMAND = Command(
+    name="verify",
+    summary="prove a plan by running all ranks on symbols; exit code 1 when it is wrong",
+    configure=configure,
+    run=run,
+    examples=(
+        "mesh-attention verify --ranks 64 --causal --chunks 4x4",
+        "mesh-attention plan --text - | mesh-attention verify --text -",
+    ),
+)

@@ -1,0 +1,81 @@
+"""`mesh_attention(q, k, v, ...)`: one function in the dialect of flash-attn.
+
+A `ContextParallel` is made for each kind of call and kept with its process group; `release` closes
+them. For anything beyond a single call, `ContextParallel` itself is the better tool: it also shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_attention.context_parallel import ContextParallel, process_group
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.mask import Mask
+
+__all__ = ["mesh_attention", "release"]
+
+# A cache, not a setting: it never changes a result. Groups that are gone take their entries along.
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Any, ContextParallel]] = WeakKeyDictionary()
+
+
+def mesh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    seq_len: int | None = None,
+    kv_seq_len: int | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] | None = None,
+    mask: Mask | None = None,
+    layout: str | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
+
+    The shards lie in `layout`: by default zigzag for a causal mask and contiguous without one, as
+    `ContextParallel.shard` cuts them. `seq_len` is needed only if the last shard holds padding;
+    otherwise it is local_seq times the number of ranks.
+    """
+    members = process_group(group)
+    size = dist.get_world_size(members)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise MeshAttentionError(
+                f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
+            )
+    fixed: dict[str, Any] = {
+        "seq_len": seq_len or q.shape[1] * size,
+        "kv_seq_len": kv_seq_len or (seq_len if seq_len and k.shape[1] == q.shape[1] else None)
+        or k.shape[1] * size,
+        "num_heads": q.shape[2],
+        "num_kv_heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "v_head_dim": v.shape[3],
+        "causal": causal,
+        "mask": mask,
+        "window_size": window_size,
+        "softmax_scale": softmax_scale,
+        "layout": layout,
+        "dtype": q.dtype,
+        **options,
+    }
+    kept = _KEPT.setdefault(members, {})
+    key = tuple(sorted((name, repr(value)) for name, value in fixed.items()))
+    if key not in kept:
+        kept[key] = ContextParallel(members, **fixed)
+    return kept[key].attention(q, k, v, return_lse=return_lse)
+
+
+def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Close everything that `mesh_attention` keeps for a group."""
+    for kept in _KEPT.pop(process_group(group), {}).values():
+        kept.close()

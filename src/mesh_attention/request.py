@@ -1,0 +1,81 @@
+"""From what a caller writes to what the planner takes: masks, tiles and options by name.
+
+No torch here, so the command line and the library read arguments in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.assignment import best_tile
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh_programs import Order
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["attention_mask", "build_plan", "pair_of", "suggested_chunks"]
+
+_ROWS_PER_CHUNK = 4096  # fewer rows a side and kernels lose speed; more and less can overlap
+
+
+def attention_mask(
+    *, causal: bool, mask: Mask | None = None, window_size: tuple[int, int] | None = None
+) -> Mask:
+    """One mask from the ways to say it; contradictions are refused."""
+    window = None
+    if window_size is not None and tuple(window_size) != (-1, -1):
+        left, right = (None if side == -1 else side for side in window_size)
+        window = (left, right)
+    if mask is None:
+        return Mask(causal=causal, window=window)
+    if window is not None:
+        raise PlanError("give the window either as window_size or inside mask, not both")
+    if causal and not mask.causal:
+        raise PlanError("causal=True contradicts a mask that is not causal; say it in the mask")
+    return mask
+
+
+def pair_of(name: str, value: tuple[int, int] | str) -> tuple[int, int]:
+    """(a, b) from a tuple or from text such as '4x2'."""
+    parts = value.lower().split("x") if isinstance(value, str) else list(value)
+    try:
+        a, b = (int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise PlanError(f"{name}={value!r}: give two numbers, as in (4, 2) or '4x2'") from None
+    return a, b
+
+
+def suggested_chunks(problem: Problem, num_ranks: int, tile: tuple[int, int]) -> tuple[int, int]:
+    """Up to 4x4, as long as every chunk keeps enough rows for a kernel."""
+    q_rows = tile[0] * problem.q_tokens // num_ranks
+    kv_rows = tile[1] * problem.keys // num_ranks
+    kq, kkv = (min(4, max(1, rows // _ROWS_PER_CHUNK)) for rows in (q_rows, kv_rows))
+    return kq, kkv
+
+
+def build_plan(problem: Problem, num_ranks: int, method: str, given: Mapping[str, Any]) -> Plan:
+    """The plan for options as people write them; None means: choose for me."""
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in ("tile", "backward_tile", "chunks", "backward_chunks"):
+        if name in options:
+            options[name] = pair_of(name, options[name])
+    for name, choices in (("layout", LayoutKind), ("combine", Combine), ("scheduler", Order)):
+        if name in options:
+            options[name] = _one_of(name, options[name], choices)
+    if "chunks" not in options:
+        tile = options.get("tile") or best_tile(num_ranks, problem)
+        options["chunks"] = suggested_chunks(problem, num_ranks, tile)
+    return make_plan(problem, num_ranks, method=method, **options)
+
+
+def _one_of(name: str, value: Any, choices: Any) -> Any:
+    try:
+        return choices(value)
+    except ValueError:
+        known = ", ".join(choice.value for choice in choices)
+        raise PlanError(f"{name}={value!r} is unknown; known: {known}") from None

@@ -1,0 +1,141 @@
+"""One rank's side of a plan over torch.distributed: groups, agreement, executors, workspace.
+
+Executors are kept by the form of the tensors (batch, dtype, device), so a warm call plans nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.text import digest
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.handshake import Handshake
+from mesh_attention.runtime.transport.distributed import DistributedTransport
+from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.workspace import Workspace
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """`make_plan(element_bytes)` is asked once for each size of element that turns up."""
+
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        make_plan: Callable[[int], Plan],
+        *,
+        softmax_scale: float,
+        kernel: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        self.groups = Groups(parent, timeout)
+        self.handshake = Handshake(self.groups, timeout)
+        self.device_index = dist.get_rank(parent)
+        self.counters: dict[Direction, Counters] = {}
+        self._make_plan = make_plan
+        self._softmax_scale = softmax_scale
+        self._kernel = kernel
+        self._workspace = Workspace()
+        self._plans: dict[int, tuple[Plan, str]] = {}
+        self._executors: dict[tuple[Direction, Form], Executor] = {}
+        self._agreed: set[object] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._closed = False
+
+    def plan(self, element_bytes: int) -> Plan:
+        return self._planned(element_bytes)[0]
+
+    def _planned(self, element_bytes: int) -> tuple[Plan, str]:
+        if element_bytes not in self._plans:
+            plan = self._make_plan(element_bytes)
+            self._plans[element_bytes] = (plan, digest(plan))
+        return self._plans[element_bytes]
+
+    def rank(self, plan: Plan) -> int:
+        """The logical rank that this process plays."""
+        return plan.devices.index(self.device_index)
+
+    def agree_on_plan(self, element_bytes: int) -> None:
+        """First meeting of all ranks: the same plan everywhere, or an error everywhere."""
+        try:
+            statement = {"plan": self._planned(element_bytes)[1]}
+        except MeshAttentionError as error:
+            self.handshake.agree({}, error)
+            raise
+        self.handshake.agree(statement)
+
+    def prepare(self, form: Form, needs_grad: bool, error: MeshAttentionError | None) -> None:
+        """Agree on a kind of call once; afterwards nothing is exchanged."""
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        key = (form, needs_grad)
+        if error is None and key in self._agreed:
+            return
+        statement: dict[str, object] = {}
+        if error is None:
+            statement = {
+                "plan": self._planned(form.dtype.itemsize)[1],
+                "batch": form.batch,
+                "dtype": str(form.dtype),
+                "device": form.device.type,
+                "needs_grad": needs_grad,
+            }
+        self.handshake.agree(statement, error)
+        self.groups.prepare(self.plan(form.dtype.itemsize))
+        self._agreed.add(key)
+
+    def run(self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return run_to_end(self.executor(direction, form).run(inputs))
+
+    def executor(self, direction: Direction, form: Form) -> Executor:
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        key = (direction, form)
+        if key not in self._executors:
+            plan = self.plan(form.dtype.itemsize)
+            rank, one = self.rank(plan), plan.direction(direction)
+            transport = DistributedTransport(
+                plan, one, rank, self.groups, self._stream(form.device)
+            )
+            transport.counters = self.counters.setdefault(direction, transport.counters)
+            self._executors[key] = Executor(
+                plan,
+                one,
+                rank,
+                transport,
+                self._workspace,
+                form,
+                softmax_scale=self._softmax_scale,
+                kernel=self._kernel,
+            )
+        return self._executors[key]
+
+    def kernel_choices(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        return {
+            f"{direction} {kind}": choice.reasons
+            for (direction, _), executor in self._executors.items()
+            for kind, choice in executor.choices.items()
+        }
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._executors.clear()
+            self._workspace.release()
+            self.groups.close()
