@@ -2,7 +2,7 @@
 
     cp = ContextParallel(group, seq_len=65536, num_heads=32, head_dim=128, causal=True)
     x = cp.shard(tokens, dim=1)                 # this rank's tokens, in the plan's layout
-    out = cp.attention(q, k, v)                 # (batch, local_seq, heads, head_dim), differentiable
+    out = cp.attention(q, k, v)                 # (batch, local_seq, heads, head_dim)
     cp.close()
 
 Every argument is used or refused by name, on all ranks, before anything moves.

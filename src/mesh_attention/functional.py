@@ -1,7 +1,7 @@
 """`mesh_attention(q, k, v, ...)`: one function in the dialect of flash-attn.
 
 A `ContextParallel` is made for each kind of call and kept with its process group; `release` closes
-them. For anything beyond a single call, `ContextParallel` itself is the better tool: it also shards.
+them. For more than a single call, `ContextParallel` itself is the better tool: it also shards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def mesh_attention(
             )
     fixed: dict[str, Any] = {
         "seq_len": seq_len or q.shape[1] * size,
-        "kv_seq_len": kv_seq_len or (seq_len if seq_len and k.shape[1] == q.shape[1] else None)
+        "kv_seq_len": kv_seq_len
+        or (seq_len if seq_len and k.shape[1] == q.shape[1] else None)
         or k.shape[1] * size,
         "num_heads": q.shape[2],
         "num_kv_heads": k.shape[2],

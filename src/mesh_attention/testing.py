@@ -1,7 +1,7 @@
 """Run a plan on whole tensors with all ranks in one process: for tests and for study.
 
-    result = run_local(plan, q, k, v, grad_out=dout)
-    result.out, result.lse, result.grad_q, result.traffic["forward"][3].total.received_bytes
+result = run_local(plan, q, k, v, grad_out=dout)
+result.out, result.lse, result.grad_q, result.traffic["forward"][3].total.received_bytes
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def run_local(
         local |= forward[rank] | {"grad_out": run.shard("grad_out", grad_out, rank)}
     backward = run.all_ranks(Direction.BACKWARD, inputs)
     traffic["backward"] = run.counters
-    grads = [run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v")]
-    return LocalResult(out, lse, *grads, traffic=traffic)
+    dq, dk, dv = (run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v"))
+    return LocalResult(out, lse, dq, dk, dv, traffic)
 
 
 class _Run:
@@ -104,8 +104,8 @@ class _Run:
     ) -> list[dict[str, Tensor]]:
         one = self.plan.direction(direction)
         world = LocalWorld(one.groups)
-        transports = [world.transport(rank) for rank in range(self.plan.num_ranks)]
-        self.counters = [transport.counters for transport in transports]
+        transports = [world.transport(program) for program in one.programs]
+        self.counters = [transport.meter.counters for transport in transports]
         runs = {
             rank: Executor(
                 self.plan,

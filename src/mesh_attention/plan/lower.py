@@ -12,6 +12,7 @@ looked at closely, because planning for thousands of ranks lowers tens of thousa
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ __all__ = ["MAX_CALLS", "Queries", "RowList", "lower", "rectangles"]
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
+
+# Stretches of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
+_ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
 
 Array = NDArray[np.int64]
 Cells = NDArray[np.bool_]
@@ -161,7 +165,9 @@ def _cuts(
     """Where the mask bends inside query blocks, and inside these key blocks."""
     q_cuts, k_cuts = {rows.q_tokens}, {rows.kv_tokens}
     near = [s for s in rows.segments if s.start < q.edges[-1] and q.edges[0] < s.stop]
-    k_edges = sorted({edge for block in k_blocks for edge in (*block, min(rows.kv_tokens, block[1]))})
+    k_edges = sorted(
+        {edge for block in k_blocks for edge in (*block, min(rows.kv_tokens, block[1]))}
+    )
     for s in near:
         q_cuts.update((s.start, s.stop))
         k_cuts.update(base for base, slope in ((s.lo, s.lo_slope), (s.hi, s.hi_slope)) if not slope)
@@ -192,13 +198,11 @@ class _Strips:
     def of(blocks: Blocks, state: Cells, is_open: Cells, cuts: list[int]) -> _Strips:
         pieces: list[tuple[int, int]] = []
         first_rows: list[int] = []
-        before = None
-        for i, now in enumerate(zip(state.tolist(), is_open.tolist(), strict=True)):
-            if now == before and not now[1]:
-                continue
-            before = now
+        codes = state.astype(np.uint8) | (is_open.astype(np.uint8) << 1)
+        for strip in _ALIKE.finditer(codes.tobytes()):
+            i = strip.start()
             start, stop = blocks.block(i)
-            inner = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)] if now[1] else []
+            inner = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)] if is_open[i] else []
             for a, b in pairwise((start, *inner, stop)):
                 pieces.append((a, b))
                 first_rows.append(blocks.first_rows[i] + a - start)

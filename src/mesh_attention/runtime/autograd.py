@@ -20,7 +20,7 @@ __all__ = ["attend"]
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, engine: Engine, form: Form, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -33,7 +33,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
         inputs = {name: rows_first(x) for name, x in named.items()}
@@ -50,5 +50,5 @@ class _Attention(torch.autograd.Function):
 
 def attend(engine: Engine, form: Form, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards; out is differentiable, lse is not."""
-    out, lse = _Attention.apply(engine, form, q, k, v)
+    out, lse = _Attention.apply(engine, form, q, k, v)  # type: ignore[no-untyped-call]
     return out, lse

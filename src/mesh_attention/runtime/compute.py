@@ -99,9 +99,7 @@ class Compute:
 
     def attend_backward(self, op: AttendBackward, view: View) -> None:
         q, k, v, grad_out = (_batch_first(view(p)) for p in (op.q, op.k, op.v, op.grad_out))
-        grad_q, grad_k, grad_v = (
-            _batch_first(view(p)) for p in (op.grad_q, op.grad_k, op.grad_v)
-        )
+        grad_q, grad_k, grad_v = (_batch_first(view(p)) for p in (op.grad_q, op.grad_k, op.grad_v))
         lse = _statistic(view(op.lse))
         out = None if op.out is None else _batch_first(view(op.out))
         row_sums = None if op.delta is None else _statistic(view(op.delta))

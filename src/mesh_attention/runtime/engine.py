@@ -93,7 +93,9 @@ class Engine:
         self.groups.prepare(self.plan(form.dtype.itemsize))
         self._agreed.add(key)
 
-    def run(self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(
+        self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         return run_to_end(self.executor(direction, form).run(inputs))
 
     def executor(self, direction: Direction, form: Form) -> Executor:
@@ -106,7 +108,8 @@ class Engine:
             transport = DistributedTransport(
                 plan, one, rank, self.groups, self._stream(form.device)
             )
-            transport.counters = self.counters.setdefault(direction, transport.counters)
+            counters = self.counters.setdefault(direction, transport.meter.counters)
+            transport.meter.counters = counters
             self._executors[key] = Executor(
                 plan,
                 one,
@@ -130,7 +133,7 @@ class Engine:
         if device.type != "cuda":
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     def close(self) -> None:

@@ -152,8 +152,6 @@ class Executor:
         return tensors, outputs
 
 
-
-
 def run_to_end(
     execution: Generator[None, None, dict[str, Tensor]],
 ) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ __all__ = ["unshard"]
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         layout: Layout,
@@ -36,7 +36,7 @@ class _Unshard(torch.autograd.Function):
         return join_shards([by_device[device] for device in devices], layout, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return take_shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None, None
 
 
@@ -48,5 +48,5 @@ def unshard(
     group: dist.ProcessGroup,
     dim: int,
 ) -> Tensor:
-    whole: Tensor = _Unshard.apply(x, layout, devices, rank, group, dim)
+    whole: Tensor = _Unshard.apply(x, layout, devices, rank, group, dim)  # type: ignore[no-untyped-call]
     return whole

@@ -16,7 +16,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.transport.groups import Groups
@@ -35,7 +35,7 @@ class Handshake:
     def __init__(self, groups: Groups, timeout: timedelta | None = None) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        self._store = dist.PrefixStore(f"{groups.name}/agreement", default_store())
+        self._store = PrefixStore(f"{groups.name}/agreement", default_store())
         self._timeout = timeout or timedelta(minutes=30)
         self._rounds = 0
 
@@ -64,7 +64,9 @@ class Handshake:
             raise DisagreementError(verdict.decode())
 
     def _judge(self, prefix: str, *, patient: bool) -> None:
-        said = {r: json.loads(self._get(f"{prefix}/{r}", [r], patient=patient)) for r in self._ranks}
+        said = {
+            r: json.loads(self._get(f"{prefix}/{r}", [r], patient=patient)) for r in self._ranks
+        }
         self._store.set(f"{prefix}/verdict", _verdict(said))
 
     def _get(self, key: str, awaited: list[int], *, patient: bool) -> bytes:

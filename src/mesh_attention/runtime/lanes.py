@@ -32,6 +32,6 @@ class Lanes:
 
     @staticmethod
     def _record() -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event

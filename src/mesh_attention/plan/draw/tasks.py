@@ -14,7 +14,7 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.draw.work import work_of
+from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -96,8 +96,8 @@ def task_graph(plan: Plan, one: Pass, costs: Costs) -> TaskGraph:
         _add_needs(program, communication, compute, needs)
     seconds = _communication_seconds(plan, one, costs)
     pairs: dict[str, float] = defaultdict(float)
-    for work in work_of(plan, one):
-        pairs[work.task] += work.share * int(work.pairs.sum())
+    for _, task, found in pairs_of_tasks(plan, one):
+        pairs[task] += found
     backward = one.direction is Direction.BACKWARD
     return TaskGraph(
         tuple(

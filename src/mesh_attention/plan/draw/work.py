@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, CallKind
+from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["Balance", "Rows", "Work", "balance", "work_of"]
+__all__ = ["Balance", "Work", "balance", "pairs_of_tasks", "work_of"]
 
 Array = NDArray[np.int64]
 
@@ -27,52 +28,60 @@ class Rows:
     """Some rows of a buffer, by the partition that owns them."""
 
     def __init__(self, layout: Layout, piece: Piece, buffer: Buffer) -> None:
-        self.runs: list[Run] = []
+        slots = layout.slots
         owners: list[int] = []
+        self._layout = layout
+        self._stretches: list[tuple[int, int]] = []
         for start, stop in piece.spans(buffer):
-            while start < stop:
-                partition = start // layout.slots
-                end = min(stop, (partition + 1) * layout.slots)
-                found = layout.runs(start, end)
-                self.runs += found
-                owners += [partition] * len(found)
-                start = end
+            for partition in range(start // slots, -(-stop // slots)):
+                owners.append(partition)
+                inside = max(start, partition * slots), min(stop, (partition + 1) * slots)
+                self._stretches.append(inside)
         self.partitions, self._index = np.unique(
             np.array(owners, dtype=np.int64), return_inverse=True
         )
 
     def counts(self) -> Array:
         """Rows of each partition."""
-        sizes = np.array([run.num_tokens for run in self.runs], dtype=np.int64)
-        return self.add_up(sizes)
+        return self._add_up(np.array([b - a for a, b in self._stretches], dtype=np.int64))
 
-    def add_up(self, by_run: Array) -> Array:
-        """Sums over the runs of each partition, along the first axis."""
-        total = np.zeros((len(self.partitions), *by_run.shape[1:]), dtype=np.int64)
-        np.add.at(total, self._index, by_run)
+    def visible_pairs(self, keys: Rows, mask: RowRanges) -> Array:
+        """Between each partition of these rows and each of the keys'."""
+        q_runs, q_starts = self._runs()
+        k_runs, k_starts = keys._runs()
+        by_run = visible_pairs(q_runs, k_runs, mask)
+        by_stretch = np.add.reduceat(np.add.reduceat(by_run, q_starts, axis=0), k_starts, axis=1)
+        return keys._add_up(self._add_up(by_stretch).T).T
+
+    def _runs(self) -> tuple[list[Run], list[int]]:
+        """The positions of all rows, and where the runs of each stretch begin."""
+        runs: list[Run] = []
+        starts = []
+        for stretch in self._stretches:
+            starts.append(len(runs))
+            runs += self._layout.runs(*stretch)
+        return runs, starts
+
+    def _add_up(self, by_stretch: Array) -> Array:
+        total = np.zeros((len(self.partitions), *by_stretch.shape[1:]), dtype=np.int64)
+        np.add.at(total, self._index, by_stretch)
         return total
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`pairs[i, j]` visible pairs between Q partition q[i] and KV partition kv[j], on one rank.
-
-    `share` is the part of all query heads that the task works on.
-    """
+    """`pairs[i, j]` visible pairs between Q partition q[i] and KV partition kv[j], on one rank."""
 
     rank: int
-    task: str
     q: Array
     kv: Array
     pairs: Array
-    share: float
 
 
 def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
     with a 1 for every cell the task spans, whatever the mask shows of it."""
     known: dict[tuple[int, int, int], Rows] = {}
-    rows_of_mask = plan.problem.rows
 
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> Rows:
         key = (id(buffer), start, stop)  # the plan keeps its buffers alive
@@ -86,27 +95,53 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
             if not isinstance(op, Attend | AttendBackward):
                 continue
             q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
-            heads = op.q.heads or (0, q_buffer.num_heads)
-            share = (heads[1] - heads[0]) / plan.problem.num_heads
             if whole_tasks:
                 q = rows(plan.q_layout, q_buffer, op.q.start, op.q.stop)
                 k = rows(plan.kv_layout, k_buffer, op.k.start, op.k.stop)
                 spanned = np.ones((len(q.partitions), len(k.partitions)), dtype=np.int64)
-                yield Work(program.rank, op.name, q.partitions, k.partitions, spanned, share)
+                yield Work(program.rank, q.partitions, k.partitions, spanned)
                 continue
             for call in op.calls:
-                q = rows(
-                    plan.q_layout, q_buffer, op.q.start + call.q_start, op.q.start + call.q_stop
-                )
-                k = rows(
-                    plan.kv_layout, k_buffer, op.k.start + call.k_start, op.k.start + call.k_stop
-                )
+                q_first, k_first = op.q.start, op.k.start
+                q = rows(plan.q_layout, q_buffer, q_first + call.q_start, q_first + call.q_stop)
+                k = rows(plan.kv_layout, k_buffer, k_first + call.k_start, k_first + call.k_stop)
                 if call.kind is CallKind.FULL:
                     pairs = np.outer(q.counts(), k.counts())
                 else:
-                    by_run = visible_pairs(q.runs, k.runs, rows_of_mask)
-                    pairs = k.add_up(q.add_up(by_run).T).T
-                yield Work(program.rank, op.name, q.partitions, k.partitions, pairs, share)
+                    pairs = q.visible_pairs(k, plan.problem.rows)
+                yield Work(program.rank, q.partitions, k.partitions, pairs)
+
+
+def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, str, float]]:
+    """(rank, task, visible pairs of its calls); a task on half of the heads counts half."""
+    for program in one.programs:
+        table = program.buffer_table()
+        for op in program.operations:
+            if isinstance(op, Attend | AttendBackward):
+                q_buffer = table[op.q.buffer]
+                heads = op.q.heads or (0, q_buffer.num_heads)
+                share = (heads[1] - heads[0]) / plan.problem.num_heads
+                pairs = sum(_call_pairs(plan, op, call, table) for call in op.calls)
+                yield program.rank, op.name, share * pairs
+
+
+def _call_pairs(
+    plan: Plan, op: Attend | AttendBackward, call: Call, table: dict[str, Buffer]
+) -> int:
+    height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
+    if call.kind is CallKind.FULL:
+        return height * width
+    if call.kind is CallKind.CAUSAL:
+        return height * (height + 1) // 2
+    sides = []
+    for layout, piece, start, stop in (
+        (plan.q_layout, op.q, call.q_start, call.q_stop),
+        (plan.kv_layout, op.k, call.k_start, call.k_stop),
+    ):
+        part = Piece(piece.buffer, piece.start + start, piece.start + stop)
+        spans = part.spans(table[piece.buffer])
+        sides.append([run for span in spans for run in layout.runs(*span)])
+    return int(visible_pairs(sides[0], sides[1], plan.problem.rows).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +159,6 @@ class Balance:
 
 def balance(plan: Plan, one: Pass) -> Balance:
     pairs = [0.0] * plan.num_ranks
-    for work in work_of(plan, one):
-        pairs[work.rank] += work.share * int(work.pairs.sum())
+    for rank, _, found in pairs_of_tasks(plan, one):
+        pairs[rank] += found
     return Balance(sum(pairs) / len(pairs), max(pairs))

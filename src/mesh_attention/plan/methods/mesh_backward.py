@@ -6,10 +6,10 @@ With `delta` in place of O the Q group gathers one number a row and head instead
 
 from __future__ import annotations
 
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.home import Home, Route, bring_sum_home
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.methods.mesh_pass import MeshPass
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
@@ -51,7 +51,7 @@ class MeshBackward(MeshPass):
         if self.gather_out:
             return ()
         out, grad_out, delta = (
-            Piece(name, 0, self.q_layout.slots) for name in ("out", "grad_out", "delta")
+            Piece(name, 0, self.q_slots) for name in ("out", "grad_out", "delta")
         )
         return (Merge("delta", MergeRule.DELTA, (out, grad_out), (delta,)),)
 

@@ -1,7 +1,8 @@
 """One direction of the mesh: the buffers and task fragments of every rank (algorithm.md, 2 to 5).
 
-Names inside a program: `q`, `k`, `v`, ... are the caller's; `q.0` is Q chunk 0 of the whole Q group,
-`out.0`, `lse.0` its partial output; `.wire` what travels, `.in` what arrives, `.all` the global LSE.
+Names inside a program: `q`, `k`, `v`, ... are the caller's; `q.0` is Q chunk 0 of the whole Q
+group, `out.0`, `lse.0` its partial output; `.wire` what travels, `.in` what arrives, `.all` the
+global LSE.
 Fragments depend on a rank only through its tile row or column, so they are made once for each and
 shared: that keeps plans for thousands of ranks small.
 """
@@ -53,6 +54,12 @@ class MeshPass(ABC):
         self.q_route = route if tile.a > 1 else Route.LOCAL
         kv_route = route if tile.rotation else Route.EXCHANGE
         self.kv_route = kv_route if tile.b > 1 else Route.LOCAL
+        self.q_slots = q_layout.slots
+        self.kv_slots = kv_layout.slots
+        self.q_piece = cache(self._q_piece)
+        self.kv_piece = cache(self._kv_piece)
+        self.q_partial = cache(self._q_partial)
+        self.kv_partial = cache(self._kv_partial)
         self.fetch_kv = cache(self._fetch_kv)
         self.gather_q = cache(self._gather_q)
         self.q_home = cache(self._q_home)
@@ -100,22 +107,22 @@ class MeshPass(ABC):
 
     # Operands of a compute task.
 
-    def q_piece(self, stem: str, i: int) -> Piece:
+    def _q_piece(self, stem: str, i: int) -> Piece:
         chunk = self.q_chunks[i]
         if self.tile.a == 1:
             return chunk.local(stem)
         return Piece(f"{stem}.{i}", 0, self.tile.a * chunk.size)
 
-    def kv_piece(self, stem: str, j: int) -> Piece:
+    def _kv_piece(self, stem: str, j: int) -> Piece:
         chunk = self.kv_chunks[j]
         if self.tile.b == 1:
             return chunk.local(stem)
         return Piece(f"{stem}.{j}", 0, self.tile.b * chunk.size)
 
-    def q_partial(self, stem: str, i: int) -> Piece:
+    def _q_partial(self, stem: str, i: int) -> Piece:
         return Piece(f"{stem}.{i}", 0, self.tile.a * self.q_chunks[i].size)
 
-    def kv_partial(self, stem: str, j: int) -> Piece:
+    def _kv_partial(self, stem: str, j: int) -> Piece:
         return Piece(f"{stem}.{j}", 0, self.tile.b * self.kv_chunks[j].size)
 
     def wire(self, partial: str) -> str:
@@ -124,11 +131,11 @@ class MeshPass(ABC):
         return partial if same else f"{partial}.wire"
 
     def _q_spans(self, row: int, i: int) -> Spans:
-        return whole_spans(self.tile.q_group(row), self.q_chunks[i], self.q_layout.slots)
+        return whole_spans(self.tile.q_group(row), self.q_chunks[i], self.q_slots)
 
     def _kv_spans(self, column: int, j: int) -> Spans:
         partitions = self.tile.kv_partitions(column)
-        return whole_spans(partitions, self.kv_chunks[j], self.kv_layout.slots)
+        return whole_spans(partitions, self.kv_chunks[j], self.kv_slots)
 
     # Communication fragments.
 
@@ -209,7 +216,7 @@ class MeshPass(ABC):
     def local_buffers(self, rank: int) -> dict[str, Buffer]:
         buffers = {}
         for kind in (*self.inputs, *self.outputs):
-            slots = (self.kv_layout if kind.is_key_side else self.q_layout).slots
+            slots = self.kv_slots if kind.is_key_side else self.q_slots
             rows = ((rank * slots, (rank + 1) * slots),)
             role = Role.OUTPUT if kind in self.outputs else Role.INPUT
             buffers[kind.value] = Buffer(
@@ -248,12 +255,12 @@ class MeshPass(ABC):
                 if self.q_route is Route.EXCHANGE or kind is Kind.LSE:
                     name = f"{stem}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
-                    rows = stack_spans(rank, self.tile.a, chunk, self.q_layout.slots)
+                    rows = stack_spans(rank, self.tile.a, chunk, self.q_slots)
                     self._add(made, f"{name}.in", kind, rows)
         for chunk in self.kv_chunks if self.kv_route is Route.EXCHANGE else ():
             copies = self.kv_home(self.fetch_key(rank), chunk.index).num_copies
             for stem, kind in self.kv_partials():
-                rows = stack_spans(rank, copies, chunk, self.kv_layout.slots)
+                rows = stack_spans(rank, copies, chunk, self.kv_slots)
                 self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, rows)
         return made
 

@@ -57,6 +57,7 @@ class Lowerings:
         self._queries: dict[Spans, Queries] = {}
         self._keys: dict[Spans, RowList] = {}
         self._calls: dict[tuple[int, int], tuple[Call, ...]] = {}
+        self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
 
     def queries(self, spans: Spans) -> Queries:
         if spans not in self._queries:
@@ -69,10 +70,12 @@ class Lowerings:
         return self._keys[spans]
 
     def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
+        """Equal calls are the same object, so that tasks can be told apart by its id."""
         key = (id(q), id(k))  # both live as long as this object
         found = self._calls.get(key)
         if found is None:
-            found = self._calls[key] = lower(q, k)
+            calls = lower(q, k)
+            found = self._calls[key] = self._equal.setdefault(calls, calls)
         return found
 
 
@@ -106,6 +109,7 @@ def build_pass(
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
             "scheduler": "capped" if max_buffer_bytes is not None else order.value,
         },
+        graph,
     )
 
 
@@ -268,9 +272,10 @@ def _programs(mesh: MeshPass, schedule: Schedule, lowerings: Lowerings) -> Itera
             calls = lowerings.calls(q_lists[row, i], kv_lists[column, j])
             if not calls:
                 continue
-            key = (i, j, calls, i not in begun_q, j not in begun_kv)
+            fresh = (i not in begun_q, j not in begun_kv)
+            key = (i, j, id(calls), *fresh)
             if key not in computes:
-                computes[key] = mesh.compute(*key)
+                computes[key] = mesh.compute(i, j, calls, *fresh)
             operations.append(computes[key])
             begun_q.add(i)
             begun_kv.add(j)

@@ -28,8 +28,8 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.runtime.collectives import all_gather, reduce_scatter
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Counters, Handle, View
-from mesh_attention.runtime.transport.sizes import count_into
+from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.transport.sizes import Meter
 
 __all__ = ["CommunicationError", "DistributedTransport"]
 
@@ -85,7 +85,7 @@ class _OnStream:
     def _finish(self) -> None:
         with torch.cuda.stream(self._stream):
             self._started.wait()
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
 
 
@@ -109,11 +109,11 @@ class DistributedTransport:
         }
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
-        self.counters = Counters()
+        self.meter = Meter(one.programs[rank].buffer_table())
 
     def start(self, op: Communication, view: View, after: object) -> Handle:
         members = self._one.groups[op.group]
-        count_into(self.counters, op, members.index(self._rank), len(members), view)
+        self.meter.count(op, members.index(self._rank), len(members), view)
         if self._stream is None:
             return self._begin(op, view)
         with torch.cuda.stream(self._stream):
@@ -166,7 +166,8 @@ class DistributedTransport:
                 rows = whole[done : done + (b - a) * len(ranks)]
                 done += len(rows)
                 own = part[a:b].contiguous()  # a slice of rows is contiguous; of heads it is not
-                given = rows if in_order and rows.is_contiguous() else _permuted(rows, order, gather)
+                usable = in_order and rows.is_contiguous()
+                given = rows if usable else _permuted(rows, order, gather)
                 if gather:
                     works.append(all_gather(given, own, group))
                     if given is not rows:
@@ -199,8 +200,10 @@ class DistributedTransport:
                 )
             for tag, piece in enumerate(receives):
                 target = view(piece)
-                landing = target if target.is_contiguous() else torch.empty_like(
-                    target, memory_format=torch.contiguous_format
+                landing = (
+                    target
+                    if target.is_contiguous()
+                    else torch.empty_like(target, memory_format=torch.contiguous_format)
                 )
                 operations.append(dist.P2POp(dist.irecv, landing, peer, self._groups.parent, tag))
                 if landing is not target:

@@ -28,7 +28,7 @@ class Groups:
         self.global_rank_of_self = dist.get_rank()
         self._timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        # Each rank counts its own objects on these ranks: the n-th of one meets the n-th of another.
+        # Each rank counts its own objects on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
         ordinal = default_store().add(f"{base}/objects/{self.global_rank_of_self}", 1)
         self.name = f"{base}/{ordinal}"

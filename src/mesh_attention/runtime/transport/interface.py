@@ -41,8 +41,8 @@ class Counters:
     def __init__(self) -> None:
         self.by_operation: dict[str, Traffic] = defaultdict(Traffic)
 
-    def add(self, op: Communication, sent: int, received: int) -> None:
-        self.by_operation[type(op).__name__] += Traffic(sent, received)
+    def add(self, op: Communication, traffic: Traffic) -> None:
+        self.by_operation[type(op).__name__] += traffic
 
     def reset(self) -> None:
         self.by_operation.clear()

@@ -19,11 +19,12 @@ from mesh_attention.plan.program import (
     AllToAll,
     Communication,
     Move,
+    Program,
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.runtime.transport.interface import Counters, Handle, View
-from mesh_attention.runtime.transport.sizes import count_into
+from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.transport.sizes import Meter
 
 __all__ = ["LocalTransport", "LocalWorld"]
 
@@ -50,8 +51,8 @@ class LocalWorld:
         self._groups = groups
         self._meetings: dict[tuple[str, str], _Meeting] = {}
 
-    def transport(self, rank: int) -> LocalTransport:
-        return LocalTransport(self, rank)
+    def transport(self, program: Program) -> LocalTransport:
+        return LocalTransport(self, program)
 
     def arrive(self, rank: int, op: Communication, view: View) -> _Meeting:
         members = self._groups[op.group]
@@ -70,14 +71,14 @@ class LocalWorld:
 
 
 class LocalTransport:
-    def __init__(self, world: LocalWorld, rank: int) -> None:
+    def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
-        self._rank = rank
-        self.counters = Counters()
+        self._rank = program.rank
+        self.meter = Meter(program.buffer_table())
 
     def start(self, op: Communication, view: View, after: object) -> Handle:
         members = self._world.members(op.group)
-        count_into(self.counters, op, members.index(self._rank), len(members), view)
+        self.meter.count(op, members.index(self._rank), len(members), view)
         return self._world.arrive(self._rank, op, view)
 
 

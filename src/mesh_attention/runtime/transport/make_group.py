@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.errors import MeshAttentionError
 
@@ -25,7 +26,7 @@ __all__ = ["default_store", "make_group"]
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store that all ranks of the job share."""
     return c10d._get_default_store()
 
@@ -36,7 +37,7 @@ def make_group(
     """Called by exactly these global ranks, with the same name."""
     helper = getattr(c10d, "_new_process_group_helper", None)
     found = tuple(inspect.signature(helper).parameters) if helper else ()
-    if found[: len(_WANTED)] != _WANTED:
+    if helper is None or found[: len(_WANTED)] != _WANTED:
         raise MeshAttentionError(
             f"torch {torch.__version__} is not supported: its process groups are made with "
             f"{found or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"

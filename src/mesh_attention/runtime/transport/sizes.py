@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from torch import Tensor
-
-from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -14,35 +12,48 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
+from mesh_attention.plan.traffic import Traffic
 from mesh_attention.runtime.transport.interface import Counters, View
 
-__all__ = ["count_into"]
+__all__ = ["Meter"]
 
 
-def count_into(
-    counters: Counters, op: Communication, member: int, num_members: int, view: View
-) -> None:
-    match op:
-        case AllGather() | ReduceScatter():
-            sizes = [view(move.part) for move in op.moves]
-            others = num_members - 1
-            moved = others * _bytes(sizes)
-            counters.add(op, moved, moved)
-        case AllToAll():
-            sends = _views((p for m, ps in enumerate(op.sends) if m != member for p in ps), view)
-            receives = _views(
-                (p for m, ps in enumerate(op.receives) if m != member for p in ps), view
-            )
-            counters.add(op, _bytes(sends), _bytes(receives))
-        case SendRecv():
-            sends = _views(op.sends if op.to_member != member else (), view)
-            receives = _views(op.receives if op.from_member != member else (), view)
-            counters.add(op, _bytes(sends), _bytes(receives))
+class Meter:
+    """Adds up what one rank hands over; `table` tells statistics from tokens."""
 
+    def __init__(self, table: Mapping[str, Buffer]) -> None:
+        self._table = table
+        self.counters = Counters()
 
-def _views(pieces: Iterable[Piece], view: View) -> list[Tensor]:
-    return [view(piece) for piece in pieces]
+    def count(self, op: Communication, member: int, num_members: int, view: View) -> None:
+        match op:
+            case AllGather() | ReduceScatter():
+                moved, tokens = self._sizes((move.part for move in op.moves), view)
+                others = num_members - 1
+                traffic = Traffic(others * moved, others * moved, others * tokens)
+            case AllToAll():
+                traffic = self._pieces(
+                    (p for m, pieces in enumerate(op.sends) if m != member for p in pieces),
+                    (p for m, pieces in enumerate(op.receives) if m != member for p in pieces),
+                    view,
+                )
+            case SendRecv():
+                traffic = self._pieces(
+                    op.sends if op.to_member != member else (),
+                    op.receives if op.from_member != member else (),
+                    view,
+                )
+        self.counters.add(op, traffic)
 
+    def _pieces(self, sends: Iterable[Piece], receives: Iterable[Piece], view: View) -> Traffic:
+        return Traffic(self._sizes(sends, view)[0], *self._sizes(receives, view))
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    def _sizes(self, pieces: Iterable[Piece], view: View) -> tuple[int, int]:
+        """Bytes of the tensors behind these pieces: all, and those of tokens."""
+        everything = tokens = 0
+        for piece in pieces:
+            tensor = view(piece)
+            size = tensor.numel() * tensor.element_size()
+            everything += size
+            tokens += 0 if self._table[piece.buffer].kind.is_statistic else size
+        return everything, tokens

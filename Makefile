@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set everything up by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-slow test-gpu lint format clean
+
+demo: $(STAMP)
+	$(BIN)/mesh-attention demo --output demo-output
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+# On a machine with a CUDA device and its own torch: no virtual environment.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The demonstration: nine real ranks on one computer, three assignments, checked and counted."""
