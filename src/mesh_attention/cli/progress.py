@@ -15,6 +15,7 @@ __all__ = ["progress"]
 
 Progress = Callable[[int, int], None]
 _PATIENCE_SECONDS = 1.0
+_REDRAW_SECONDS = 0.1
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def _rich_bar(what: str) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     begin = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True, disable=False) as bar:
+    with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None, visible=False)
 
         def tell(done: int, total: int) -> None:
@@ -52,7 +53,7 @@ def _percentage(what: str) -> Iterator[Progress]:
     def tell(done: int, total: int) -> None:
         nonlocal last, shown
         now = time.monotonic()
-        if now - begin > _PATIENCE_SECONDS and now - last > 0.1 and total:
+        if now - begin > _PATIENCE_SECONDS and now - last > _REDRAW_SECONDS and total:
             last, shown = now, True
             print(f"\r{what} {done / total:4.0%}", end="", file=sys.stderr, flush=True)
 

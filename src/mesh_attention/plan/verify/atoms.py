@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import reads, writes
+from mesh_attention.plan.program import AllGather, Operation, ReduceScatter, reads, writes
 from mesh_attention.plan.runs import Run, visible_pairs
 
 __all__ = ["Atoms", "Cells", "Side"]
@@ -129,12 +129,21 @@ def _pieces_by_buffer(one: Pass) -> Iterator[tuple[Buffer, set[Piece]]]:
             used = used_by.get(id(op))
             if used is None:
                 used = used_by[id(op)] = {}
-                for piece in (*reads(op), *writes(op)):
+                for piece in (*reads(op), *writes(op), *_cut_parts(op)):
                     used.setdefault(piece.buffer, set()).add(piece)
             for name, pieces in used.items():
                 buffer = table[name]
                 found.setdefault(id(buffer), (buffer, set()))[1].update(pieces)
     yield from found.values()
+
+
+def _cut_parts(op: Operation) -> Iterator[Piece]:
+    """The stretches that a collective takes apart, so that a wrong cut moves whole atoms."""
+    if isinstance(op, AllGather | ReduceScatter):
+        for move in op.moves:
+            part = move.part
+            for a, b in pairwise(move.cuts):
+                yield Piece(part.buffer, part.start + a, part.start + b, part.heads)
 
 
 def _pair_matrix(q: Side, kv: Side, rows: RowRanges) -> NDArray[np.int64]:

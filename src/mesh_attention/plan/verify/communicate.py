@@ -15,7 +15,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.plan.verify.compute import check_scaled, union
+from mesh_attention.plan.verify.compute import check_scaled, check_summable, union
 from mesh_attention.plan.verify.finding import Broken
 from mesh_attention.plan.verify.memory import Memory, Partial, Value
 
@@ -107,6 +107,7 @@ def _sums(
     memory: Memory, owner: int, target: Piece, contributions: list[list[Value]]
 ) -> list[Value]:
     sums: list[Value] = []
+    check_summable(owner, memory.buffer(owner, target).kind)
     for values in zip(*contributions, strict=True):
         partials = [value for value in values if isinstance(value, Partial)]
         if len(partials) != len(values):

@@ -84,9 +84,11 @@ class Compute:
         self._same_rows(rank, (*op.inputs, *op.outputs))
         inputs = [self._memory.read(rank, piece) for piece in op.inputs]
         kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
-        want = _kinds_of(op)
-        if want is not None and kinds != want:
+        want = _kinds_of(op, kinds[-1])
+        if kinds != want:
             raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
+        if op.rule is MergeRule.SUM and len(inputs) != 1:
+            check_summable(rank, kinds[-1])
         size = len(self._memory.labels(rank, op.outputs[0]))
         name = op.outputs[0].buffer
         if op.rule is MergeRule.DELTA:
@@ -127,7 +129,10 @@ class Compute:
         q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
         key = (id(q_spans), id(k_spans), calls)
         if key not in self._checked:
-            q_atoms = sorted({atom for atom, _ in self._memory.labels(rank, q)})
+            labels = self._memory.labels(rank, q)
+            if len(set(labels)) != len(labels):
+                raise Broken(rank, f"{q.buffer} holds the same query twice")
+            q_atoms = sorted({atom for atom, _ in labels})
             k_atoms = sorted({atom for atom, _ in self._memory.labels(rank, k)})
             visible = int(self._atoms.pairs[q_atoms][:, k_atoms].sum())
             q_map = self._row_map(0, q_spans)
@@ -202,6 +207,11 @@ def check_scaled(rank: int, values: Sequence[Value]) -> None:
         raise Broken(rank, "adds partial outputs that were not rescaled to the global LSE")
 
 
+def check_summable(rank: int, kind: Kind) -> None:
+    if kind is Kind.LSE:
+        raise Broken(rank, "adds LSEs, which combine by log-sum-exp only")
+
+
 def _partial(rank: int, name: str, value: Value) -> Partial:
     if not isinstance(value, Partial):
         raise Broken(rank, f"{name}: treats input data as a partial result")
@@ -216,8 +226,8 @@ def _rescaled(rank: int, out: Partial, own: Partial, everywhere: Partial) -> Par
     return Partial(out.cover, everywhere.cover)
 
 
-def _kinds_of(op: Merge) -> list[Kind] | None:
-    """The kinds a rule takes and gives; None: all alike."""
+def _kinds_of(op: Merge, result: Kind) -> list[Kind]:
+    """The kinds a rule takes and gives."""
     pairs = len(op.inputs) // 2
     match op.rule:
         case MergeRule.SOFTMAX:
@@ -229,4 +239,4 @@ def _kinds_of(op: Merge) -> list[Kind] | None:
         case MergeRule.DELTA:
             return [Kind.OUT, Kind.GRAD_OUT, Kind.DELTA]
         case MergeRule.SUM:
-            return None
+            return [result] * (len(op.inputs) + len(op.outputs))

@@ -195,16 +195,11 @@ class DistributedTransport:
                 continue
             # Both sides number the pieces between them alike; gloo matches messages by this tag.
             for tag, piece in enumerate(sends):
-                operations.append(
-                    dist.P2POp(dist.isend, view(piece).contiguous(), peer, self._groups.parent, tag)
-                )
+                message = self._sendable(view(piece))
+                operations.append(dist.P2POp(dist.isend, message, peer, self._groups.parent, tag))
             for tag, piece in enumerate(receives):
                 target = view(piece)
-                landing = (
-                    target
-                    if target.is_contiguous()
-                    else torch.empty_like(target, memory_format=torch.contiguous_format)
-                )
+                landing = self._landing(target)
                 operations.append(dist.P2POp(dist.irecv, landing, peer, self._groups.parent, tag))
                 if landing is not target:
                     finish.append(_Copy(target, landing))
@@ -212,6 +207,17 @@ class DistributedTransport:
             works += dist.batch_isend_irecv(operations)
         for source, target in zip(own_sends, own_receives, strict=True):
             target.copy_(source)
+
+    def _sendable(self, x: Tensor) -> Tensor:
+        # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
+        return x.cpu().contiguous() if self._host_driven else x.contiguous()
+
+    def _landing(self, target: Tensor) -> Tensor:
+        """Where a message is received: the target itself if the transport can write to it."""
+        device = "cpu" if self._host_driven else target.device
+        if target.is_contiguous() and target.device.type == torch.device(device).type:
+            return target
+        return torch.empty(target.shape, dtype=target.dtype, device=device)
 
 
 class _Copy:

@@ -1,0 +1,123 @@
+"""Whatever is asked wrongly gets one line on standard error, with the way out, and exit code 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.plan.methods import table
+
+IMPOSSIBLE = [
+    ("volume --tile 3x4 --ranks 9", "tiles that fit: 1x9, 3x3, 9x1"),
+    ("volume --tile 3", "--tile: '3' is not a tile such as 4x2"),
+    ("volume --tile 0x4", "at least 1"),
+    ("volume --tile=-3x3", "is not a tile"),
+    ("volume --tile", "--tile: needs a value"),
+    ("volume --ranks 0", "--ranks: 0 is not possible; give a whole number of at least 1"),
+    ("volume --ranks -3", "--ranks: -3 is not possible; give a whole number of at least 1"),
+    ("volume --ranks nine", "'nine' is not a whole number"),
+    ("volume --ranks 1000000", "at most 65536"),
+    ("volume --heads 7 --kv-heads 2", "KV heads that fit: 1, 7"),
+    ("volume --alpha 3", "--ranks-per-node"),
+    ("volume --alpha 3 --ranks-per-node 8", "alpha that fits: 2, 4"),
+    ("volume --chunks 9x9", "at most 16"),
+    ("volume --backward-chunks 5x4", "at most 16"),
+    ("volume --backward-tile 3x3", "tiles that fit"),
+    ("volume --tokens 0", "at least 1"),
+    ("volume --tokens 9999999999999", "at most 1073741824"),
+    ("volume --kv-tokens 9999999999999", "at most 1073741824"),
+    ("volume --tokens 1e5", "is not a whole number"),
+    ("volume --element-bytes 3", "must be 2, 4 or 8"),
+    ("volume --layout foo", "known: contiguous, zigzag, striped"),
+    ("volume --layout zigzg", "did you mean zigzag?"),
+    ("volume --stripe-block 4", "striped"),
+    ("volume --combine sum", "known: auto, exchange, reduce-scatter"),
+    ("volume --scheduler serch", "did you mean search?"),
+    ("volume --pass sideways", "known: forward, backward, both"),
+    ("volume --method rng", "known methods: mesh"),
+    ("volume --window x", "is not a window such as"),
+    ("volume --documents 5", "is not a list of document starts"),
+    ("volume --documents 0,5", "end at 5 but there are 65536 tokens"),
+    ("volume --documents 0,9,3,65536", "cumulative starts"),
+    ("volume --prefix 5", "--causal"),
+    ("volume --max-memory 1KiB", "the smallest cap that fits is"),
+    ("volume --max-memory 5XB", "is not a size such as 512MiB"),
+    ("volume --max-memory 0", "at least one byte"),
+    ("volume --rank 9", "unknown option --rank (did you mean --ranks?)"),
+    ("volume nine", "unknown argument nine"),
+    ("volume --json=yes", "--json"),
+    ("draw --first 0", "at least 1"),
+    ("plan --text - --json", "give --text a file"),
+    ("plan --text /no/such/folder/plan.txt", "No such file"),
+    ("verify --text /no/such/plan.txt", "No such file"),
+    ("verify --text plan.txt --ranks 9 --causal", "leave out --causal, --ranks"),
+    ("pln", "unknown command pln (did you mean plan?)"),
+    ("vol", "commands: plan, volume, verify, draw"),
+    ("--colour", "unknown option --colour"),
+]
+
+
+@pytest.mark.parametrize(("line", "way_out"), IMPOSSIBLE, ids=[line for line, _ in IMPOSSIBLE])
+def test_the_impossible_is_refused_in_one_line_with_the_way_out(
+    line: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mesh-attention")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert way_out in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_a_bad_tile(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--tile", "3x4", "--ranks", "9"]) == 2
+    assert capsys.readouterr().err.startswith(f"mesh-attention {name}: tile 3x4 has 12 cells")
+
+
+@dataclass(frozen=True)
+class BareSetting:
+    tile: tuple[int, int] | None = None
+
+
+def test_an_option_that_the_method_lacks_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = table.Method("bare", "no options", BareSetting, table.METHODS["mesh"].build)
+    monkeypatch.setattr(table, "METHODS", {**table.METHODS, "bare": bare})
+    assert main(["volume", "--method", "bare", "--gather-out"]) == 2
+    assert "method bare has no option 'gather_out'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "something else\n",
+        "mesh-attention plan 1\n{}\n",
+        "mesh-attention plan 1\nnull\n",
+        "mesh-attention plan 1\nnot json\n",
+    ],
+)
+def test_a_text_that_is_no_plan_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.txt"
+    file.write_text(text)
+    assert main(["verify", "--text", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert "is not the text form of a plan" in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_not_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert main(["verify", "--text", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

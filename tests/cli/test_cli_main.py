@@ -1,0 +1,136 @@
+"""The front of the command: help, version, exit codes of real processes, and no torch."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from mesh_attention.cli import build, command, output, progress, values
+from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.version import __version__
+
+OPTIONS = [
+    "--method",
+    "--ranks",
+    "--tile",
+    "--tokens",
+    "--kv-tokens",
+    "--heads",
+    "--kv-heads",
+    "--head-dim",
+    "--v-head-dim",
+    "--element-bytes",
+    "--causal",
+    "--window",
+    "--documents",
+    "--prefix",
+    "--layout",
+    "--stripe-block",
+    "--chunks",
+    "--backward-tile",
+    "--backward-chunks",
+    "--ranks-per-node",
+    "--alpha",
+    "--no-rotation",
+    "--combine",
+    "--gather-out",
+    "--scheduler",
+    "--max-memory",
+    "--pass",
+    "--json",
+]
+
+
+def run_process(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mesh_attention", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_alone_it_prints_help_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out and c.summary in out for name, c in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_names_its_options_and_defaults(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in OPTIONS:
+        assert option in out
+    assert "default 65536" in out
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mesh-attention {__version__}\n"
+
+
+def test_a_real_process_returns_0_for_done_and_2_for_the_impossible() -> None:
+    done = run_process("verify", "--ranks", "4", "--tokens", "64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok: mesh on 4 ranks")
+    refused = run_process("volume", "--tile", "3x4", "--ranks", "9")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_causes_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mesh_attention", "plan", "--ranks", "64", "--text", "-"]
+    try:
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_no_command_imports_torch() -> None:
+    script = (
+        "import sys\n"
+        "from mesh_attention.cli.main import COMMANDS, main\n"
+        "for name in ('plan', 'volume', 'verify', 'draw'):\n"
+        "    for more in ([], ['--json']):\n"
+        "        assert main([name, '--ranks', '4', '--tokens', '64', *more]) == 0\n"
+        "        assert 'torch' not in sys.modules, name\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_progress_is_only_for_a_person_at_a_terminal(
+    with_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if with_rich:
+        pytest.importorskip("rich")
+    with progress.progress("verifying") as tell:
+        assert tell is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "find_spec", lambda name: object() if with_rich else None)
+    assert main(["verify", "--ranks", "4", "--tokens", "64", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out == '{"ok": true, "problems": []}\n'
+    assert "verifying" in err
+
+
+@pytest.mark.parametrize("module", [build, command, output, values])
+def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -1,0 +1,219 @@
+"""Drawings are read from the programs, so they show what runs and not what was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.assignment import Tile, factorisations
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.draw import (
+    balance,
+    bytes_text,
+    compare_schedulers,
+    computed_cells,
+    draw_assignment,
+    draw_steps,
+    draw_summary,
+    steps,
+    summary,
+    task_graph,
+)
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program
+from mesh_attention.plan.schedule import Schedule, greedy
+
+CAUSAL = Mask(causal=True)
+
+
+def plan_for(ranks: int, *, tokens: int = 576, mask: Mask | None = None, **options: Any) -> Plan:
+    problem = Problem(q_tokens=tokens, num_heads=4, head_dim=8, mask=mask or Mask())
+    return make_plan(problem, ranks, **options)
+
+
+def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) -> Plan:
+    """The same plan with another forward program on one rank."""
+    one = plan.forward
+    old = one.programs[rank]
+    programs = list(one.programs)
+    programs[rank] = Program(rank, old.buffers, operations)
+    return dataclasses.replace(
+        plan, passes=(dataclasses.replace(one, programs=tuple(programs)), *plan.passes[1:])
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 6, 9, 12])
+def test_the_matrix_read_from_the_programs_is_the_tiles_own(ranks: int) -> None:
+    for tile, rotation in product(factorisations(ranks), (True, False)):
+        plan = plan_for(ranks, tile=tile, rotation=rotation, chunks=(2, 3))
+        for one in plan.passes:
+            found = computed_cells(plan, one)
+            assert np.array_equal(found.ranks, Tile(*tile, rotation).assignment())
+            assert found.several == {}
+
+
+@pytest.mark.parametrize("layout", list(LayoutKind))
+def test_under_a_causal_mask_exactly_the_visible_cells_are_computed(layout: LayoutKind) -> None:
+    for tokens, window in product((576, 100), (None, (30, 0))):
+        mask = Mask(causal=True, window=window)
+        plan = plan_for(9, tokens=tokens, mask=mask, layout=layout, chunks=(2, 2))
+        queries = [plan.q_layout.positions(g) for g in range(9)]
+        keys = [plan.kv_layout.positions(g) for g in range(9)]
+        tile = Tile(3, 3).assignment()
+        for one in plan.passes:
+            found = computed_cells(plan, one).ranks
+            for i, j in product(range(9), range(9)):
+                lo, hi = plan.problem.rows.bounds(queries[i])
+                seen = (keys[j] >= lo[:, None]) & (keys[j] < hi[:, None])
+                assert found[i, j] == (tile[i, j] if seen.any() else -1)
+
+
+def test_whole_tasks_show_the_tiles_that_a_mask_leaves_half_empty() -> None:
+    plan = plan_for(9, mask=CAUSAL, layout=LayoutKind.CONTIGUOUS, rotation=False)
+    spanned = computed_cells(plan, plan.forward, whole_tasks=True).ranks
+    assert spanned[0].tolist() == [0, 0, 0, -1, -1, -1, -1, -1, -1]
+    assert computed_cells(plan, plan.forward).ranks[0].tolist() == [0] + [-1] * 8
+
+
+def test_a_task_that_is_gone_shows_as_a_visible_cell_of_nobody() -> None:
+    plan = plan_for(4)
+    rest = tuple(op for op in plan.forward.programs[1].operations if not isinstance(op, Attend))
+    broken = with_operations(plan, 1, rest)
+    assert "?" in draw_assignment(broken, broken.forward)
+    assert "? visible, but computed by nobody" in draw_assignment(broken, broken.forward)
+    assert "?" not in draw_assignment(plan, plan.forward)
+
+
+def test_a_cell_that_two_ranks_compute_shows_as_shared() -> None:
+    plan = plan_for(4)
+    twin = plan.forward.programs[0]
+    programs = list(plan.forward.programs)
+    programs[1] = Program(1, twin.buffers, twin.operations)
+    one = dataclasses.replace(plan.forward, programs=tuple(programs))
+    found = computed_cells(plan, one)
+    assert found.several[0, 0] == (0, 1)
+    assert found.to_json()[0] == [[0, 1], None, [0, 1], None]
+    assert "* several ranks share this cell" in draw_assignment(plan, one)
+
+
+def test_columns_line_up_for_any_number_of_ranks() -> None:
+    for ranks in (4, 16, 64):
+        plan = plan_for(ranks)
+        grid = draw_assignment(plan, plan.forward).splitlines()
+        assert len(grid) == ranks + 1
+        assert len({len(line) for line in grid}) == 1
+
+
+def test_above_64_ranks_a_corner_is_drawn_and_said_to_be_one() -> None:
+    plan = plan_for(100, tokens=1000)
+    grid = draw_assignment(plan, plan.forward).splitlines()
+    assert len(grid) == 1 + 32 + 2
+    assert grid[1].endswith(" ...")
+    assert grid[-1] == "the first 32 of 100 partitions; `first` sets how many are drawn"
+    assert len(draw_assignment(plan, plan.forward, first=100).splitlines()) == 101
+
+
+def test_the_step_table_sets_the_lanes_side_by_side() -> None:
+    schedule = Schedule.parse("1 AG-KV-0\n2 AG-Q-1 + C-0-0, C-1-0\n3 compute only C-0-2")
+    assert draw_steps(schedule).splitlines() == [
+        "step  communication  compute",
+        "   1  AG-KV-0        -",
+        "   2  AG-Q-1         C-0-0 C-1-0",
+        "   3  -              C-0-2",
+    ]
+    assert draw_steps(Schedule(())) == "step  communication  compute"
+
+
+def test_the_balance_counts_visible_pairs_of_the_calls() -> None:
+    for layout in LayoutKind:
+        plan = plan_for(9, tokens=540, mask=CAUSAL, layout=layout, chunks=(2, 2))
+        for one in plan.passes:
+            assert balance(plan, one).mean == pytest.approx(540 * 541 / 2 / 9)
+    zigzag = plan_for(9, tokens=540, mask=CAUSAL, layout=LayoutKind.ZIGZAG)
+    assert balance(zigzag, zigzag.forward).ratio == 1.0
+    contiguous = plan_for(9, tokens=540, mask=CAUSAL, layout=LayoutKind.CONTIGUOUS)
+    assert balance(contiguous, contiguous.forward).ratio > 1.5
+
+
+def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> None:
+    for ranks, chunks, layout, rotation, combine in product(
+        (1, 6), ((1, 1), (3, 2), (4, 4)), LayoutKind, (True, False), list(Combine)
+    ):
+        plan = plan_for(
+            ranks, mask=CAUSAL, chunks=chunks, layout=layout, rotation=rotation, combine=combine
+        )
+        for one in plan.passes:
+            assert greedy(task_graph(plan, one, Costs())) == one.schedule
+
+
+def test_the_comparison_never_finds_greedy_better_than_the_best() -> None:
+    plan = plan_for(16, tokens=65536, mask=CAUSAL, chunks=(4, 4))
+    for one in plan.passes:
+        found = compare_schedulers(plan, one)
+        assert found.lower_bound_seconds <= found.best_seconds <= found.greedy_seconds
+        assert found.plan_seconds == pytest.approx(found.greedy_seconds)
+        assert found.to_json()["greedy_excess"] == found.greedy_excess
+
+
+def test_schedulers_are_not_compared_where_transfers_feed_each_other() -> None:
+    plan = plan_for(4, chunks=(2, 1))
+    operations = plan.forward.programs[0].operations
+    gather = next(op for op in operations if op.name == "AG-Q-0")
+    assert isinstance(gather, AllGather)
+    passed_on = dataclasses.replace(
+        gather,
+        name="AG-Q-1",
+        moves=tuple(
+            dataclasses.replace(move, part=move.whole, whole=move.part) for move in gather.moves
+        ),
+    )
+    changed = tuple(
+        passed_on if op.name == "AG-Q-1" else op for op in operations if not isinstance(op, Free)
+    )
+    broken = with_operations(plan, 0, changed)
+    with pytest.raises(PlanError, match="AG-Q-1 passes on what AG-Q-0 brought"):
+        compare_schedulers(broken, broken.forward)
+
+
+def test_the_summary_fits_one_screen_and_names_what_matters() -> None:
+    plan = plan_for(
+        64, tokens=4096, mask=CAUSAL, ranks_per_node=8, alpha=4, chunks=(2, 2), gather_out=True
+    )
+    text = draw_summary(plan)
+    assert len(text.splitlines()) <= 24
+    for word in ("64 ranks in 8 nodes of 8", "4096 tokens", "causal", "zigzag", "tile 8x8",
+                 "Q0: 0 1 2 3", "between nodes", "workspace", "max/mean visible pairs 1.0000",
+                 "digest"):  # fmt: skip
+        assert word in text
+
+
+def test_bytes_are_written_with_the_largest_unit_that_keeps_them_above_one() -> None:
+    assert [bytes_text(n) for n in (1, 1023, 1024, 5 * 2**20, 3 * 2**40)] == [
+        "1 B", "1023 B", "1.00 KiB", "5.00 MiB", "3.00 TiB",
+    ]  # fmt: skip
+
+
+def test_a_plan_of_one_direction_draws_that_one() -> None:
+    plan = plan_for(4, directions=(Direction.BACKWARD,))
+    one: Pass = plan.backward
+    assert draw_assignment(plan, one).splitlines()[1].split() == ["Q", "0", "0", "1", "0", "1"]
+    assert "forward" not in draw_summary(plan)
+
+
+@pytest.mark.parametrize("module", [steps, summary])
+def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -1,0 +1,195 @@
+"""Layouts: exact maps between tokens and (rank, slot), and the runs of positions they consist of."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from dense_oracle import dense_mask, padded_to, positions_of
+from plan_cases import random_layouts, random_mask, random_sizes
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.chunks import chunks_of
+from mesh_attention.plan.layout import Layout, LayoutKind, joined
+from mesh_attention.plan.runs import Run, clip_run, visible_pairs
+
+CASES = [
+    Layout(kind, tokens, ranks, block)
+    for kind in LayoutKind
+    for ranks in (1, 2, 3, 7, 8)
+    for tokens in (1, 2, 5, ranks, 2 * ranks - 1, 2 * ranks + 1, 31, 97, 128)
+    for block in ((1, 2, 5) if kind is LayoutKind.STRIPED else (1,))
+]
+
+
+def test_token_to_rank_and_slot_and_back_is_exact_for_any_number_of_tokens() -> None:
+    for layout in CASES:
+        places = [layout.place_of(token) for token in range(layout.padded_tokens)]
+        assert sorted(places) == [
+            (rank, slot) for rank in range(layout.num_ranks) for slot in range(layout.slots)
+        ], layout
+        for token, (rank, slot) in enumerate(places):
+            assert layout.positions(rank)[slot] == token, layout
+
+
+def test_padding_is_known_as_padding_and_lies_at_the_end() -> None:
+    for layout in CASES:
+        slots = [token for rank in range(layout.num_ranks) for token in layout.tokens(rank)]
+        real = [token for token in slots if token is not None]
+        assert sorted(real) == list(range(layout.num_tokens)), layout
+        assert len(slots) - len(real) == layout.padded_tokens - layout.num_tokens
+        assert 0 <= layout.padded_tokens - layout.num_tokens < layout._grain
+
+
+def test_every_rank_owns_the_same_number_of_slots() -> None:
+    for layout in CASES:
+        assert {len(layout.positions(rank)) for rank in range(layout.num_ranks)} == {layout.slots}
+
+
+def test_contiguous_rank_g_owns_block_g() -> None:
+    layout = Layout(LayoutKind.CONTIGUOUS, 12, 3)
+    assert [layout.tokens(g) for g in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_striped_token_t_belongs_to_rank_t_mod_n() -> None:
+    for ranks in (1, 3, 8):
+        layout = Layout(LayoutKind.STRIPED, 50, ranks)
+        assert all(layout.place_of(t) == (t % ranks, t // ranks) for t in range(50))
+
+
+def test_striped_blocks_are_dealt_out_in_turn() -> None:
+    layout = Layout(LayoutKind.STRIPED, 12, 2, block=3)
+    assert [layout.tokens(g) for g in range(2)] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+
+
+def test_zigzag_rank_g_owns_blocks_g_and_2n_minus_1_minus_g() -> None:
+    for ranks in (1, 2, 5):
+        size = 3
+        layout = Layout(LayoutKind.ZIGZAG, 2 * ranks * size, ranks)
+        for g in range(ranks):
+            low, high = g * size, (2 * ranks - 1 - g) * size
+            assert layout.tokens(g) == [*range(low, low + size), *range(high, high + size)]
+            assert layout.halves == (0, size, 2 * size)
+
+
+def test_an_interval_of_places_has_the_positions_of_its_slots_in_order() -> None:
+    rng = Random(1)
+    for layout in CASES:
+        everything = np.concatenate([layout.positions(g) for g in range(layout.num_ranks)])
+        for _ in range(6):
+            start, stop = sorted(rng.randint(0, len(everything)) for _ in range(2))
+            expected = everything[start:stop].tolist()
+            assert positions_of(layout.runs(start, stop)) == expected
+            assert layout.positions_of(((start, stop),)).tolist() == expected
+
+
+def test_slot_runs_are_those_slots_of_all_ranks() -> None:
+    rng = Random(2)
+    for layout in CASES:
+        for _ in range(6):
+            start, stop = sorted(rng.randint(0, layout.slots) for _ in range(2))
+            if start == stop:
+                continue
+            expected = [
+                x for g in range(layout.num_ranks) for x in layout.positions(g)[start:stop].tolist()
+            ]
+            assert sorted(positions_of(layout.slot_runs(start, stop))) == sorted(expected)
+
+
+def test_chunks_divide_the_slots_and_never_outnumber_them() -> None:
+    for layout in CASES:
+        for count in (1, 2, 3, 4, 16):
+            chunks = chunks_of(layout, count)
+            assert len(chunks) == min(count, layout.slots)
+            assert [s for c in chunks for s in range(c.start, c.stop)] == list(range(layout.slots))
+            assert max(c.size for c in chunks) - min(c.size for c in chunks) <= 1
+
+
+def test_the_cuts_of_a_chunk_keep_the_halves_of_a_zigzag_apart() -> None:
+    layout = Layout(LayoutKind.ZIGZAG, 24, 2)  # 12 slots: low 0..5, high 6..11
+    assert [c.cuts for c in chunks_of(layout, 1)] == [(0, 6, 12)]
+    assert [c.cuts for c in chunks_of(layout, 2)] == [(0, 6), (0, 6)]
+    assert [c.cuts for c in chunks_of(layout, 3)] == [(0, 4), (0, 2, 4), (0, 4)]
+
+
+def test_intervals_that_touch_are_joined_and_empty_ones_left_out() -> None:
+    assert joined([(0, 2), (2, 5), (7, 7), (8, 9)]) == ((0, 5), (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "ranks", "block", "says"),
+    [
+        (LayoutKind.ZIGZAG, 0, 2, 1, "at least one token"),
+        (LayoutKind.ZIGZAG, 2, 0, 1, "one rank"),
+        (LayoutKind.STRIPED, 2, 2, 0, "at least one token"),
+        (LayoutKind.ZIGZAG, 2, 2, 4, "only applies to the striped layout"),
+    ],
+)
+def test_an_impossible_layout_is_refused(
+    kind: LayoutKind, tokens: int, ranks: int, block: int, says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        Layout(kind, tokens, ranks, block)
+
+
+def test_places_outside_a_layout_are_refused() -> None:
+    layout = Layout(LayoutKind.CONTIGUOUS, 5, 2)
+    with pytest.raises(PlanError, match=r"outside 0\.\.5"):
+        layout.place_of(6)
+    with pytest.raises(PlanError, match=r"outside 0\.\.1"):
+        layout.positions(2)
+
+
+def random_run(rng: Random) -> Run:
+    block = rng.randint(1, 5)
+    return Run(rng.randint(0, 12), block, block + rng.randint(0, 6), rng.randint(1, 6))
+
+
+def test_a_clipped_run_has_exactly_the_positions_inside() -> None:
+    rng = Random(3)
+    for _ in range(5000):
+        run = random_run(rng)
+        start, stop = rng.randint(0, 70), rng.randint(0, 70)
+        inside = [x for x in positions_of([run]) if start <= x < stop]
+        assert positions_of(clip_run(run, start, stop)) == inside, (run, start, stop)
+
+
+def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout() -> None:
+    rng = Random(4)
+    for _ in range(1500):
+        q_tokens, kv_tokens = random_sizes(rng, 24)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        layouts = random_layouts(rng, q_tokens, kv_tokens)
+        pairs = padded_to(
+            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+        )
+        queries, keys = (
+            [
+                run
+                for _ in range(3)
+                for run in one.runs(*sorted(rng.randint(0, one.padded_tokens) for _ in range(2)))
+            ]
+            for one in layouts
+        )
+        counted = visible_pairs(queries, keys, mask.rows(q_tokens, kv_tokens))
+        for i, q in enumerate(queries):
+            for j, k in enumerate(keys):
+                dense = pairs[np.ix_(positions_of([q]), positions_of([k]))].sum()
+                assert counted[i, j] == dense, (mask, q, k)
+
+
+def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride() -> None:
+    rng = Random(5)
+    for _ in range(1500):
+        queries = [random_run(rng) for _ in range(rng.randint(1, 3))]
+        keys = [random_run(rng) for _ in range(rng.randint(1, 3))]
+        q_tokens, kv_tokens = (max(run.stop for run in runs) for runs in (queries, keys))
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        pairs = dense_mask(mask, q_tokens, kv_tokens)
+        counted = visible_pairs(queries, keys, mask.rows(q_tokens, kv_tokens))
+        dense = [
+            [pairs[np.ix_(positions_of([q]), positions_of([k]))].sum() for k in keys]
+            for q in queries
+        ]
+        assert counted.tolist() == dense, (mask, queries, keys)

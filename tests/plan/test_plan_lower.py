@@ -1,0 +1,124 @@
+"""Lowering: kernel calls that compute exactly what the mask shows."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from dense_oracle import dense_mask, padded_to, pairs_of_calls
+from plan_cases import random_layouts, random_mask, random_sizes
+
+from mesh_attention.plan.chunks import chunks_of, whole_spans
+from mesh_attention.plan.layout import Layout, LayoutKind, Spans
+from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower, rectangles
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.program import Call, CallKind
+
+
+def random_task_side(rng: Random, layout: Layout) -> Spans:
+    """A chunk of some ranks, in any order."""
+    chunk = rng.choice(chunks_of(layout, rng.randint(1, 3)))
+    ranks = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
+    return whole_spans(sorted(ranks) if rng.random() < 0.7 else ranks, chunk, layout.slots)
+
+
+def calls_of(
+    mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans
+) -> tuple[Call, ...]:
+    rows = mask.rows(*(layout.num_tokens for layout in layouts))
+    queries = Queries.of(RowList.of(layouts[0], q), rows)
+    return lower(queries, RowList.of(layouts[1], k))
+
+
+def overlap(one: Call, other: Call) -> bool:
+    apart_q = one.q_stop <= other.q_start or other.q_stop <= one.q_start
+    apart_k = one.k_stop <= other.k_start or other.k_stop <= one.k_start
+    return not (apart_q or apart_k)
+
+
+def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tasks() -> None:
+    rng = Random(1)
+    kinds = set()
+    for _ in range(4000):
+        q_tokens, kv_tokens = random_sizes(rng, 40)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        layouts = random_layouts(rng, q_tokens, kv_tokens)
+        q, k = (random_task_side(rng, layout) for layout in layouts)
+        calls = calls_of(mask, layouts, q, k)
+        at_q, at_k = (one.positions_of(spans) for one, spans in zip(layouts, (q, k), strict=True))
+        pairs = padded_to(
+            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+        )
+        computed = pairs_of_calls(calls, at_q, at_k, mask.rows(q_tokens, kv_tokens))
+        assert (computed == pairs[np.ix_(at_q, at_k)]).all(), (mask, layouts, q, k, calls)
+        kinds.update(call.kind for call in calls)
+    assert kinds == set(CallKind)
+
+
+def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_limit() -> None:
+    rng = Random(2)
+    for _ in range(2000):
+        q_tokens, kv_tokens = random_sizes(rng, 120)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        layouts = random_layouts(rng, q_tokens, kv_tokens)
+        calls = calls_of(mask, layouts, *(random_task_side(rng, layout) for layout in layouts))
+        assert len(calls) <= MAX_CALLS
+        for i, one in enumerate(calls):
+            assert not any(overlap(one, other) for other in calls[:i])
+
+
+def test_a_task_without_visible_pairs_has_no_calls() -> None:
+    layout = Layout(LayoutKind.CONTIGUOUS, 16, 2)
+    assert calls_of(Mask(causal=True), (layout, layout), ((0, 8),), ((8, 16),)) == ()
+    striped = Layout(LayoutKind.STRIPED, 2000, 2)
+    early, late = ((0, 400),), ((500, 1000),)
+    assert calls_of(Mask(causal=True), (striped, striped), early, late) == ()
+
+
+def test_a_task_that_the_mask_shows_whole_is_one_full_call() -> None:
+    layout = Layout(LayoutKind.ZIGZAG, 16, 2)
+    everything = ((0, 16),)
+    assert calls_of(Mask(), (layout, layout), everything, everything) == (
+        Call(CallKind.FULL, 0, 16, 0, 16),
+    )
+    high, low = ((4, 8),), ((0, 4),)
+    assert calls_of(Mask(causal=True), (layout, layout), high, low) == (
+        Call(CallKind.FULL, 0, 4, 0, 4),
+    )
+
+
+def test_a_contiguous_causal_task_is_one_square_on_the_diagonal_and_one_rectangle_below() -> None:
+    layout = Layout(LayoutKind.CONTIGUOUS, 16, 4)
+    square = Call(CallKind.CAUSAL, 0, 4, 0, 4)
+    assert calls_of(Mask(causal=True), (layout, layout), ((4, 8),), ((4, 8),)) == (square,)
+    both = calls_of(Mask(causal=True), (layout, layout), ((4, 8),), ((0, 8),))
+    assert both == (Call(CallKind.FULL, 0, 4, 0, 4), Call(CallKind.CAUSAL, 0, 4, 4, 8))
+
+
+def test_documents_become_causal_squares_and_no_row_ranges() -> None:
+    layout = Layout(LayoutKind.CONTIGUOUS, 12, 1)
+    calls = calls_of(Mask.packed((0, 5, 6, 12)), (layout, layout), ((0, 12),), ((0, 12),))
+    assert calls == (
+        Call(CallKind.CAUSAL, 0, 5, 0, 5),
+        Call(CallKind.CAUSAL, 5, 6, 5, 6),
+        Call(CallKind.CAUSAL, 6, 12, 6, 12),
+    ) or {(c.q_start, c.q_stop) for c in calls} == {(0, 5), (5, 6), (6, 12)}
+    assert all(call.kind is not CallKind.RANGE for call in calls)
+
+
+def test_a_task_that_would_shatter_is_one_row_range() -> None:
+    striped = Layout(LayoutKind.STRIPED, 4096, 4)
+    side = ((0, 1024),)
+    assert calls_of(Mask(causal=True), (striped, striped), side, side) == (
+        Call(CallKind.RANGE, 0, 1024, 0, 1024),
+    )
+
+
+def test_rectangles_cover_the_true_cells_and_no_other_each_once() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(500):
+        cells = rng.random(tuple(rng.integers(1, 9, 2))) < rng.random()
+        covered = np.zeros(cells.shape, dtype=np.int64)
+        for i0, i1, j0, j1 in rectangles(cells):
+            covered[i0:i1, j0:j1] += 1
+        assert (covered == cells).all()

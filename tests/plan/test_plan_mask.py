@@ -1,0 +1,129 @@
+"""Masks as row ranges, against the definition pair by pair."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from dense_oracle import dense_mask
+from plan_cases import random_mask, random_sizes
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.problem import Problem
+
+
+def test_bounds_agree_with_the_definition_for_thousands_of_random_masks() -> None:
+    rng = Random(1)
+    for _ in range(4000):
+        q_tokens, kv_tokens = random_sizes(rng, 24)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        lo, hi = mask.rows(q_tokens, kv_tokens).bounds(np.arange(q_tokens))
+        keys = np.arange(kv_tokens)
+        shown = (keys >= lo[:, None]) & (keys < hi[:, None])
+        assert (shown == dense_mask(mask, q_tokens, kv_tokens)).all(), (mask, q_tokens, kv_tokens)
+
+
+def test_bounds_never_fall() -> None:
+    rng = Random(2)
+    for _ in range(2000):
+        q_tokens, kv_tokens = random_sizes(rng, 40)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        lo, hi = mask.rows(q_tokens, kv_tokens).bounds(np.arange(q_tokens))
+        assert (np.diff(lo) >= 0).all(), mask
+        assert (np.diff(hi) >= 0).all(), mask
+
+
+def test_segments_divide_the_queries_and_each_bound_is_one_line_on_a_segment() -> None:
+    rng = Random(3)
+    for _ in range(2000):
+        q_tokens, kv_tokens = random_sizes(rng, 40)
+        rows = random_mask(rng, q_tokens, kv_tokens).rows(q_tokens, kv_tokens)
+        assert [q for s in rows.segments for q in range(s.start, s.stop)] == list(range(q_tokens))
+        lo, hi = rows.bounds(np.arange(q_tokens))
+        for q in range(q_tokens):
+            s = rows.segment_at(q)
+            assert s.start <= q < s.stop
+            assert (s.lo + s.lo_slope * q, s.hi + s.hi_slope * q) == (lo[q], hi[q])
+
+
+def test_positions_past_the_end_see_nothing() -> None:
+    rng = Random(4)
+    for _ in range(300):
+        q_tokens, kv_tokens = random_sizes(rng, 24)
+        rows = random_mask(rng, q_tokens, kv_tokens).rows(q_tokens, kv_tokens)
+        lo, hi = rows.bounds(np.arange(q_tokens, q_tokens + 5))
+        assert (lo == hi).all()
+
+
+def test_a_causal_mask_is_aligned_at_the_end_when_keys_and_queries_differ_in_number() -> None:
+    more_keys = Mask.of_causal().rows(2, 5)
+    assert [x.tolist() for x in more_keys.bounds(np.arange(2))] == [[0, 0], [4, 5]]
+    more_queries = Mask.of_causal().rows(5, 2)
+    lo, hi = more_queries.bounds(np.arange(5))
+    assert (hi - lo).tolist() == [0, 0, 0, 1, 2]
+
+
+def test_the_named_masks_are_the_ones_they_say() -> None:
+    assert Mask.full().is_full
+    assert dense_mask(Mask.sliding_window(2), 5, 5).sum(axis=1).tolist() == [1, 2, 3, 3, 3]
+    assert Mask.sliding_window(2).causal
+    assert dense_mask(Mask.sliding_window(1, 1), 4, 4).sum(axis=1).tolist() == [2, 3, 3, 2]
+    assert dense_mask(Mask.packed((0, 2, 5)), 5, 5).sum(axis=1).tolist() == [1, 2, 1, 2, 3]
+    assert dense_mask(Mask.prefix_lm(3), 5, 5).sum(axis=1).tolist() == [3, 3, 3, 4, 5]
+
+
+def test_a_mask_says_in_words_what_it_is() -> None:
+    assert Mask().describe() == "full"
+    assert Mask(causal=True, window=(3, None)).describe() == "causal, window 3:inf"
+    assert Mask(causal=True, prefix=4).describe() == "causal, prefix 4"
+    assert Mask.packed((0, 1, 4)).describe() == "causal, 2 documents"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prefix": 3}, "needs causal=True"),
+        ({"causal": True, "prefix": -1}, "length >= 0"),
+        ({"causal": True, "prefix": 2, "window": (1, 1)}, "exclude each other"),
+        ({"window": (-1, 0)}, "None for no limit"),
+        ({"kv_documents": (0, 4)}, "needs documents"),
+        ({"documents": (0,)}, "cumulative starts"),
+        ({"documents": (1, 4)}, "cumulative starts"),
+        ({"documents": (0, 3, 2)}, "cumulative starts"),
+        ({"documents": (0, 4), "kv_documents": (0, 2, 4)}, "same number of documents"),
+    ],
+)
+def test_an_impossible_mask_is_refused_with_the_way_out(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Mask(**fields)
+
+
+def test_documents_must_end_at_the_last_token() -> None:
+    with pytest.raises(PlanError, match="documents end at 4 but there are 5 tokens"):
+        Problem(5, 1, 4, mask=Mask.packed((0, 2, 4)))
+    with pytest.raises(PlanError, match="kv_documents end at 5 but there are 7 tokens"):
+        Problem(5, 1, 4, kv_tokens=7, mask=Mask.packed((0, 2, 5)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"q_tokens": 0}, "q_tokens=0"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "KV heads that fit: 1, 2, 3, 6"),
+        ({"element_bytes": 3}, "must be 2, 4 or 8"),
+        ({"v_head_dim": 0}, "v_head_dim=0"),
+        ({"head_dim": 2.5}, "head_dim=2.5"),
+    ],
+)
+def test_an_impossible_problem_is_refused_with_the_value(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        Problem(**{"q_tokens": 8, "num_heads": 2, "head_dim": 4, **fields})
+
+
+def test_problems_with_defaults_written_out_are_equal() -> None:
+    assert Problem(8, 2, 4) == Problem(8, 2, 4, kv_tokens=8, num_kv_heads=2, v_head_dim=4)

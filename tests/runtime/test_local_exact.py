@@ -1,0 +1,158 @@
+"""Plans run in one process against the float64 truth, with every byte counted.
+
+Workspaces and outputs begin as NaN, so a result that was never written, or was read too early,
+cannot pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import Case, random_case, tiles
+from support.reference import NAMES, attention, errors, tolerance
+
+from mesh_attention import Mask, Plan, count
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.testing import LocalResult, run_local
+
+CASES_PER_TILE = 8
+
+
+def check(case: Case) -> LocalResult:
+    plan = case.plan()
+    q, k, v, grad_out = case.tensors()
+    result = run_local(plan, q, k, v, grad_out)
+    found = {name: getattr(result, name) for name in NAMES}
+    distances = errors(found, attention(q, k, v, grad_out, case.mask))
+    assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
+    assert all(value.dtype == case.dtype for name, value in found.items() if name != "lse")
+    check_bytes(plan, result, case)
+    return result
+
+
+def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
+    """What each rank handed to the transport is what the plan says, kind by kind."""
+    for direction, counted in count(plan).items():
+        for rank in counted.ranks:
+            handed = result.traffic[direction.value][rank.rank].by_operation
+            assert {
+                kind: (t.sent_bytes, t.received_bytes) for kind, t in handed.items()
+            } == {
+                kind: (case.batch * t.sent_bytes, case.batch * t.received_bytes)
+                for kind, t in rank.by_operation.items()
+            }, (direction, rank.rank, case)
+
+
+def random_cases() -> Iterator[Case]:
+    for number, (ranks, tile) in enumerate(tiles()):
+        for i in range(CASES_PER_TILE):
+            yield random_case(1000 * number + i, ranks, tile)
+
+
+@pytest.mark.parametrize(("ranks", "tile"), tiles())
+def test_random_cases_equal_the_truth_and_move_the_counted_bytes(
+    ranks: int, tile: tuple[int, int]
+) -> None:
+    for case in random_cases():
+        if (case.ranks, case.options["tile"]) == (ranks, tile):
+            check(case)
+
+
+def test_the_random_cases_cover_what_they_promise() -> None:
+    cases = list(random_cases())
+    assert len(cases) >= 300
+    assert {case.ranks for case in cases} == set(range(1, 17))
+    assert {1, 7} <= {case.q_tokens for case in cases}
+    assert {(28, 7), (40, 8), (8, 1)} <= {case.heads for case in cases}
+    assert {case.batch for case in cases} == {1, 2, 3}
+    assert {case.options["layout"] for case in cases} == set(LayoutKind)
+    assert {case.dtype for case in cases} == {torch.float64, torch.float32}
+    for wanted in (
+        lambda c: c.q_tokens != c.kv_tokens,
+        lambda c: c.head_dims[0] != c.head_dims[1],
+        lambda c: c.q_tokens % c.ranks,
+        lambda c: c.q_tokens < c.ranks,
+        lambda c: c.mask == Mask(),
+        lambda c: c.mask == Mask(causal=True),
+        lambda c: c.mask.window,
+        lambda c: c.mask.prefix,
+        lambda c: c.mask.documents,
+        lambda c: not c.options["rotation"],
+        lambda c: c.options["gather_out"],
+    ):
+        assert sum(bool(wanted(case)) for case in cases) >= 20
+
+
+LONG = Case(ranks=8, q_tokens=2999, kv_tokens=2999, heads=(2, 1), head_dims=(16, 16))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(LONG, mask=Mask(causal=True), options={"tile": (4, 2), "chunks": (2, 2)}),
+        replace(LONG, ranks=7, mask=Mask(causal=True), options={"layout": "striped"}),
+        replace(LONG, ranks=12, dtype=torch.float32, options={"combine": "reduce-scatter"}),
+        replace(LONG, ranks=6, kv_tokens=1777, mask=Mask(causal=True), dtype=torch.float32),
+        replace(LONG, ranks=16, mask=Mask(causal=True, window=(300, 0))),
+        replace(LONG, ranks=15, mask=Mask(causal=True, documents=(0, 700, 701, 2048, 2999))),
+    ],
+    ids=["causal", "striped", "full", "cross", "window", "documents"],
+)
+def test_2999_tokens_equal_the_truth(case: Case) -> None:
+    options = {"layout": "zigzag", **case.options}
+    check(replace(case, options=options))
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_more_ranks_than_tokens_give_no_nan(ranks: int) -> None:
+    """Most ranks own padding alone: no key to see, no query to answer."""
+    for layout in LayoutKind:
+        case = Case(
+            ranks, 3, 3, mask=Mask(causal=True), options={"layout": layout, "chunks": (2, 2)}
+        )
+        result = check(case)
+        assert not any(getattr(result, name).isnan().any() for name in NAMES)
+
+
+def test_queries_that_see_no_key_give_zero_and_minus_infinity() -> None:
+    case = Case(4, 20, 8, mask=Mask(causal=True), options={"layout": "zigzag"})
+    result = check(case)
+    assert (result.out[:, :12] == 0).all()
+    assert (result.lse[:, :, :12] == -math.inf).all()
+    assert result.grad_q is not None
+    assert (result.grad_q[:, :12] == 0).all()
+
+
+def test_log_sum_exps_that_differ_by_ten_thousand_merge_exactly() -> None:
+    """Rank by rank the keys are so unlike that one rank's partial must win, or none does."""
+    case = Case(4, 64, 64, heads=(2, 2), options={"tile": (2, 2)})
+    q, k, v, grad_out = case.tensors()
+    k[:, :16] *= 2e4
+    k[:, 40:] *= 1e-4
+    result = run_local(case.plan(), q, k, v, grad_out)
+    truth = attention(q, k, v, grad_out, case.mask)
+    assert truth.lse.max() - truth.lse.min() > 1e4
+    found = {name: getattr(result, name) for name in ("out", "lse", "grad_v")}
+    assert max(errors(found, truth).values()) <= 1e-10
+
+
+def test_two_runs_are_bit_equal() -> None:
+    case = Case(
+        9, 101, 101, heads=(4, 2), mask=Mask(causal=True), dtype=torch.bfloat16,
+        options={"tile": (3, 3), "chunks": (2, 2), "layout": "zigzag"},
+    )  # fmt: skip
+    first, second = (run_local(case.plan(), *case.tensors()) for _ in range(2))
+    assert all(torch.equal(getattr(first, name), getattr(second, name)) for name in NAMES)
+
+
+def test_a_scale_of_the_callers_own_is_used() -> None:
+    case = Case(4, 33, 33, mask=Mask(causal=True))
+    q, k, v, grad_out = case.tensors()
+    result = run_local(case.plan(), q, k, v, grad_out, softmax_scale=0.7)
+    truth = attention(q, k, v, grad_out, case.mask, scale=0.7)
+    found = {name: getattr(result, name) for name in NAMES}
+    assert max(errors(found, truth).values()) <= 1e-10

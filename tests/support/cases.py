@@ -1,0 +1,128 @@
+"""Cases of distributed attention to try: sizes, mask and the choices of a plan, drawn by seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention import Mask, Plan, Problem, make_plan
+from mesh_attention.plan.assignment import factorisations
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.mesh_programs import Order
+
+__all__ = ["HEADS", "Case", "random_case", "tiles"]
+
+HEADS = ((4, 4), (4, 2), (28, 7), (40, 8), (8, 1))
+CHUNKS = ((1, 1), (2, 2), (3, 2), (1, 4), (2, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    q_tokens: int
+    kv_tokens: int
+    heads: tuple[int, int] = (4, 2)
+    head_dims: tuple[int, int] = (8, 8)
+    batch: int = 1
+    mask: Mask = field(default_factory=Mask)
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            q_tokens=self.q_tokens,
+            kv_tokens=self.kv_tokens,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head_dims[0],
+            v_head_dim=self.head_dims[1],
+            element_bytes=self.dtype.itemsize,
+            mask=self.mask,
+        )
+
+    def plan(self) -> Plan:
+        return make_plan(self.problem, self.ranks, **self.options)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, whole."""
+        source = torch.Generator().manual_seed(self.seed)
+        p = self.problem
+
+        def draw(tokens: int, heads: int, width: int) -> Tensor:
+            shape = (self.batch, tokens, heads, width)
+            return torch.randn(shape, generator=source, dtype=torch.float64).to(self.dtype)
+
+        return (
+            draw(p.q_tokens, p.num_heads, p.head_dim),
+            draw(p.keys, p.kv_heads, p.head_dim),
+            draw(p.keys, p.kv_heads, p.v_dim),
+            draw(p.q_tokens, p.num_heads, p.v_dim),
+        )
+
+
+def tiles(max_ranks: int = 16) -> list[tuple[int, tuple[int, int]]]:
+    """Every tile of every number of ranks."""
+    return [(n, tile) for n in range(1, max_ranks + 1) for tile in factorisations(n)]
+
+
+def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
+    draw = random.Random(seed)
+    q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 200)])
+    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 150)
+    head_dim = draw.choice([8, 16])
+    return Case(
+        ranks=ranks,
+        q_tokens=q_tokens,
+        kv_tokens=kv_tokens,
+        heads=draw.choice(HEADS),
+        head_dims=(head_dim, draw.choice([head_dim, head_dim, 12])),
+        batch=draw.randint(1, 3),
+        mask=random_mask(draw, q_tokens, kv_tokens),
+        dtype=draw.choice([torch.float64, torch.float32]),
+        seed=seed,
+        options={
+            "tile": tile,
+            "backward_tile": draw.choice([None, tile[::-1]]),
+            "rotation": draw.random() < 0.8,
+            "chunks": draw.choice(CHUNKS),
+            "backward_chunks": draw.choice([None, *CHUNKS]),
+            "layout": draw.choice(list(LayoutKind)),
+            "combine": draw.choice(list(Combine)),
+            "gather_out": draw.random() < 0.3,
+            "scheduler": draw.choice(list(Order)),
+        },
+    )
+
+
+def random_mask(draw: random.Random, q_tokens: int, kv_tokens: int) -> Mask:
+    kind = draw.choice(["full", "causal", "causal", "window", "two-sided", "prefix", "documents"])
+    match kind:
+        case "causal":
+            return Mask(causal=True)
+        case "window":
+            return Mask(causal=True, window=(draw.randint(0, 20), 0))
+        case "two-sided":
+            return Mask(window=(draw.choice([None, 3]), draw.randint(0, 9)))
+        case "prefix":
+            return Mask(causal=True, prefix=draw.randint(1, 9))
+        case "documents":
+            q_cuts, k_cuts = (cuts(draw, tokens) for tokens in (q_tokens, kv_tokens))
+            packed_alike = q_tokens == kv_tokens and draw.random() < 0.7
+            return Mask(
+                causal=draw.random() < 0.7,
+                documents=q_cuts,
+                kv_documents=None if packed_alike else k_cuts,
+            )
+    return Mask()
+
+
+def cuts(draw: random.Random, tokens: int, documents: int = 4) -> tuple[int, ...]:
+    inner = sorted(draw.randint(0, tokens) for _ in range(documents - 1))
+    return (0, *inner, tokens)

@@ -1,0 +1,169 @@
+"""A pool of processes for tests over gloo: started once, used by many tests.
+
+    results = pool.run(function, 4, "some", "arguments")
+
+calls function(rank, 4, "some", "arguments") in four processes, each with a fresh default process
+group, and returns the four results. A rank that raises, ends or hangs fails the test and is named.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from support.worker import Answer, Job, send
+
+__all__ = ["Ended", "WorkerError", "WorkerPool"]
+
+START_SECONDS = 60.0
+JOB_SECONDS = 60.0
+GRACE_SECONDS = 8.0  # that the others get after one rank has failed
+
+
+class WorkerError(AssertionError):
+    """A rank raised, ended or hung."""
+
+
+class Ended:
+    """Stands for the result of a rank whose process ended."""
+
+
+class WorkerPool:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pool")
+        self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: dict[int, tuple[Connection, int]] = {}
+        self._forked = 0
+        self._jobs = 0
+        tests = Path(__file__).parent.parent
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py")), str(self._listener.address)],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]),
+            },
+        )
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        seconds: float = JOB_SECONDS,
+        group_seconds: float | None = None,
+        may_end: tuple[int, ...] = (),
+    ) -> list[Any]:
+        """Results by rank; ranks in `may_end` may also end their process, and give `Ended`.
+
+        `group_seconds` is the timeout of the default process group.
+        """
+        self._start(world_size)
+        self._jobs += 1
+        for rank in range(world_size):
+            job = Job(
+                self._jobs,
+                f"{function.__module__}:{function.__qualname__}",
+                rank,
+                world_size,
+                args,
+                self._store.port,
+                group_seconds or seconds,
+                tuple(sys.path),
+            )
+            send(self._workers[rank][0], job)
+        answers = self._collect(world_size, time.monotonic() + seconds)
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        errors = {
+            rank: a.error if isinstance(a, Answer) else "its process ended"
+            for rank, a in answers.items()
+            if (a.error if isinstance(a, Answer) else rank not in may_end)
+        }
+        for rank in silent:
+            self._kill(rank)
+        for rank, answer in answers.items():
+            if isinstance(answer, Answer):
+                self._workers[rank][0].send_bytes(b"end")
+        if silent or errors:
+            hung = f"ranks {silent} did not finish in time" if silent else ""
+            told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
+            raise WorkerError("\n".join([f"{function.__qualname__} failed. {hung}", *told]))
+        return [a.result if isinstance(a, Answer) else a for _, a in sorted(answers.items())]
+
+    def _start(self, num_workers: int) -> None:
+        missing = [number for number in range(num_workers) if number not in self._workers]
+        assert self._server.stdin is not None
+        for number in missing:
+            self._server.stdin.write(f"{number}\n")
+        self._server.stdin.flush()
+        deadline = time.monotonic() + START_SECONDS
+        listening: Any = self._listener
+        listening._listener._socket.settimeout(1.0)
+        while not all(number in self._workers for number in missing):
+            if self._server.poll() is not None:
+                raise WorkerError(f"the server of the pool ended with {self._server.returncode}")
+            if time.monotonic() > deadline:
+                raise WorkerError(f"workers {missing} did not start in {START_SECONDS:.0f} s")
+            try:
+                connection = self._listener.accept()
+            except TimeoutError:
+                continue
+            number, pid = pickle.loads(connection.recv_bytes())
+            self._workers[number] = (connection, pid)
+
+    def _collect(self, world_size: int, deadline: float) -> dict[int, Answer | Ended]:
+        answers: dict[int, Answer | Ended] = {}
+        ranks = {self._workers[rank][0]: rank for rank in range(world_size)}
+        while ranks and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(ranks), left):
+                assert isinstance(connection, Connection)
+                rank = ranks.pop(connection)
+                try:
+                    answer = pickle.loads(connection.recv_bytes())
+                    assert answer.number == self._jobs
+                    answers[rank] = answer
+                    failed = answer.error is not None
+                except (EOFError, ConnectionResetError):
+                    self._kill(rank)
+                    answers[rank] = Ended()
+                    failed = False  # the others have to notice by themselves
+                if failed:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
+
+    def _kill(self, number: int) -> None:
+        connection, pid = self._workers.pop(number)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        connection.close()
+
+    def close(self) -> None:
+        for number in list(self._workers):
+            self._kill(number)
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        try:
+            self._server.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        self._listener.close()
+        self._folder.cleanup()

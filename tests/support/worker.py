@@ -1,0 +1,110 @@
+"""The processes of the pool: a server that imports torch once and forks, and the forked workers.
+
+Run as a script with the address of the pool. Every line on its standard input is the number of a
+worker to fork; the end of the input is the end of the server. It has a single thread when it forks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """`function` is 'module:name'; it is called as function(rank, world_size, *args)."""
+
+    number: int
+    function: str
+    rank: int
+    world_size: int
+    args: tuple[Any, ...]
+    store_port: int
+    timeout_seconds: float
+    search_path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+    result: Any = None
+    error: str | None = None
+
+
+def serve(address: str) -> None:
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed.device_mesh  # noqa: F401
+
+    import mesh_attention.context_parallel
+    import mesh_attention.functional
+    import mesh_attention.testing  # noqa: F401
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
+    while line := sys.stdin.readline():
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            try:
+                work(Client(address, family="AF_UNIX"), int(line))
+            finally:
+                os._exit(0)
+
+
+def work(pool: Connection, number: int) -> None:
+    import torch.distributed
+
+    send(pool, (number, os.getpid()))
+    while True:
+        try:
+            job: Job = pickle.loads(pool.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = job.search_path
+        try:
+            answer = pickle.dumps(Answer(job.number, result=_run(job)))
+        except BaseException:
+            answer = pickle.dumps(Answer(job.number, error=traceback.format_exc()))
+        pool.send_bytes(answer)
+        try:
+            pool.recv_bytes()  # nobody leaves the group while another still talks to it
+        except EOFError:
+            return
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _run(job: Job) -> Any:
+    import torch.distributed as dist
+
+    module, _, name = job.function.partition(":")
+    function = getattr(import_module(module), name)
+    timeout = timedelta(seconds=job.timeout_seconds)
+    store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"job{job.number}", store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+    )
+    return function(job.rank, job.world_size, *job.args)
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Plainly pickled: the connection's own way would share tensors through file descriptors."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+if __name__ == "__main__":
+    # Under its real name, so that messages unpickle on both sides.
+    import_module("support.worker").serve(sys.argv[1])
