@@ -16,6 +16,7 @@ from support.cases import Case, random_case, tiles
 from support.reference import NAMES, attention, errors, tolerance
 
 from mesh_attention import Mask, Plan, count
+from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.testing import LocalResult, run_local
 
@@ -95,7 +96,7 @@ LONG = Case(ranks=8, q_tokens=2999, kv_tokens=2999, heads=(2, 1), head_dims=(16,
     [
         replace(LONG, mask=Mask(causal=True), options={"tile": (4, 2), "chunks": (2, 2)}),
         replace(LONG, ranks=7, mask=Mask(causal=True), options={"layout": "striped"}),
-        replace(LONG, ranks=12, dtype=torch.float32, options={"combine": "reduce-scatter"}),
+        replace(LONG, ranks=12, dtype=torch.float32, options={"combine": Combine.REDUCE_SCATTER}),
         replace(LONG, ranks=6, kv_tokens=1777, mask=Mask(causal=True), dtype=torch.float32),
         replace(LONG, ranks=16, mask=Mask(causal=True, window=(300, 0))),
         replace(LONG, ranks=15, mask=Mask(causal=True, documents=(0, 700, 701, 2048, 2999))),

@@ -15,10 +15,12 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from mesh_attention.errors import MeshAttentionError
+
 __all__ = ["CASES", "NUM_RANKS", "Case", "Outcome", "run_cases"]
 
 NUM_RANKS = 9
-_TIMEOUT_SECONDS = 100.0
+_TIMEOUT_SECONDS = 100
 _BATCH, _TOKENS, _HEADS, _HEAD_DIM = 1, 1152, 4, 32
 
 
@@ -74,7 +76,7 @@ def run_cases(report: Callable[[str, int], None]) -> list[Outcome]:
         for rank in ranks:
             rank.start()
         try:
-            return _collect(queue, report)
+            return _collect(queue, ranks, report)
         finally:
             for rank in ranks:
                 rank.join(timeout=10)
@@ -82,17 +84,14 @@ def run_cases(report: Callable[[str, int], None]) -> list[Outcome]:
                     rank.kill()
 
 
-def _collect(queue: Any, report: Callable[[str, int], None]) -> list[Outcome]:
+def _collect(queue: Any, ranks: list[Any], report: Callable[[str, int], None]) -> list[Outcome]:
     counted = [0.0] * len(CASES)
     errors: dict[int, tuple[float, float, float]] = {}
     finished = 0
     while finished < NUM_RANKS:
-        try:
-            kind, case, content = queue.get(timeout=_TIMEOUT_SECONDS)
-        except Empty:
-            raise RuntimeError(f"no rank answered for {_TIMEOUT_SECONDS:.0f} s") from None
+        kind, case, content = _next_message(queue, ranks)
         if kind == "failed":
-            raise RuntimeError(f"a rank failed:\n{content}")
+            raise MeshAttentionError(f"a rank of the demonstration failed:\n{content}")
         report(kind, case)
         if kind == "case":
             counted[case] += content
@@ -101,6 +100,18 @@ def _collect(queue: Any, report: Callable[[str, int], None]) -> list[Outcome]:
         elif kind == "finished":
             finished += 1
     return [Outcome(counted[i], *errors[i]) for i in range(len(CASES))]
+
+
+def _next_message(queue: Any, ranks: list[Any]) -> tuple[str, int, Any]:
+    for _ in range(_TIMEOUT_SECONDS):
+        try:
+            message: tuple[str, int, Any] = queue.get(timeout=1)
+            return message
+        except Empty:
+            dead = [i for i, rank in enumerate(ranks) if rank.exitcode not in (None, 0)]
+            if dead:
+                raise MeshAttentionError(f"ranks {dead} of the demonstration ended") from None
+    raise MeshAttentionError(f"no rank of the demonstration answered for {_TIMEOUT_SECONDS} s")
 
 
 def _rank_main(rank: int, store: str, queue: Any) -> None:

@@ -80,8 +80,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     result = np.zeros((len(queries), len(keys)), dtype=np.int64)
     if not queries or not keys:
         return result
-    key_parts = _common_stride(list(enumerate(keys)), _strides(queries))
-    key_strides = _strides([run for _, run in key_parts])
+    key_parts = _common_stride(list(enumerate(keys)), queries)
+    key_runs = [run for _, run in key_parts]
     k = _columns(key_parts)
     for s in rows.segments:
         parts = [
@@ -89,21 +89,19 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         ]
         if not parts:
             continue
-        q = _columns(_common_stride(parts, key_strides))
+        q = _columns(_common_stride(parts, key_runs))
         pairs = _below(q, k, s.hi, s.hi_slope) - _below(q, k, s.lo, s.lo_slope)
-        by_key = np.zeros((len(keys), len(parts)), dtype=np.int64)
+        by_key = np.zeros((len(keys), len(q[0])), dtype=np.int64)
         np.add.at(by_key, k[0], pairs.T)
         np.add.at(result, q[0], by_key.T)
     return result
 
 
-def _strides(runs: Sequence[Run]) -> set[int]:
-    return {run.stride for run in runs if run.count > 1}
-
-
-def _common_stride(runs: list[tuple[int, Run]], others: set[int]) -> list[tuple[int, Run]]:
-    """Cut runs whose stride differs from the other side's into single blocks."""
-    if all(run.count == 1 or others <= {run.stride} for _, run in runs):
+def _common_stride(runs: list[tuple[int, Run]], others: Sequence[Run]) -> list[tuple[int, Run]]:
+    """Cut runs whose stride is not the other side's, or too short for its blocks, into blocks."""
+    strides = {run.stride for run in others if run.count > 1}
+    longest = max(run.block for run in others)
+    if all(r.count == 1 or (strides <= {r.stride} and longest <= r.stride) for _, r in runs):
         return runs
     return [(i, Run(a, b - a)) for i, run in runs for a, b in run.blocks()]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.schedule.greedy import greedy_with_permission
 from mesh_attention.plan.schedule.lattice import build_lattice
 from mesh_attention.plan.schedule.memory import MemoryModel, Residency, drain
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
 
 
-class MemoryCapError(ValueError):
+class MemoryCapError(PlanError):
     """No schedule fits under the cap; `smallest_cap_bytes` is the smallest that does."""
 
     def __init__(self, cap_bytes: int, smallest_cap_bytes: int) -> None:

@@ -1,0 +1,65 @@
+"""`mesh-attention demo`: nine real ranks on this computer, checked and counted, with pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mesh_attention.cli.command import Command
+from mesh_attention.cli.output import print_json, table
+from mesh_attention.cli.progress import progress
+
+__all__ = ["COMMAND"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="folder of pictures"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mesh_attention.demo.ranks import CASES, NUM_RANKS
+    from mesh_attention.demo.show import run_demo
+
+    total = NUM_RANKS * (2 + len(CASES)) + len(CASES)  # messages that the ranks will send
+    done = 0
+    with progress(f"{NUM_RANKS} ranks at work") as tell:
+
+        def report(stage: str, case: int) -> None:
+            nonlocal done
+            done += 1
+            if tell is not None:
+                tell(done, total)
+            elif stage == "checked":  # nobody watches a bar: a line for each case in its place
+                print(f"checked: {CASES[case].title}", file=sys.stderr, flush=True)
+
+        rows, pictures = run_demo(args.output, report)
+    ok = all(row.ok for row in rows)
+    if args.json:
+        files = [str(path) for path in pictures]
+        print_json({"ok": ok, "cases": [row.to_json() for row in rows], "pictures": files})
+        return 0 if ok else 1
+    print(f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n")
+    lines = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
+    for row in rows:
+        o = row.outcome
+        errors = (f"{o.output_error:.1e}", f"{o.gradient_error:.1e}")
+        units = (f"{o.counted_units:g} units", f"{row.case.paper_units} units")
+        lines.append((row.case.title, *units, *errors, "ok" if row.ok else "WRONG"))
+    print(table(lines))
+    print("\nOne unit is one Q partition; counted at the transport, forward, all ranks together.")
+    for path in pictures:
+        print(f"picture: {path}")
+    return 0 if ok else 1
+
+
+COMMAND = Command(
+    "demo",
+    "Nine real ranks on this computer: three assignments of work, checked and counted.",
+    configure,
+    run,
+    ("mesh-attention demo --output demo-output",),
+)

@@ -1,0 +1,211 @@
+"""Bytes that `count` finds in the programs, against the closed formulas (algorithm.md, 4, 5, 8)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.plan.assignment import factorisations
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.count import PassCount, count
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
+
+GIB = 2**30
+GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"
+SIZES = [(n, a, b) for n in (1, 2, 5, 9, 12, 16, 30, 64) for a, b in factorisations(n)]
+CHUNKS = ((1, 1), (2, 3), (4, 4))
+
+
+def counts(
+    n: int, setting: MeshSetting, *, kv_heads: int | None = None, causal: bool = False
+) -> dict[Direction, PassCount]:
+    problem = Problem(24 * n, 4, 8, num_kv_heads=kv_heads, mask=Mask(causal=causal))
+    return count(plan_mesh(problem, n, setting))
+
+
+def units_of_each_rank(counted: PassCount) -> set[Fraction]:
+    return {Fraction(rank.total.token_bytes, counted.unit_bytes) for rank in counted.ranks}
+
+
+@pytest.mark.parametrize("combine", [Combine.EXCHANGE, Combine.REDUCE_SCATTER])
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_forward_every_rank_moves_2a_plus_2b_minus_4_units(
+    chunks: tuple[int, int], combine: Combine
+) -> None:
+    for n, a, b in SIZES:
+        setting = MeshSetting(tile=(a, b), chunks=chunks, combine=combine)
+        forward = counts(n, setting)[Direction.FORWARD]
+        assert units_of_each_rank(forward) == {Fraction(2 * a + 2 * b - 4)}
+
+
+def test_a_causal_mask_changes_no_volume() -> None:
+    for n, a, b in SIZES:
+        setting = MeshSetting(tile=(a, b), chunks=(2, 2), combine=Combine.REDUCE_SCATTER)
+        for one, other in zip(
+            counts(n, setting).values(), counts(n, setting, causal=True).values(), strict=True
+        ):
+            assert units_of_each_rank(one) == units_of_each_rank(other)
+
+
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_under_gqa_forward_moves_2_a_minus_1_plus_2_over_g_b_minus_1_units(g: int) -> None:
+    for n, a, b in SIZES:
+        forward = counts(n, MeshSetting(tile=(a, b)), kv_heads=4 // g)[Direction.FORWARD]
+        assert units_of_each_rank(forward) == {2 * (a - 1) + Fraction(2, g) * (b - 1)}
+
+
+@pytest.mark.parametrize("combine", [Combine.EXCHANGE, Combine.REDUCE_SCATTER])
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_backward_with_o_gathered_moves_4_a_minus_1_plus_4_b_minus_1_units(
+    chunks: tuple[int, int], combine: Combine
+) -> None:
+    for n, a, b in SIZES:
+        setting = MeshSetting(tile=(a, b), chunks=chunks, combine=combine, gather_out=True)
+        backward = counts(n, setting)[Direction.BACKWARD]
+        assert units_of_each_rank(backward) == {Fraction(4 * (a - 1) + 4 * (b - 1))}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_backward_with_delta_moves_3_a_minus_1_plus_4_b_minus_1_units(
+    chunks: tuple[int, int],
+) -> None:
+    for n, a, b in SIZES:
+        backward = counts(n, MeshSetting(tile=(a, b), chunks=chunks))[Direction.BACKWARD]
+        assert units_of_each_rank(backward) == {Fraction(3 * (a - 1) + 4 * (b - 1))}
+
+
+def test_under_gqa_backward_with_delta_moves_3_a_minus_1_plus_4_over_g_b_minus_1_units() -> None:
+    for n, a, b in SIZES:
+        backward = counts(n, MeshSetting(tile=(a, b)), kv_heads=1)[Direction.BACKWARD]
+        assert units_of_each_rank(backward) == {3 * (a - 1) + Fraction(4, 4) * (b - 1)}
+
+
+def test_statistics_are_one_accumulator_number_a_row_and_head_wherever_they_travel() -> None:
+    """Forward exchange: LSE beside each partial output. Backward: LSE, and delta in place of O."""
+    for n, a, b in SIZES:
+        statistic = 24 * 4 * 4 * (a - 1)  # rows of a partition, heads, bytes of fp32
+        for gather_out in (True, False):
+            setting = MeshSetting(tile=(a, b), combine=Combine.EXCHANGE, gather_out=gather_out)
+            both = counts(n, setting)
+            for direction, times in (
+                (Direction.FORWARD, 1), (Direction.BACKWARD, 1 if gather_out else 2),
+            ):  # fmt: skip
+                for rank in both[direction].ranks:
+                    assert rank.total.received_bytes - rank.total.token_bytes == times * statistic
+
+
+def test_over_all_ranks_bytes_sent_equal_bytes_received() -> None:
+    for (n, a, b), rotation in product(SIZES, (True, False)):
+        for one in counts(n, MeshSetting(tile=(a, b), rotation=rotation)).values():
+            sent = sum(rank.total.sent_bytes for rank in one.ranks)
+            assert sent == sum(rank.total.received_bytes for rank in one.ranks)
+
+
+def test_the_square_mesh_meets_the_lower_bound_of_4_over_sqrt_n_within_4_over_n() -> None:
+    for root in (2, 4, 8):
+        n = root * root
+        forward = counts(n, MeshSetting(tile=(root, root)))[Direction.FORWARD]
+        (units,) = units_of_each_rank(forward)
+        assert units / n == Fraction(4, root) - Fraction(4, n)
+
+
+def paper_gib(
+    tile: tuple[int, int], alpha: int, *, gather_out: bool = False, causal: bool = False
+) -> dict[Direction, tuple[float, float]]:
+    """(total, inter-node) GiB per rank: 256 ranks, 8 a node, 512K tokens, 64 heads of 128, bf16."""
+    problem = Problem(512 * 1024, num_heads=64, head_dim=128, mask=Mask(causal=causal))
+    setting = MeshSetting(tile=tile, ranks_per_node=8, alpha=alpha, gather_out=gather_out)
+    found = {}
+    for direction, one in count(plan_mesh(problem, 256, setting)).items():
+        numbers = one.to_json()
+        found[direction] = (
+            round(numbers["bytes_per_rank"]["mean"] / GIB, 1),
+            round(numbers["inter_node_bytes_per_rank"]["mean"] / GIB, 1),
+        )
+    return found
+
+
+def test_256_ranks_16x16_alpha_4_move_1_9_gib_forward_and_0_6_of_it_between_nodes() -> None:
+    assert paper_gib((16, 16), 4)[Direction.FORWARD] == (1.9, 0.6)
+
+
+def test_256_ranks_16x16_alpha_4_with_o_gathered_move_3_8_gib_backward_and_1_3_between_nodes() -> (
+    None
+):
+    assert paper_gib((16, 16), 4, gather_out=True)[Direction.BACKWARD] == (3.8, 1.3)
+
+
+def test_with_delta_in_place_of_o_the_same_backward_moves_3_3_gib_and_1_2_between_nodes() -> None:
+    assert paper_gib((16, 16), 4)[Direction.BACKWARD] == (3.3, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("tile", "alpha"), [((8, 32), 1), ((8, 32), 2), ((32, 8), 4), ((32, 8), 8)]
+)
+def test_causal_8x32_with_alpha_1_or_2_and_32x8_with_4_or_8_move_2_4_gib_and_0_6_between_nodes(
+    tile: tuple[int, int], alpha: int
+) -> None:
+    assert paper_gib(tile, alpha, causal=True)[Direction.FORWARD] == (2.4, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("tile", "alpha"), [((8, 32), 4), ((8, 32), 8), ((32, 8), 1), ((32, 8), 2)]
+)
+def test_with_the_other_alphas_the_same_tiles_move_1_0_gib_or_more_between_nodes(
+    tile: tuple[int, int], alpha: int
+) -> None:
+    total, between = paper_gib(tile, alpha, causal=True)[Direction.FORWARD]
+    assert total == 2.4
+    assert between >= 1.0
+
+
+@pytest.mark.parametrize(("kq", "kkv"), [(1, 1), (2, 3), (4, 4), (3, 1), (1, 5)])
+def test_forward_has_2kq_plus_kkv_communication_tasks_and_kq_kkv_compute_tasks(
+    kq: int, kkv: int
+) -> None:
+    plan = plan_mesh(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
+    order = plan.forward.schedule.order()
+    compute = [name for name in order if name.startswith("C-")]
+    assert len(compute) == kq * kkv
+    assert len(order) - len(compute) == 2 * kq + kkv
+
+
+@pytest.mark.parametrize(("kq", "kkv"), [(1, 1), (2, 3), (4, 4)])
+def test_backward_has_one_more_communication_task_for_each_kv_chunk(kq: int, kkv: int) -> None:
+    plan = plan_mesh(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
+    names = [n.rpartition("-")[0] for n in plan.backward.schedule.order() if n[0] != "C"]
+    kinds = {kind: names.count(kind) for kind in names}
+    assert kinds == {"AG-Q": kq, "AG-KV": kkv, "RS-dQ": kq, "RS-dKV": kkv}
+
+
+def test_all_ranks_run_their_collectives_in_the_one_order_of_the_schedule() -> None:
+    setting = MeshSetting(tile=(2, 3), chunks=(3, 3), combine=Combine.REDUCE_SCATTER)
+    plan = plan_mesh(Problem(360, 2, 8, mask=Mask(causal=True)), 6, setting)
+    for one in plan.passes:
+        scheduled = [name for name in one.schedule.order() if not name.startswith("C-")]
+        for program in one.programs:
+            names = [
+                op.name.partition(".")[0]
+                for op in program.operations
+                if isinstance(op, AllGather | ReduceScatter | AllToAll)
+            ]
+            assert list(dict.fromkeys(names)) == scheduled
+
+
+def test_with_the_costs_of_the_golden_example_the_builder_makes_the_golden_schedule() -> None:
+    """AG-KV 1, AG-Q 0.5, C 0.5, gamma 1; RS-Q 0.5 but for its LSE, 1/128 of it here."""
+    problem = Problem(9 * 3 * 64, num_heads=1, head_dim=256)
+    kv_bytes = 2 * 64 * 256 * 2 * 2  # K and V of one chunk from each of two other ranks
+    flops = problem.flops((3 * 64) ** 2)
+    costs = Costs(bytes_per_second=kv_bytes, flops_per_second=2 * flops, latency_seconds=0.0)
+    setting = MeshSetting(tile=(3, 3), chunks=(3, 3), costs=costs, gamma=1.0)
+    plan = plan_mesh(problem, 9, setting)
+    assert plan.forward.schedule.text() == GOLDEN.read_text().strip()
