@@ -7,7 +7,6 @@ them. For more than a single call, `ContextParallel` itself is the better tool: 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.context_parallel import ContextParallel, process_group
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
+from mesh_attention.runtime.transport.make_group import is_registered
 
 __all__ = ["mesh_attention", "release"]
 
-# A cache, not a setting: it never changes a result. Groups that are gone take their entries along.
-_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Any, ContextParallel]] = WeakKeyDictionary()
+# A cache, not a setting: it never changes a result. Entries of destroyed groups are dropped.
+_KEPT: dict[dist.ProcessGroup, dict[Any, ContextParallel]] = {}
 
 
 def mesh_attention(
@@ -72,8 +72,15 @@ def mesh_attention(
     kept = _KEPT.setdefault(members, {})
     key = tuple(sorted((name, repr(value)) for name, value in fixed.items()))
     if key not in kept:
+        _drop_destroyed()
         kept[key] = ContextParallel(members, **fixed)
     return kept[key].attention(q, k, v, return_lse=return_lse)
+
+
+def _drop_destroyed() -> None:
+    for group in [group for group in _KEPT if not is_registered(group)]:
+        for kept in _KEPT.pop(group).values():
+            kept.close()
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Layouts: exact maps between tokens and (rank, slot), and the runs of positions they consist of."""
+"""Layouts: exact maps between tokens and (rank, slot), and the runs they consist of."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ def random_task_side(rng: Random, layout: Layout) -> Spans:
     return whole_spans(sorted(ranks) if rng.random() < 0.7 else ranks, chunk, layout.slots)
 
 
-def calls_of(
-    mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans
-) -> tuple[Call, ...]:
+def calls_of(mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans) -> tuple[Call, ...]:
     rows = mask.rows(*(layout.num_tokens for layout in layouts))
     queries = Queries.of(RowList.of(layouts[0], q), rows)
     return lower(queries, RowList.of(layouts[1], k))

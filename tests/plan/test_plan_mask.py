@@ -118,9 +118,7 @@ def test_documents_must_end_at_the_last_token() -> None:
         ({"head_dim": 2.5}, "head_dim=2.5"),
     ],
 )
-def test_an_impossible_problem_is_refused_with_the_value(
-    fields: dict[str, Any], says: str
-) -> None:
+def test_an_impossible_problem_is_refused_with_the_value(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Problem(**{"q_tokens": 8, "num_heads": 2, "head_dim": 4, **fields})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.engine import Engine
@@ -33,6 +34,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}

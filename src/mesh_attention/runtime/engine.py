@@ -67,7 +67,10 @@ class Engine:
     def agree_on_plan(self, element_bytes: int) -> None:
         """First meeting of all ranks: the same plan everywhere, or an error everywhere."""
         try:
-            statement = {"plan": self._planned(element_bytes)[1]}
+            statement = {
+                "plan": self._planned(element_bytes)[1],
+                "softmax_scale": self._softmax_scale,
+            }
         except MeshAttentionError as error:
             self.handshake.agree({}, error)
             raise
@@ -81,14 +84,20 @@ class Engine:
         if error is None and key in self._agreed:
             return
         statement: dict[str, object] = {}
-        if error is None:
-            statement = {
-                "plan": self._planned(form.dtype.itemsize)[1],
-                "batch": form.batch,
-                "dtype": str(form.dtype),
-                "device": form.device.type,
-                "needs_grad": needs_grad,
-            }
+        try:
+            if error is None:
+                statement = {
+                    "plan": self._planned(form.dtype.itemsize)[1],
+                    "batch": form.batch,
+                    "dtype": str(form.dtype),
+                    "device": form.device.type,
+                    "needs_grad": needs_grad,
+                }
+                # A kernel may refuse what only some ranks have to do: all must hear of it.
+                for direction in Direction if needs_grad else (Direction.FORWARD,):
+                    self.executor(direction, form)
+        except MeshAttentionError as refused:
+            error = refused
         self.handshake.agree(statement, error)
         self.groups.prepare(self.plan(form.dtype.itemsize))
         self._agreed.add(key)

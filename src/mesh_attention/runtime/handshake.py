@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.make_group import default_store
+from mesh_attention.runtime.transport.make_group import default_store, timeout_of
 
 __all__ = ["DisagreementError", "Handshake"]
 
@@ -36,7 +36,7 @@ class Handshake:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
         self._store = PrefixStore(f"{groups.name}/agreement", default_store())
-        self._timeout = timeout or timedelta(minutes=30)
+        self._timeout = timeout or timeout_of(groups.parent)
         self._rounds = 0
 
     def agree(self, statement: dict[str, Any], error: Exception | None = None) -> None:
@@ -55,9 +55,11 @@ class Handshake:
                 self._judge(prefix, patient=error is None)
             verdict = self._get(f"{prefix}/verdict", list(self._ranks), patient=error is None)
         except DisagreementError:
-            if error is not None:
-                raise error from None
-            raise
+            if error is None:
+                raise
+            if self._me == self._ranks[0]:  # for those who come later
+                self._store.set(f"{prefix}/verdict", f"rank {self._me}: {error}")
+            raise error from None
         if error is not None:
             raise error
         if verdict:

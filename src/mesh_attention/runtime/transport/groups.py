@@ -14,7 +14,12 @@ import torch.distributed as dist
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
-from mesh_attention.runtime.transport.make_group import default_store, make_group
+from mesh_attention.runtime.transport.make_group import (
+    default_store,
+    is_registered,
+    make_group,
+    timeout_of,
+)
 
 __all__ = ["Groups"]
 
@@ -26,7 +31,7 @@ class Groups:
         self.parent = parent
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
-        self._timeout = timeout
+        self._timeout = timeout or timeout_of(parent)
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # Each rank counts its own objects on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
@@ -66,5 +71,6 @@ class Groups:
 
     def close(self) -> None:
         for group in self._made.values():
-            dist.destroy_process_group(group)
+            if is_registered(group):  # not if the caller has destroyed all groups already
+                dist.destroy_process_group(group)
         self._made.clear()

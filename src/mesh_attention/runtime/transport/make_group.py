@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.errors import MeshAttentionError
 
-__all__ = ["default_store", "make_group"]
+__all__ = ["default_store", "is_registered", "make_group", "timeout_of"]
 
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
@@ -31,8 +31,26 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the caller gave this group; the backend's usual one if it does not say."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """False once the group has been destroyed."""
+    return group in c10d._world.pg_map
+
+
 def make_group(
-    ranks: Sequence[int], name: str, backend: str, timeout: timedelta | None
+    ranks: Sequence[int], name: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Called by exactly these global ranks, with the same name."""
     helper = getattr(c10d, "_new_process_group_helper", None)
@@ -43,7 +61,6 @@ def make_group(
             f"{found or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
         )
     members = list(ranks)
-    options = {"timeout": timeout} if timeout is not None else {"timeout": _default(backend)}
     group, _ = helper(
         len(members),
         members.index(dist.get_rank()),
@@ -51,12 +68,8 @@ def make_group(
         backend,
         default_store(),
         c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
-        **options,
+        timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made
-
-
-def _default(backend: str) -> timedelta:
-    return c10d._get_default_timeout(dist.Backend(backend))

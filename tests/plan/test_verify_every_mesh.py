@@ -1,0 +1,55 @@
+"""`verify` proves every mesh of up to 64 ranks, and hundreds of random problems."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from random import Random
+
+import pytest
+from plan_cases import random_problem, random_setting
+
+from mesh_attention.plan.assignment import factorisations
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.verify import verify
+
+
+@pytest.mark.parametrize("n", range(1, 65))
+def test_every_factorisation_in_three_layouts_causal_and_not_is_proven_both_passes(n: int) -> None:
+    chunks = cycle(((1, 1), (2, 1), (1, 1), (1, 2), (2, 2)))
+    combine = cycle((Combine.EXCHANGE, Combine.REDUCE_SCATTER, Combine.AUTO))
+    gather_out = cycle((False, True))
+    for tile in factorisations(n):
+        for layout in LayoutKind:
+            for causal in (False, True):
+                setting = MeshSetting(
+                    tile=tile,
+                    layout=layout,
+                    chunks=next(chunks),
+                    combine=next(combine),
+                    gather_out=next(gather_out),
+                )
+                problem = Problem(4 * n, num_heads=1, head_dim=4, mask=Mask(causal=causal))
+                findings = verify(plan_mesh(problem, n, setting))
+                assert not findings, (setting, [str(f) for f in findings])
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_500_random_problems_with_random_settings_are_proven(part: int) -> None:
+    rng = Random(part)
+    for _ in range(50):
+        n = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16))
+        problem, setting = random_problem(rng, n), random_setting(rng, n)
+        findings = verify(plan_mesh(problem, n, setting))
+        assert not findings, (problem, n, setting, [str(f) for f in findings])
+
+
+def test_progress_is_told_up_to_the_last_operation() -> None:
+    plan = plan_mesh(Problem(64, 1, 4), 4, MeshSetting(chunks=(4, 4)))
+    told: list[tuple[int, int]] = []
+    verify(plan, progress=lambda done, total: told.append((done, total)))
+    total = sum(len(p.operations) for one in plan.passes for p in one.programs)
+    assert told[-1] == (total, total)
