@@ -10,6 +10,8 @@ from typing import Any
 from mesh_attention.demo.pictures import draw_assignments, draw_schedule
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
 from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.draw.tasks import task_graph
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.request import build_plan
@@ -42,10 +44,10 @@ def run_demo(folder: Path, report: Callable[[str, int], None]) -> tuple[list[Row
     assignments, schedule = folder / "assignment.png", folder / "schedule.png"
     panels = [(case.title, Tile(*case.tile, case.rotation).assignment()) for case in CASES]
     draw_assignments(panels, assignments)
-    forward = plan_at_gpu_size(CASES[-1]).forward
-    assert forward.graph is not None
+    plan = plan_at_gpu_size(CASES[-1])
     title = f"Forward schedule, {CASES[-1].title}, {NUM_RANKS} ranks, 72K tokens, 32 heads of 128"
-    draw_schedule(forward.graph, forward.schedule, title, schedule)
+    graph = task_graph(plan, plan.forward, Costs())
+    draw_schedule(graph, plan.forward.schedule, title, schedule)
     outcomes = run_cases(report)
     rows = [Row(case, outcome) for case, outcome in zip(CASES, outcomes, strict=True)]
     return rows, [assignments, schedule]

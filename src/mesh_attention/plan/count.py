@@ -23,7 +23,7 @@ from mesh_attention.plan.program import (
     SendRecv,
     writes,
 )
-from mesh_attention.plan.traffic import Traffic, entering_bytes, operation_traffic
+from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes
 
 __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
 
@@ -102,7 +102,8 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
-    ranks = tuple(_count_rank(plan, p, group_nodes, member_of) for p in one.programs)
+    meter = TrafficMeter(plan.problem)
+    ranks = tuple(_count_rank(plan, p, group_nodes, member_of, meter) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -119,6 +120,7 @@ def _count_rank(
     program: Program,
     group_nodes: dict[str, tuple[int, ...]],
     member_of: dict[str, dict[int, int]],
+    meter: TrafficMeter,
 ) -> RankCount:
     table = program.buffer_table()
     by_operation: dict[str, Traffic] = defaultdict(Traffic)
@@ -126,9 +128,9 @@ def _count_rank(
     for op in program.operations:
         if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
-            traffic = operation_traffic(op, member, len(nodes), table, plan.problem)
-            by_operation[type(op).__name__] += traffic
-            crossing = entering_bytes(op, member, nodes, table, plan.problem)
+            by_operation[type(op).__name__] += meter.traffic(op, member, len(nodes), table)
+            flows = meter.flows(op, len(nodes), table)
+            crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
             entering_tokens += crossing[1]
             communications += 1

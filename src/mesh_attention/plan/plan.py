@@ -12,7 +12,7 @@ from enum import StrEnum
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
+from mesh_attention.plan.schedule.tasks import Schedule
 
 __all__ = ["Direction", "Pass", "Plan"]
 
@@ -26,8 +26,7 @@ class Direction(StrEnum):
 class Pass:
     """One direction: groups of logical ranks by name, a program for each logical rank.
 
-    `setting` says in words what the method chose, `graph` from which tasks and costs the order came;
-    both are for people to look at: no reader of programs needs them.
+    `setting` says in words what the method chose; it is for people, and no reader needs it.
     """
 
     direction: Direction
@@ -35,7 +34,6 @@ class Pass:
     programs: tuple[Program, ...]
     schedule: Schedule
     setting: dict[str, str] = field(default_factory=dict)
-    graph: TaskGraph | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask, RowRanges
 
-__all__ = ["Problem"]
+__all__ = ["MAX_TOKENS", "Problem"]
+
+MAX_TOKENS = 1 << 30  # pairs of more tokens than that overflow 64-bit counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+        for name in ("q_tokens", "kv_tokens"):
+            if getattr(self, name) > MAX_TOKENS:
+                raise PlanError(f"{name}={getattr(self, name)}: at most {MAX_TOKENS} are supported")
         if self.num_heads % self.kv_heads:
             fits = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise PlanError(

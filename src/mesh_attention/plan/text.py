@@ -106,9 +106,10 @@ def _optional(one: _Codec) -> _Codec:
     )
 
 
+_YES_NO = ("no", "yes")
 _STR = _Codec(str, str)
 _INT = _Codec(str, int)
-_FLAG = _Codec(lambda flag: "yes" if flag else "no", lambda text: text == "yes")
+_FLAG = _Codec(lambda flag: "yes" if flag else "no", lambda text: bool(_YES_NO.index(text)))
 _ONE = _Codec(_piece_text, _parse_piece)
 _SOME = _many(_ONE, "+")
 _BY_MEMBER = _many(_SOME, "|")
@@ -240,14 +241,21 @@ def parse_plan(text: str) -> Plan:
     if len(lines) < 2 or lines[0] != _HEADER:
         raise PlanTextError(f"a plan begins with {_HEADER!r}, this text with {lines[:1]}")
     try:
-        head = json.loads(lines[1])
-    except json.JSONDecodeError as error:
-        raise PlanTextError(f"the second line of a plan is JSON: {error}") from error
+        return _parse(json.loads(lines[1]), lines[2:])
+    except PlanTextError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanTextError(f"not the text of a plan: {type(error).__name__} {error}") from error
+
+
+def _parse(head: dict[str, Any], lines: list[str]) -> Plan:
+    if not lines or not lines[0].startswith("pass "):
+        raise PlanTextError(f"the third line of a plan begins a pass, not {lines[:1]}")
     return Plan(
         problem=_parse_problem(head["problem"]),
         q_layout=_parse_layout(head["q_layout"]),
         kv_layout=_parse_layout(head["kv_layout"]),
-        passes=tuple(_parse_passes(lines[2:])),
+        passes=tuple(_parse_passes(lines)),
         devices=tuple(head["devices"]),
         ranks_per_node=head["ranks_per_node"],
         method=head["method"],

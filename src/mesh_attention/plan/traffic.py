@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Buffer, Piece
@@ -13,9 +13,11 @@ from mesh_attention.plan.program import (
     Communication,
     ReduceScatter,
     SendRecv,
+    reads,
+    writes,
 )
 
-__all__ = ["Traffic", "entering_bytes", "operation_traffic"]
+__all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +36,76 @@ class Traffic:
         )
 
 
-def operation_traffic(
-    op: Communication, member: int, num_members: int, table: Mapping[str, Buffer], problem: Problem
-) -> Traffic:
-    """What `member` sends and receives. A collective passes each part on once per other member."""
-    others = num_members - 1
-    total = Traffic()
-    match op:
-        case AllGather() | ReduceScatter():
-            for move in op.moves:
-                buffer = table[move.part.buffer]
-                moved = others * move.part.num_bytes(buffer, problem)
-                total += Traffic(moved, moved, 0 if buffer.kind.is_statistic else moved)
-        case AllToAll():
-            for m in range(num_members):
-                if m != member:
-                    total += _pieces(op.sends[m], op.receives[m], table, problem)
-        case SendRecv():
-            sends = op.sends if op.to_member != member else ()
-            receives = op.receives if op.from_member != member else ()
-            total += _pieces(sends, receives, table, problem)
-    return total
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """What passes between this rank and each member: (bytes, bytes of tokens) by member."""
+
+    sent: tuple[int, ...]
+    received: tuple[tuple[int, int], ...]
 
 
-def _pieces(
-    sends: tuple[Piece, ...],
-    receives: tuple[Piece, ...],
-    table: Mapping[str, Buffer],
-    problem: Problem,
-) -> Traffic:
-    received = [(table[p.buffer], p.num_bytes(table[p.buffer], problem)) for p in receives]
-    return Traffic(
-        sum(p.num_bytes(table[p.buffer], problem) for p in sends),
-        sum(size for _, size in received),
-        sum(size for buffer, size in received if not buffer.kind.is_statistic),
-    )
+class TrafficMeter:
+    """Sizes of operations. Ranks share operations, so each is measured once for like buffers."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[tuple[object, ...], Flows] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._alive: list[Communication] = []
+
+    def flows(self, op: Communication, num_members: int, table: Mapping[str, Buffer]) -> Flows:
+        names = self._names.get(id(op))
+        if names is None:
+            pieces = (*reads(op), *writes(op))
+            names = self._names[id(op)] = tuple({piece.buffer for piece in pieces})
+            self._alive.append(op)  # ids stay unique while we hold the object
+        sizes = tuple((table[n].row_bytes(self._problem), table[n].num_heads) for n in names)
+        key = (id(op), num_members, sizes)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._measure(op, num_members, table)
+        return found
+
+    def traffic(
+        self, op: Communication, member: int, num_members: int, table: Mapping[str, Buffer]
+    ) -> Traffic:
+        """What `member` sends and receives; its pieces to itself do not travel."""
+        flows = self.flows(op, num_members, table)
+        own = flows.received[member]
+        return Traffic(
+            sum(flows.sent) - flows.sent[member],
+            sum(size for size, _ in flows.received) - own[0],
+            sum(tokens for _, tokens in flows.received) - own[1],
+        )
+
+    def _measure(self, op: Communication, num_members: int, table: Mapping[str, Buffer]) -> Flows:
+        def size(pieces: Iterable[Piece]) -> tuple[int, int]:
+            everything = tokens = 0
+            for piece in pieces:
+                buffer = table[piece.buffer]
+                num_bytes = piece.num_bytes(buffer, self._problem)
+                everything += num_bytes
+                tokens += 0 if buffer.kind.is_statistic else num_bytes
+            return everything, tokens
+
+        match op:
+            case AllGather() | ReduceScatter():
+                # A collective passes each part on once per other member.
+                part = size(move.part for move in op.moves)
+                return Flows((part[0],) * num_members, (part,) * num_members)
+            case AllToAll():
+                sent = tuple(size(pieces)[0] for pieces in op.sends)
+                return Flows(sent, tuple(size(pieces) for pieces in op.receives))
+            case SendRecv():
+                sent_to = [0] * num_members
+                received = [(0, 0)] * num_members
+                sent_to[op.to_member] = size(op.sends)[0]
+                received[op.from_member] = size(op.receives)
+                return Flows(tuple(sent_to), tuple(received))
 
 
 def entering_bytes(
-    op: Communication,
-    member: int,
-    nodes: tuple[int, ...],
-    table: Mapping[str, Buffer],
-    problem: Problem,
+    op: Communication, flows: Flows, member: int, nodes: tuple[int, ...]
 ) -> tuple[int, int]:
     """Bytes that enter the node of `member` on its account, and the part of them that is tokens.
 
@@ -85,23 +114,12 @@ def entering_bytes(
     from each other node; in all-to-all and point-to-point every piece that crosses counts.
     """
     here = nodes[member]
-    times = 1
-    match op:
-        case AllGather():
-            pieces = [move.part for move in op.moves]
+    if isinstance(op, AllGather | ReduceScatter):
+        if isinstance(op, AllGather):
             times = sum(node != here for node in nodes) if nodes.index(here) == member else 0
-        case ReduceScatter():
-            pieces = [move.part for move in op.moves]
+        else:
             times = len(set(nodes)) - 1
-        case AllToAll():
-            crossing = (m for m, node in enumerate(nodes) if node != here)
-            pieces = [piece for m in crossing for piece in op.receives[m]]
-        case SendRecv():
-            pieces = list(op.receives) if nodes[op.from_member] != here else []
-    everything = tokens = 0
-    for piece in pieces if times else ():
-        buffer = table[piece.buffer]
-        size = times * piece.num_bytes(buffer, problem)
-        everything += size
-        tokens += 0 if buffer.kind.is_statistic else size
-    return everything, tokens
+        everything, tokens = flows.received[member]
+        return times * everything, times * tokens
+    crossing = [flow for flow, node in zip(flows.received, nodes, strict=True) if node != here]
+    return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

@@ -32,7 +32,7 @@ from mesh_attention.plan.schedule import (
     event_makespan,
     search,
 )
-from mesh_attention.plan.traffic import operation_traffic
+from mesh_attention.plan.traffic import TrafficMeter
 
 __all__ = ["ScheduleComparison", "compare_schedulers", "task_graph"]
 
@@ -154,14 +154,13 @@ def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[str, flo
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
+    meter = TrafficMeter(plan.problem)
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
             if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
                 members = member_of[op.group]
-                traffic = operation_traffic(
-                    op, members[program.rank], len(members), table, plan.problem
-                )
+                traffic = meter.traffic(op, members[program.rank], len(members), table)
                 task = op.name.partition(".")[0]
                 seconds[task] += costs.communication_seconds(traffic.received_bytes)
     return seconds

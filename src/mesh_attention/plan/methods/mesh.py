@@ -64,6 +64,8 @@ def plan_mesh(
 ) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
     setting = setting or MeshSetting()
+    if setting.max_buffer_bytes is not None and setting.scheduler is not Scheduler.GREEDY:
+        raise PlanError("max_buffer_bytes works with the greedy scheduler only; leave one out")
     tile = _tile(setting.tile or best_tile(num_ranks, problem), num_ranks, setting.rotation)
     backward_tile = (
         _tile(setting.backward_tile, num_ranks, setting.rotation) if setting.backward_tile else tile

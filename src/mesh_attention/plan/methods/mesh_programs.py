@@ -37,7 +37,7 @@ from mesh_attention.plan.schedule import (
     greedy_capped,
     search,
 )
-from mesh_attention.plan.traffic import operation_traffic
+from mesh_attention.plan.traffic import TrafficMeter
 
 __all__ = ["Lowerings", "Order", "build_pass"]
 
@@ -109,7 +109,6 @@ def build_pass(
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
             "scheduler": "capped" if max_buffer_bytes is not None else order.value,
         },
-        graph,
     )
 
 
@@ -180,15 +179,14 @@ def _communication_seconds(mesh: MeshPass, task: str, costs: Costs) -> float:
     """Mean over all ranks; with rotation they are all alike."""
     ranks = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
     groups = mesh.groups()
+    meter = TrafficMeter(mesh.problem)
     total = 0.0
     for rank in ranks:
         table = _buffers(mesh, rank)
         for op in _fragment(mesh, rank, task):
             if isinstance(op, AllGather | ReduceScatter | AllToAll):
                 members = groups[op.group]
-                traffic = operation_traffic(
-                    op, members.index(rank), len(members), table, mesh.problem
-                )
+                traffic = meter.traffic(op, members.index(rank), len(members), table)
                 total += costs.communication_seconds(traffic.received_bytes)
     return total / len(ranks)
 

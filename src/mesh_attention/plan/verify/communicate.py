@@ -101,6 +101,8 @@ def _reduce_scatter(
                 )
             memory.write(rank, part, sums[done:stop])
             done = stop
+        if done != len(labels):
+            raise Broken(members[0], f"{move.whole.buffer} holds more than its owners receive")
 
 
 def _sums(

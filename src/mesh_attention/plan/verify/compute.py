@@ -42,8 +42,8 @@ class Compute:
                 )
             added = Partial(keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom])
             new.append(union(rank, op.out.buffer, (out, added)))
-        self._memory.write(rank, op.out, new)
-        self._memory.write(rank, op.lse, new)
+        self._memory.write(rank, op.out, new, accumulates=not op.fresh)
+        self._memory.write(rank, op.lse, new, accumulates=not op.fresh)
 
     def attend_backward(self, rank: int, op: AttendBackward) -> None:
         atoms = self._atoms
@@ -70,7 +70,7 @@ class Compute:
             queries[kv_head] = queries.get(kv_head, 0) | bit
             added = Partial(keys.get(kv_head, 0) & atoms.required[atom])
             new.append(union(rank, op.grad_q.buffer, (before, added)))
-        self._memory.write(rank, op.grad_q, new)
+        self._memory.write(rank, op.grad_q, new, accumulates=not op.fresh_q)
         for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
             sums: list[Value] = []
             before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
@@ -78,7 +78,7 @@ class Compute:
             for (atom, head), before in zip(key_labels, before_all, strict=True):
                 added = Partial(queries.get(head, 0) & atoms.required_by_key[atom])
                 sums.append(union(rank, piece.buffer, (before, added)))
-            self._memory.write(rank, piece, sums)
+            self._memory.write(rank, piece, sums, accumulates=not op.fresh_kv)
 
     def merge(self, rank: int, op: Merge) -> None:
         self._same_rows(rank, (*op.inputs, *op.outputs))
@@ -113,7 +113,7 @@ class Compute:
                 if kinds[-1] is Kind.OUT:
                     check_scaled(rank, results)
         for piece in op.outputs:
-            self._memory.write(rank, piece, results)
+            self._memory.write(rank, piece, results, accumulates=piece in op.inputs)
 
     def _union_all(
         self, rank: int, name: str, inputs: Sequence[list[Value]], size: int

@@ -79,9 +79,12 @@ class Memory:
         entry = self._entries[rank][piece.buffer]
         return self._read(rank, entry, piece, self._where(entry, piece))
 
-    def write(self, rank: int, piece: Piece, values: list[Value]) -> None:
+    def write(
+        self, rank: int, piece: Piece, values: list[Value], *, accumulates: bool = False
+    ) -> None:
+        """`accumulates`: the operation read the old values; otherwise nothing may be lost."""
         entry = self._entries[rank][piece.buffer]
-        self._write(rank, entry, self._where(entry, piece), values)
+        self._write(rank, entry, self._where(entry, piece), values, accumulates)
 
     def transfer(self, source: int, taken: Piece, target: int, given: Piece) -> None:
         """Copy a piece to another rank; both must be declared to hold the same tokens and heads."""
@@ -94,7 +97,7 @@ class Memory:
                 target,
                 f"receives other tokens or heads from rank {source} than {given.buffer} holds",
             )
-        self._write(target, want, there, self._read(source, have, taken, here))
+        self._write(target, want, there, self._read(source, have, taken, here), False)
 
     def expect_same_form(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
         if have.kind is not want.kind or have.precision is not want.precision:
@@ -151,7 +154,9 @@ class Memory:
             )
         return cast(list[Value], values)
 
-    def _write(self, rank: int, entry: Entry, where: Where, values: list[Value]) -> None:
+    def _write(
+        self, rank: int, entry: Entry, where: Where, values: list[Value], accumulates: bool
+    ) -> None:
         name, role = entry.buffer.name, entry.buffer.role
         if role is Role.INPUT:
             raise Broken(rank, f"writes to the input {name}")
@@ -163,8 +168,8 @@ class Memory:
         before = _take(cells, where)
         if len(before) != len(values):
             raise Broken(rank, f"gets {len(values)} cells for {len(before)} of {name}")
-        if role is Role.OUTPUT and any(value is not None for value in before):
-            raise Broken(rank, f"writes the output {name} twice")
+        if not accumulates and any(value is not None for value in before):
+            raise Broken(rank, f"overwrites {name}, which holds something already")
         if isinstance(where, slice):
             cells[where] = values
         else:

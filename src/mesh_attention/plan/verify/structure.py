@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.buffers import Kind, Precision, Role
+from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
+    Attend,
+    AttendBackward,
     Communication,
     Free,
     Operation,
@@ -37,10 +41,73 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
     if findings:
         return findings
     for program in one.programs:
-        wrong = _program_fault(one, program)
+        wrong = _caller_fault(plan, one, program) or _program_fault(one, program)
         if wrong:
             findings.append(Finding(direction, program.rank, *wrong))
-    return findings
+    return findings or _schedule_findings(one)
+
+
+_CALLER = {
+    Direction.FORWARD: ((Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)),
+    Direction.BACKWARD: (
+        (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
+        (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
+    ),
+}
+
+
+def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
+    """The caller's tensors: each exactly once, the whole own partition, all heads."""
+    wanted = {
+        (role, kind): _caller_buffer(plan, program.rank, kind)
+        for role, kinds in zip((Role.INPUT, Role.OUTPUT), _CALLER[one.direction], strict=True)
+        for kind in kinds
+    }
+    for buffer in program.buffers:
+        if buffer.role is Role.WORKSPACE:
+            continue
+        want = wanted.pop((buffer.role, buffer.kind), None)
+        if want is None:
+            return buffer.name, f"is not an {buffer.role} of the {one.direction} pass, or is twice"
+        if (buffer.rows, buffer.heads, buffer.precision) != want:
+            return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
+    if wanted:
+        role, kind = next(iter(wanted))
+        return str(kind), f"the {role} is missing"
+    return None
+
+
+def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
+    slots = (plan.kv_layout if kind.is_key_side else plan.q_layout).slots
+    heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
+    precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
+    return ((rank * slots, (rank + 1) * slots),), (0, heads), precision
+
+
+def _schedule_findings(one: Pass) -> list[Finding]:
+    """The schedule that is drawn and simulated is the order in which the programs run."""
+    place = {name: at for at, name in enumerate(one.schedule.order())}
+    seen: set[str] = set()
+    for program in one.programs:
+        last = -1
+        for op in program.operations:
+            at = place.get(op.name.partition(".")[0])  # "RS-Q-0.merge" belongs to RS-Q-0
+            if at is None:
+                continue
+            if at < last:
+                message = "does not stand where the schedule has it"
+                return [Finding(str(one.direction), program.rank, op.name, message)]
+            last = at
+            seen.add(op.name.partition(".")[0])
+        attends = [op.name for op in program.operations if isinstance(op, Attend | AttendBackward)]
+        strange = [name for name in attends if name not in place]
+        if strange:
+            message = "is not in the schedule"
+            return [Finding(str(one.direction), program.rank, strange[0], message)]
+    missing = [name for name in place if name not in seen]
+    if missing:
+        return [Finding(str(one.direction), 0, missing[0], "is scheduled but no rank does it")]
+    return []
 
 
 def _program_fault(one: Pass, program: Program) -> tuple[str, str] | None:

@@ -1,0 +1,177 @@
+"""Sub-groups with arbitrary ranks, several objects at a time, and nothing left after `close`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import Case
+from support.gloo_case import Part, attend, context, expected_bytes, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors, tolerance
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mesh_attention import Mask, MeshAttentionError
+from mesh_attention.plan.home import Combine
+from mesh_attention.runtime.transport.make_group import timeout_of
+
+CASE = Case(4, 45, 45, mask=Mask(causal=True), batch=2, options={"tile": (2, 2), "chunks": (2, 2)})
+ODD = [6, 2, 0, 4]
+
+
+def num_groups() -> int:
+    """All process groups that this process knows of."""
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def world_of_four(rank: int, world_size: int, case: Case) -> Part:
+    with context(case) as cp:
+        return attend(cp, case)
+
+
+def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, Part | None]:
+    """The place in the group, and the result of a member."""
+    group: dist.ProcessGroup | DeviceMesh
+    if kind == "mesh":
+        group = DeviceMesh("cpu", ODD)
+    else:
+        group = dist.new_group(ODD, sort_ranks=kind == "sorted")
+    if rank not in ODD:
+        return -1, None
+    place = dist.get_rank(group.get_group() if isinstance(group, DeviceMesh) else group)
+    with context(case, group) as cp:
+        return place, attend(cp, case)
+
+
+@pytest.mark.parametrize("combine", [Combine.EXCHANGE, Combine.REDUCE_SCATTER])
+@pytest.mark.parametrize("kind", ["sorted", "as given", "mesh"])
+def test_ranks_6_2_0_4_of_eight_give_the_result_of_a_world_of_four(
+    pool: WorkerPool, kind: str, combine: Combine
+) -> None:
+    case = Case(**{**vars(CASE), "options": {**CASE.options, "combine": combine}})
+    expected = pool.run(world_of_four, 4, case)
+    found = pool.run(sub_group, 8, case, kind)
+    members = dict(one for one in found if one[1] is not None)
+    assert set(members) == {0, 1, 2, 3}
+    assert [rank for rank, one in enumerate(found) if one[1] is None] == [1, 3, 5, 7]
+    for place, part in members.items():
+        assert part.rank == place
+        assert torch.equal(part.positions, expected[place].positions)
+        for name, value in part.tensors.items():
+            torch.testing.assert_close(value, expected[place].tensors[name], rtol=0, atol=1e-12)
+        assert part.traffic == expected[place].traffic == expected_bytes(case)[place]
+    if kind == "as given":
+        assert found[6][0] == 0
+    distances = errors(
+        whole(list(members.values()), case), attention(*case.tensors(), case.mask)
+    )
+    assert max(distances.values()) <= tolerance(case.dtype)
+
+
+def two_at_once(rank: int, world_size: int, rows: Case, columns: Case) -> tuple[Part, Part]:
+    """A 2 x 4 mesh of ranks: every rank takes part in its row and in its column, by turns."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    with context(rows, mesh["inner"]) as inner, context(columns, mesh["outer"]) as outer:
+        attend(inner, rows)
+        second = attend(outer, columns)
+        inner._engine.counters["forward"].reset()  # type: ignore[index]
+        inner._engine.counters["backward"].reset()  # type: ignore[index]
+        return attend(inner, rows), second
+
+
+def test_two_objects_on_different_sub_groups_work_at_the_same_time(pool: WorkerPool) -> None:
+    rows = CASE
+    columns = Case(2, 31, 31, mask=Mask(), heads=(8, 1), dtype=torch.float32)
+    results = pool.run(two_at_once, 8, rows, columns)
+    for case, which, groups in (
+        (rows, 0, [range(0, 4), range(4, 8)]),
+        (columns, 1, [(i, i + 4) for i in range(4)]),
+    ):
+        for group in groups:
+            parts = [results[rank][which] for rank in group]
+            distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
+            assert max(distances.values()) <= tolerance(case.dtype)
+            assert [part.traffic for part in parts] == expected_bytes(case)
+
+
+def open_and_close(rank: int, world_size: int, case: Case, times: int) -> list[tuple[int, int]]:
+    seen = []
+    for _ in range(times):
+        before = num_groups()
+        cp = context(case)
+        attend(cp, case)
+        during = num_groups()
+        cp.close()
+        cp.close()
+        seen.append((during - before, num_groups() - before))
+    return seen
+
+
+def test_no_group_is_left_after_close_however_often(pool: WorkerPool) -> None:
+    for seen in pool.run(open_and_close, 4, CASE, 4):
+        # One row and one column of the 2 x 2 tile, forward and backward alike.
+        assert seen == [(2, 0)] * 4
+
+
+def interleaved(rank: int, world_size: int, case: Case) -> list[Part]:
+    """Objects on the same ranks, closed in another order than they were made."""
+    first, second, third = (context(case) for _ in range(3))
+    parts = [attend(second, case), attend(first, case)]
+    second.close()
+    parts.append(attend(third, case))
+    first.close()
+    parts.append(attend(third, case))
+    third.close()
+    return parts
+
+
+def test_objects_on_the_same_ranks_do_not_disturb_each_other(pool: WorkerPool) -> None:
+    for parts in zip(*pool.run(interleaved, 4, CASE), strict=True):
+        distances = errors(whole(list(parts), CASE), attention(*CASE.tensors(), CASE.mask))
+        assert max(distances.values()) <= tolerance(CASE.dtype)
+
+
+def use_after_close(rank: int, world_size: int, case: Case) -> list[str]:
+    q, k, v, grad_out = case.tensors()
+    cp = context(case)
+    shards = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*shards)
+    cp.close()
+    said = []
+    for use in (lambda: cp.attention(*shards), lambda: out.sum().backward()):  # type: ignore[union-attr]
+        try:
+            use()
+        except MeshAttentionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_use_after_close_is_an_error(pool: WorkerPool) -> None:
+    for said in pool.run(use_after_close, 4, CASE):
+        assert len(said) == 2
+        assert all("closed; make a new one" in one for one in said)
+
+
+def close_after_destroy(rank: int, world_size: int, case: Case) -> None:
+    cp = context(case)
+    attend(cp, case)
+    dist.destroy_process_group()
+    cp.close()
+
+
+def test_close_is_safe_after_the_caller_destroyed_all_groups(pool: WorkerPool) -> None:
+    pool.run(close_after_destroy, 4, CASE)
+
+
+def groups_timeouts(rank: int, world_size: int, case: Case) -> list[timedelta]:
+    parent = dist.new_group(timeout=timedelta(seconds=23))
+    with context(case, parent) as cp:
+        attend(cp, case)
+        return [timeout_of(group) for group in cp._engine.groups._made.values()]
+
+
+def test_groups_inherit_the_timeout_of_the_callers_group(pool: WorkerPool) -> None:
+    for timeouts in pool.run(groups_timeouts, 4, CASE):
+        assert timeouts == [timedelta(seconds=23)] * 2
