@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.distributed_c10d import FileStore
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel
@@ -34,14 +33,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             store = str(Path(folder) / "store")
-            mp.spawn(_rank, (size, backend, store, str(report)), size)
+            spawn(_rank, (size, backend, store, str(report)), size)  # type: ignore[no-untyped-call]
             results[f"{backend} x {size}"] = json.loads(report.read_text())
     print(json.dumps(results))
 
 
 def _rank(rank: int, size: int, backend: str, store: str, report: str) -> None:
     torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=FileStore(store, size), rank=rank, world_size=size)
+    file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=file_store, rank=rank, world_size=size)
     rows = {}
     for dtype in (torch.bfloat16, torch.float32):
         for causal in (False, True):

@@ -125,14 +125,12 @@ def _rank_main(rank: int, store: str, queue: Any) -> None:
 def _run_rank(rank: int, store: str, queue: Any) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     from mesh_attention.context_parallel import ContextParallel
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=FileStore(store, NUM_RANKS), rank=rank, world_size=NUM_RANKS
-    )
+    file_store = dist.FileStore(store, NUM_RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=NUM_RANKS)
     queue.put(("ready", -1, None))
     torch.manual_seed(0)
     shape = (_BATCH, _TOKENS, _HEADS, _HEAD_DIM)

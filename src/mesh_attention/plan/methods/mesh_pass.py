@@ -265,9 +265,10 @@ class MeshPass(ABC):
         return made
 
     def _add_partial(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
-        heads = self.heads_of(kind)
-        made[name] = Buffer(name, kind, rows, heads, Precision.ACCUMULATE)
-        wire = self.wire(name)
+        heads, wire = self.heads_of(kind), self.wire(name)
+        travels_itself = wire == name and not kind.is_statistic
+        precision = Precision.ELEMENT if travels_itself else Precision.ACCUMULATE
+        made[name] = Buffer(name, kind, rows, heads, precision)
         if wire != name and not kind.is_statistic:
             made[wire] = Buffer(wire, kind, rows, heads, Precision.ELEMENT)
 

@@ -1,0 +1,331 @@
+"""Mistakes are heard by all ranks, name the odd one, and come before any data moves.
+
+Each mistake is made by one rank, or by all; every rank must raise within ten seconds, and nothing
+may have been handed to the transport. Afterwards the right call must work on the same object.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import Case
+from support.gloo_case import attend, context, handed_bytes, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
+
+RANKS = 4
+CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
+LIMIT_SECONDS = 10.0
+
+Inputs = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one rank heard, how long it took, and what had moved by then."""
+
+    error: str
+    kind: str
+    seconds: float
+    moved: int
+    groups: int
+
+
+def listen(action: Callable[[], object], cp: ContextParallel | None = None) -> Heard:
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
+    started = time.monotonic()
+    error, kind = "", ""
+    try:
+        action()
+    except MeshAttentionError as caught:
+        error, kind = str(caught), type(caught).__name__
+    seconds = time.monotonic() - started
+    handed = handed_bytes(cp) if cp is not None else {}
+    moved = sum(sum(sizes) for kinds in handed.values() for sizes in kinds.values())
+    return Heard(error, kind, seconds, moved, len(groups) - before)
+
+
+def all_heard(heard: list[Heard]) -> None:
+    for rank, one in enumerate(heard):
+        assert one.error, f"rank {rank} heard nothing"
+        assert one.seconds < LIMIT_SECONDS
+        assert one.moved == 0
+        assert one.groups == 0
+
+
+def shards(cp: ContextParallel, case: Case) -> Inputs:
+    q, k, v, _ = case.tensors()
+    return [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
+
+
+def larger_batch(inputs: Inputs) -> Inputs:
+    return [torch.cat([x, x]) for x in inputs]
+
+
+def other_dtype(inputs: Inputs) -> Inputs:
+    return [x.double() for x in inputs]
+
+
+def shorter(inputs: Inputs) -> Inputs:
+    return [x[:, 1:] for x in inputs]
+
+
+def other_heads(inputs: Inputs) -> Inputs:
+    return [inputs[0][:, :, :2], *inputs[1:]]
+
+
+def mixed_dtypes(inputs: Inputs) -> Inputs:
+    return [inputs[0], inputs[1].double(), inputs[2]]
+
+
+def no_batch(inputs: Inputs) -> Inputs:
+    return [x[0] for x in inputs]
+
+
+def whole_numbers(inputs: Inputs) -> Inputs:
+    return [x.detach().long() for x in inputs]
+
+
+def without_grad(inputs: Inputs) -> Inputs:
+    return [x.detach() for x in inputs]
+
+
+def call_wrongly(
+    rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
+) -> tuple[Heard, Any]:
+    with context(CASE) as cp:
+        inputs = shards(cp, CASE)
+        given = mistake(inputs) if rank in by else inputs
+        heard = listen(lambda: cp.attention(*given), cp)
+        return heard, attend(cp, CASE)
+
+
+MISTAKES = {
+    "batch": (larger_batch, "batch is 4 there, 2 elsewhere"),
+    "dtype": (other_dtype, "dtype is 'torch.float64' there, 'torch.float32' elsewhere"),
+    "length": (shorter, "q has shape (2, 9, 4, 8), expected (2, 10, 4, 8)"),
+    "heads": (other_heads, "q has shape (2, 10, 2, 8), expected (2, 10, 4, 8)"),
+    "mix": (mixed_dtypes, "k is torch.float64 on cpu but q is torch.float32 on cpu"),
+    "ndim": (no_batch, "q has shape (10, 4, 8)"),
+    "integers": (whole_numbers, "torch.int64 is not a floating-point type"),
+    "grad": (without_grad, "needs_grad is False there, True elsewhere"),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(
+    pool: WorkerPool, name: str, odd: int
+) -> None:
+    mistake, reason = MISTAKES[name]
+    heard, parts = zip(*pool.run(call_wrongly, RANKS, mistake, [odd]), strict=True)
+    all_heard(list(heard))
+    for rank, one in enumerate(heard):
+        assert reason in one.error
+        if rank != odd or one.kind == "DisagreementError":
+            assert f"rank {odd}" in one.error
+    # The mistake has done no harm: the same object then computes the truth.
+    distances = errors(whole(list(parts), CASE), attention(*CASE.tensors(), CASE.mask))
+    assert max(distances.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["length", "mix"])
+def test_the_same_wrong_tensors_on_all_ranks_raise_on_all(pool: WorkerPool, name: str) -> None:
+    mistake, reason = MISTAKES[name]
+    results = pool.run(call_wrongly, RANKS, mistake, list(range(RANKS)))
+    all_heard([heard for heard, _ in results])
+    assert all(reason in heard.error for heard, _ in results)
+
+
+def test_two_odd_ranks_are_both_named(pool: WorkerPool) -> None:
+    heard = pool.run(call_wrongly_once, 5, without_grad, [1, 3])
+    all_heard(heard)
+    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagrees" in h.error for h in heard)
+
+
+def call_wrongly_once(
+    rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
+) -> Heard:
+    case = replace(CASE, ranks=world_size)
+    with context(case) as cp:
+        inputs = shards(cp, case)
+        given = mistake(inputs) if rank in by else inputs
+        return listen(lambda: cp.attention(*given), cp)
+
+
+WRONG_ARGUMENTS = {
+    "tile": ({"tile": (3, 2)}, "tile 3x2 has 6 cells but there are 4 ranks; tiles that fit:"),
+    "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
+    "unknown": ({"tyle": (2, 2)}, "method mesh has no option 'tyle'"),
+    "softcap": ({"softcap": 30.0}, "method mesh has no option 'softcap'"),
+    "dropout": ({"dropout_p": 0.1}, "method mesh has no option 'dropout_p'"),
+    "method": ({"method": "telepathy"}, "unknown method 'telepathy'"),
+    "layout": ({"layout": "diagonal"}, "layout='diagonal' is unknown; known: contiguous"),
+    "combine": ({"combine": "hope"}, "combine='hope' is unknown"),
+    "chunks": ({"chunks": (5, 5)}, "chunks 5x5"),
+    "heads": ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+    "length": ({"seq_len": 0}, "q_tokens=0: must be a whole number of at least 1"),
+    "window-twice": ({"mask": Mask(causal=True), "window_size": (4, 0)}, "not both"),
+    "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
+    "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
+    "alpha": ({"alpha": 2}, "alpha needs ranks_per_node"),
+    "memory": ({"max_buffer_bytes": 10}, "10"),
+}
+
+
+def construct(
+    rank: int, world_size: int, changes: dict[str, Any], by: list[int], usual: dict[str, Any]
+) -> Heard:
+    given = changes if rank in by else usual
+    return listen(lambda: context(CASE, **given))
+
+
+@pytest.mark.parametrize("by", [[0, 1, 2, 3], [1], [0]], ids=["all", "one", "first"])
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused_by_name_on_all_ranks(
+    pool: WorkerPool, name: str, by: list[int]
+) -> None:
+    changes, reason = WRONG_ARGUMENTS[name]
+    heard = pool.run(construct, RANKS, changes, by, {})
+    all_heard(heard)
+    for rank, one in enumerate(heard):
+        assert reason in one.error
+        if rank not in by:
+            assert f"rank {by[0]}" in one.error
+
+
+OTHER_ARGUMENTS = {
+    "causal": {"causal": False, "mask": None},
+    "length": {"seq_len": 44, "kv_seq_len": 44},
+    "tile": {"tile": (4, 1)},
+    "dtype": {"dtype": torch.bfloat16},
+    "scale": {"softmax_scale": 0.5},
+    "chunks": {"chunks": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
+def test_an_object_made_differently_on_one_rank_is_refused_and_the_rank_named(
+    pool: WorkerPool, name: str, odd: int
+) -> None:
+    heard = pool.run(construct, RANKS, OTHER_ARGUMENTS[name], [odd], {"tile": (2, 2)})
+    all_heard(heard)
+    for one in heard:
+        assert f"rank {odd} of the group [0, 1, 2, 3] disagrees" in one.error
+
+
+def masks_that_cannot_be(rank: int, world_size: int) -> list[Heard]:
+    return [
+        listen(lambda: context(CASE, mask=Mask(causal=True, prefix=3, window=(4, 0)))),
+        listen(lambda: context(CASE, mask=Mask(prefix=3))),
+        listen(lambda: context(CASE, mask=Mask(documents=(3, 40)))),
+    ]
+
+
+def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
+    for heard in pool.run(masks_that_cannot_be, RANKS):
+        all_heard(heard)
+        assert "prefix and window exclude each other" in heard[0].error
+
+
+def forced_kernel(rank: int, world_size: int, kernel: str, layout: str) -> Heard:
+    case = replace(CASE, q_tokens=37, kv_tokens=37, options={"layout": layout, "kernel": kernel})
+    with context(case) as cp:
+        inputs = shards(cp, case)
+        return listen(lambda: cp.attention(*inputs), cp)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_a_kernel_that_cannot_do_the_work_of_some_rank_is_refused_on_all(
+    pool: WorkerPool, layout: str
+) -> None:
+    """Only the rank that owns the padding has a row range in the contiguous layout."""
+    heard = pool.run(forced_kernel, RANKS, "cpu_flash", layout)
+    all_heard(heard)
+    assert all("cpu_flash" in one.error for one in heard)
+
+
+def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
+    heard = pool.run(forced_kernel, RANKS, "abacus", "zigzag")
+    all_heard(heard)
+    assert all("no kernel is named 'abacus'" in one.error for one in heard)
+
+
+def shard_wrongly(rank: int, world_size: int) -> list[Heard]:
+    with context(CASE) as cp:
+        q = CASE.tensors()[0]
+        once = cp.shard(q, 1)
+        return [
+            listen(lambda: cp.shard(once, 1), cp),
+            listen(lambda: cp.shard(q[:, :-1], 1), cp),
+            listen(lambda: cp.shard(q, 4), cp),
+            listen(lambda: cp.unshard(q, 1), cp),
+            listen(lambda: cp.shard(q, 1, side="keys"), cp),  # type: ignore[arg-type]
+        ]
+
+
+def test_sharding_twice_is_detected(pool: WorkerPool) -> None:
+    for heard in pool.run(shard_wrongly, RANKS):
+        all_heard(heard)
+        assert "looks sharded already" in heard[0].error
+        assert "all 40 tokens along dim 1, but it has 39" in heard[1].error
+        assert "dim=4 is outside a tensor of 4 dimensions" in heard[2].error
+        assert "wants 10 slots along dim 1, but it has 40" in heard[3].error
+        assert "must be 'q' or 'kv'" in heard[4].error
+
+
+def wrong_groups(rank: int, world_size: int) -> list[Heard]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    others = dist.new_group([0, 1])
+    heard = [listen(lambda: context(CASE, mesh))]
+    if rank > 1:
+        heard.append(listen(lambda: context(CASE, others)))
+    return heard
+
+
+def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPool) -> None:
+    for heard in pool.run(wrong_groups, RANKS):
+        all_heard(heard)
+        assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in heard[0].error
+        assert all("not a member of the group" in one.error for one in heard[1:])
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(MeshAttentionError, match="init_process_group first"):
+        context(CASE)
+    q, k, v, _ = CASE.tensors()
+    with pytest.raises(MeshAttentionError, match="init_process_group first"):
+        mesh_attention(q, k, v, causal=True)
+
+
+def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Heard:
+    inputs = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+    given = changes if rank == odd else {}
+    return listen(lambda: mesh_attention(*inputs, **{"causal": True, **given}))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False}]
+)
+def test_the_function_refuses_what_one_rank_asks_for_on_all(
+    pool: WorkerPool, changes: dict[str, Any]
+) -> None:
+    heard = pool.run(function_wrongly, 3, changes, 1)
+    all_heard(heard)
+    for rank, one in enumerate(heard):
+        if rank != 1:
+            assert "rank 1" in one.error
+        assert next(iter(changes)) in one.error or "plan is" in one.error
