@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
+from mesh_attention.plan.program import Attend, CallKind
 
 RANKS = 4
 CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
@@ -240,25 +241,26 @@ def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
         assert "prefix and window exclude each other" in heard[0].error
 
 
-def forced_kernel(rank: int, world_size: int, kernel: str, layout: str) -> Heard:
-    case = replace(CASE, q_tokens=37, kv_tokens=37, options={"layout": layout, "kernel": kernel})
+def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Heard, list[CallKind]]:
+    """With these tiles only the first rank meets the ragged edge of the window."""
+    options = {"layout": "contiguous", "tile": (4, 1), "kernel": kernel}
+    case = replace(CASE, mask=Mask(causal=True, window=(30, 0)), options=options)
     with context(case) as cp:
         inputs = shards(cp, case)
-        return listen(lambda: cp.attention(*inputs), cp)
+        program = cp.plan.forward.programs[cp.rank]
+        kinds = [c.kind for op in program.operations if isinstance(op, Attend) for c in op.calls]
+        return listen(lambda: cp.attention(*inputs), cp), kinds
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_a_kernel_that_cannot_do_the_work_of_some_rank_is_refused_on_all(
-    pool: WorkerPool, layout: str
-) -> None:
-    """Only the rank that owns the padding has a row range in the contiguous layout."""
-    heard = pool.run(forced_kernel, RANKS, "cpu_flash", layout)
-    all_heard(heard)
-    assert all("cpu_flash" in one.error for one in heard)
+def test_a_kernel_that_cannot_do_the_work_of_one_rank_is_refused_on_all(pool: WorkerPool) -> None:
+    heard, kinds = zip(*pool.run(forced_kernel, RANKS, "cpu_flash"), strict=True)
+    assert [CallKind.RANGE in own for own in kinds] == [True, False, False, False]
+    all_heard(list(heard))
+    assert all("kernel 'cpu_flash' cannot do" in one.error for one in heard)
 
 
 def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
-    heard = pool.run(forced_kernel, RANKS, "abacus", "zigzag")
+    heard = [one for one, _ in pool.run(forced_kernel, RANKS, "abacus")]
     all_heard(heard)
     assert all("no kernel is named 'abacus'" in one.error for one in heard)
 

@@ -60,13 +60,14 @@ def work(plan: Plan, program: Program) -> int:
 
 @pytest.mark.parametrize("n", range(1, 65))
 def test_zigzag_gives_every_rank_2ab_block_pairs_of_causal_work_in_at_most_7_calls(n: int) -> None:
-    """Two half diagonal blocks count as one block-pair, up to the B pairs on the diagonal itself."""
+    """Two half diagonal blocks count as one block-pair, up to the B pairs on the diagonal."""
     for tile in factorisations(n):
         for program in causal_plan(n, tile, tokens=2 * n * BLOCK).forward.programs:
             calls = calls_of(program)
             assert sum(map(zigzag_pairs, calls)) == 2 * n * BLOCK**2 + BLOCK
             assert len(calls) <= 7
-            assert Counter(call.kind for call in calls)[CallKind.CAUSAL] == 2
+            squares = Counter(call.kind for call in calls)[CallKind.CAUSAL]
+            assert squares == (2 if n > 1 else 1)  # one rank holds the whole square
 
 
 @pytest.mark.parametrize("n", [8, 12])

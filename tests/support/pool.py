@@ -49,7 +49,12 @@ class WorkerPool:
         self._jobs = 0
         tests = Path(__file__).parent.parent
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("worker.py")), str(self._listener.address)],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("worker.py")),
+                str(self._listener.address),
+                str(self._store.port),
+            ],
             stdin=subprocess.PIPE,
             text=True,
             env=os.environ
@@ -69,8 +74,9 @@ class WorkerPool:
         seconds: float = JOB_SECONDS,
         group_seconds: float | None = None,
         may_end: tuple[int, ...] = (),
+        may_hang: tuple[int, ...] = (),
     ) -> list[Any]:
-        """Results by rank; ranks in `may_end` may also end their process, and give `Ended`.
+        """Results by rank; ranks that may end their process or hang, and did, give `Ended`.
 
         `group_seconds` is the timeout of the default process group.
         """
@@ -83,17 +89,20 @@ class WorkerPool:
                 rank,
                 world_size,
                 args,
-                self._store.port,
                 group_seconds or seconds,
                 tuple(sys.path),
             )
             send(self._workers[rank][0], job)
-        answers = self._collect(world_size, time.monotonic() + seconds)
+        answers = self._collect(world_size, time.monotonic() + seconds, may_hang)
         silent = [rank for rank in range(world_size) if rank not in answers]
+        for rank in set(silent).intersection(may_hang):
+            self._kill(rank)
+            answers[rank] = Ended()
+            silent.remove(rank)
         errors = {
             rank: a.error if isinstance(a, Answer) else "its process ended"
             for rank, a in answers.items()
-            if (a.error if isinstance(a, Answer) else rank not in may_end)
+            if (a.error if isinstance(a, Answer) else rank not in (*may_end, *may_hang))
         }
         for rank in silent:
             self._kill(rank)
@@ -127,10 +136,15 @@ class WorkerPool:
             number, pid = pickle.loads(connection.recv_bytes())
             self._workers[number] = (connection, pid)
 
-    def _collect(self, world_size: int, deadline: float) -> dict[int, Answer | Ended]:
+    def _collect(
+        self, world_size: int, deadline: float, may_hang: tuple[int, ...]
+    ) -> dict[int, Answer | Ended]:
         answers: dict[int, Answer | Ended] = {}
         ranks = {self._workers[rank][0]: rank for rank in range(world_size)}
-        while ranks and (left := deadline - time.monotonic()) > 0:
+        while set(ranks.values()).difference(may_hang):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
             for connection in wait(list(ranks), left):
                 assert isinstance(connection, Connection)
                 rank = ranks.pop(connection)

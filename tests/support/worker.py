@@ -1,6 +1,6 @@
 """The processes of the pool: a server that imports torch once and forks, and the forked workers.
 
-Run as a script with the address of the pool. Every line on its standard input is the number of a
+Run as a script with the addresses of the pool and its store. Every line on its standard input is the number of a
 worker to fork; the end of the input is the end of the server. It has a single thread when it forks.
 """
 
@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Job:
     rank: int
     world_size: int
     args: tuple[Any, ...]
-    store_port: int
     timeout_seconds: float
     search_path: tuple[str, ...]
 
@@ -39,7 +41,7 @@ class Answer:
     error: str | None = None
 
 
-def serve(address: str) -> None:
+def serve(address: str, store_port: int) -> None:
     import pytest  # noqa: F401
     import torch
     import torch.distributed.device_mesh  # noqa: F401
@@ -55,14 +57,16 @@ def serve(address: str) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             try:
-                work(Client(address, family="AF_UNIX"), int(line))
+                work(Client(address, family="AF_UNIX"), int(line), store_port)
             finally:
                 os._exit(0)
 
 
-def work(pool: Connection, number: int) -> None:
+def work(pool: Connection, number: int, store_port: int) -> None:
     import torch.distributed
 
+    # One connection for all jobs: a new one now and then takes the store five seconds.
+    store = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
     send(pool, (number, os.getpid()))
     while True:
         try:
@@ -71,7 +75,7 @@ def work(pool: Connection, number: int) -> None:
             return
         sys.path[:] = job.search_path
         try:
-            answer = pickle.dumps(Answer(job.number, result=_run(job)))
+            answer = pickle.dumps(Answer(job.number, result=_run(job, store)))
         except BaseException:
             answer = pickle.dumps(Answer(job.number, error=traceback.format_exc()))
         pool.send_bytes(answer)
@@ -83,15 +87,13 @@ def work(pool: Connection, number: int) -> None:
             torch.distributed.destroy_process_group()
 
 
-def _run(job: Job) -> Any:
+def _run(job: Job, store: dist.Store) -> Any:
     import torch.distributed as dist
 
     module, _, name = job.function.partition(":")
     function = getattr(import_module(module), name)
     timeout = timedelta(seconds=job.timeout_seconds)
-    import time; t0=time.time()
-    store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timeout)
-    t1=time.time()
+    store.set_timeout(timeout)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"job{job.number}", store),
@@ -99,8 +101,7 @@ def _run(job: Job) -> Any:
         world_size=job.world_size,
         timeout=timeout,
     )
-    t2=time.time()
-    return t1-t0,t2-t1
+    return function(job.rank, job.world_size, *job.args)
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -110,4 +111,4 @@ def send(connection: Connection, message: Any) -> None:
 
 if __name__ == "__main__":
     # Under its real name, so that messages unpickle on both sides.
-    import_module("support.worker").serve(sys.argv[1])
+    import_module("support.worker").serve(sys.argv[1], int(sys.argv[2]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["Buffer", "Kind", "Piece", "Precision", "Role"]
@@ -110,11 +110,4 @@ class Piece:
 
     def spans(self, buffer: Buffer) -> Spans:
         """The places of these rows."""
-        result = []
-        at = 0
-        for start, stop in buffer.rows:
-            first, last = max(self.start, at), min(self.stop, at + stop - start)
-            if first < last:
-                result.append((start + first - at, start + last - at))
-            at += stop - start
-        return tuple(result)
+        return slice_spans(buffer.rows, self.start, self.stop)

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.layout import Layout, Spans, joined
+from mesh_attention.plan.layout import Layout, Spans, joined, slice_spans
 
-__all__ = ["Chunk", "chunks_of", "in_stack", "in_whole", "stack_spans", "whole_spans"]
+__all__ = [
+    "Chunk",
+    "chunks_between",
+    "chunks_of",
+    "in_stack",
+    "in_whole",
+    "stack_rows",
+    "whole_rows",
+    "whole_spans",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +47,37 @@ class Chunk:
 
 
 def chunks_of(layout: Layout, count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of nearly equal size; never more than there are slots."""
-    count = min(count, layout.slots)
-    bounds = [i * layout.slots // count for i in range(count + 1)]
+    """`count` chunks of a partition, of nearly equal size; never more than there are slots."""
+    return chunks_between(layout.halves, count)
+
+
+def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
+    """The same for any rows whose parts `halves` a gather keeps apart."""
+    size = halves[-1]
+    count = min(count, size)
+    bounds = [i * size // count for i in range(count + 1)]
     return tuple(
-        Chunk(
-            i,
-            start,
-            stop,
-            (0, *(h - start for h in layout.halves if start < h < stop), stop - start),
-        )
+        Chunk(i, start, stop, (0, *(h - start for h in halves if start < h < stop), stop - start))
         for i, (start, stop) in enumerate(pairwise(bounds))
     )
 
 
 def whole_spans(partitions: Sequence[int], chunk: Chunk, slots: int) -> Spans:
+    return whole_rows([((p * slots, (p + 1) * slots),) for p in partitions], chunk)
+
+
+def whole_rows(owners: Sequence[Spans], chunk: Chunk) -> Spans:
+    """A chunk of several owners, each given by its rows, as a gather lays it out."""
     return joined(
-        (p * slots + chunk.start + a, p * slots + chunk.start + b)
+        span
         for a, b in pairwise(chunk.cuts)
-        for p in partitions
+        for rows in owners
+        for span in slice_spans(rows, chunk.start + a, chunk.start + b)
     )
 
 
-def stack_spans(partition: int, copies: int, chunk: Chunk, slots: int) -> Spans:
-    own = (partition * slots + chunk.start, partition * slots + chunk.stop)
-    return (own,) * copies
+def stack_rows(rows: Spans, copies: int, chunk: Chunk) -> Spans:
+    return slice_spans(rows, chunk.start, chunk.stop) * copies
 
 
 def in_whole(buffer: str, member: int, num_members: int, chunk: Chunk) -> tuple[Piece, ...]:

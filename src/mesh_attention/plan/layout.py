@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.runs import Run, clip_run
 
-__all__ = ["Layout", "LayoutKind", "Spans", "joined"]
+__all__ = ["Layout", "LayoutKind", "Spans", "joined", "slice_spans"]
 
 Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
 
@@ -49,6 +49,22 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
             result[-1] = (result[-1][0], stop)
         else:
             result.append((start, stop))
+    return tuple(result)
+
+
+def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """Rows `start..stop` of intervals that lie one after the other.
+
+    >>> slice_spans(((0, 4), (8, 12)), 2, 6)
+    ((2, 4), (8, 10))
+    """
+    result = []
+    at = 0
+    for first, last in spans:
+        low, high = max(start, at), min(stop, at + last - first)
+        if low < high:
+            result.append((first + low - at, first + high - at))
+        at += last - first
     return tuple(result)
 
 

@@ -73,13 +73,14 @@ class Handshake:
 
     def _get(self, key: str, awaited: list[int], *, patient: bool) -> bytes:
         started = time.monotonic()
+        patience = min(timedelta(seconds=_PATIENCE_SECONDS), self._timeout)
         try:
-            self._store.wait([key], timedelta(seconds=_PATIENCE_SECONDS))
+            self._store.wait([key], patience)
         except RuntimeError as late:
             if not patient:
                 raise DisagreementError(f"{self._missing(awaited)} did not come") from late
             warnings.warn(
-                f"rank {self._me} has waited {_PATIENCE_SECONDS:.0f} s for "
+                f"rank {self._me} has waited {patience.total_seconds():.0f} s for "
                 f"{self._missing(awaited)} to reach the same attention call",
                 stacklevel=2,
             )

@@ -13,11 +13,14 @@ from mesh_attention.plan.assignment import Tile, best_tile, patch_devices, tiles
 from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.home import Combine, Route
 from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
 from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.mesh_programs import Lowerings, Order, build_pass
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.methods.mesh_programs import MeshInner, Order, order_tasks
+from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.methods.weave import weave
+from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "plan_mesh"]
@@ -61,16 +64,23 @@ def plan_mesh(
     setting: MeshSetting | None = None,
     *,
     directions: tuple[Direction, ...] = (Direction.FORWARD, Direction.BACKWARD),
+    degree: int = 1,
+    method: str = "mesh",
 ) -> Plan:
-    """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
+    """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank.
+
+    `degree` is that of Ulysses: the tile is then one of units of so many ranks.
+    """
     setting = setting or MeshSetting()
     if setting.max_buffer_bytes is not None and setting.scheduler is not Scheduler.GREEDY:
         raise PlanError("max_buffer_bytes works with the greedy scheduler only; leave one out")
-    tile = _tile(setting.tile or best_tile(num_ranks, problem), num_ranks, setting.rotation)
+    check_ranks(num_ranks, setting.ranks_per_node)
+    units = num_ranks // degree
+    tile = _tile(setting.tile or best_tile(units, problem), units, setting.rotation)
     backward_tile = (
-        _tile(setting.backward_tile, num_ranks, setting.rotation) if setting.backward_tile else tile
+        _tile(setting.backward_tile, units, setting.rotation) if setting.backward_tile else tile
     )
-    devices = _devices(tile, setting)
+    devices = _devices(tile, setting, degree)
     kind = setting.layout
     if kind is None:
         kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
@@ -80,47 +90,53 @@ def plan_mesh(
     )
     lowerings = Lowerings(q_layout, kv_layout, problem.rows)
 
-    def build(direction: Direction) -> MeshPass:
+    def build(direction: Direction) -> Pass:
         forward = direction is Direction.FORWARD
         shape = tile if forward else backward_tile
         chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
         _check_chunks(chunks)
         route = _route(setting, shape, devices)
-        if forward:
-            return MeshForward(problem, q_layout, kv_layout, shape, chunks, route)
-        return MeshBackward(
-            problem, q_layout, kv_layout, shape, chunks, route, gather_out=setting.gather_out
+
+        def on(strand: Strand) -> MeshPass:
+            if forward:
+                return MeshForward(strand, shape, chunks, route)
+            return MeshBackward(strand, shape, chunks, route, gather_out=setting.gather_out)
+
+        passes = [on(Strand(problem, q_layout, kv_layout, degree, i)) for i in range(degree)]
+        schedule = order_tasks(
+            passes[0],
+            setting.costs,
+            setting.scheduler,
+            gamma=setting.gamma,
+            max_buffer_bytes=setting.max_buffer_bytes,
         )
+        ordered_by = "capped" if setting.max_buffer_bytes is not None else setting.scheduler.value
+        return weave([MeshInner(one, schedule, lowerings, ordered_by) for one in passes])
 
     return Plan(
         problem,
         q_layout,
         kv_layout,
-        tuple(
-            build_pass(
-                build(direction),
-                lowerings,
-                setting.costs,
-                setting.scheduler,
-                gamma=setting.gamma,
-                max_buffer_bytes=setting.max_buffer_bytes,
-            )
-            for direction in directions
-        ),
+        tuple(build(direction) for direction in directions),
         devices=devices,
         ranks_per_node=setting.ranks_per_node,
-        method="mesh",
+        method=method,
     )
 
 
-def _tile(shape: tuple[int, int], num_ranks: int, rotation: bool) -> Tile:
+def check_ranks(num_ranks: int, ranks_per_node: int | None) -> None:
     if num_ranks < 1:
         raise PlanError(f"ranks={num_ranks}: must be at least 1")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise PlanError(f"ranks_per_node={ranks_per_node}: must be at least 1")
+
+
+def _tile(shape: tuple[int, int], units: int, rotation: bool) -> Tile:
     tile = Tile(*shape, rotation)
-    if tile.num_ranks != num_ranks:
+    if tile.num_ranks != units:
         raise PlanError(
-            f"tile {tile} has {tile.num_ranks} cells but there are {num_ranks} ranks; "
-            f"tiles that fit: {tiles_of(num_ranks)}"
+            f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
+            f"tiles that fit: {tiles_of(units)}"
         )
     return tile
 
@@ -133,17 +149,21 @@ def _check_chunks(chunks: tuple[int, int]) -> None:
         )
 
 
-def _devices(tile: Tile, setting: MeshSetting) -> tuple[int, ...]:
+def _devices(tile: Tile, setting: MeshSetting, degree: int) -> tuple[int, ...]:
     p = setting.ranks_per_node
     if setting.alpha is None:
-        if p is not None and p < 1:
-            raise PlanError(f"ranks_per_node={p}: must be at least 1")
-        return tuple(range(tile.num_ranks))
+        return tuple(range(tile.num_ranks * degree))
     if p is None:
         raise PlanError("alpha needs ranks_per_node: it is the width of a node's patch of tiles")
-    if p < 1 or setting.alpha < 1:
-        raise PlanError(f"ranks_per_node={p} and alpha={setting.alpha} must be at least 1")
-    return patch_devices(tile.a, tile.b, p, setting.alpha)
+    if setting.alpha < 1:
+        raise PlanError(f"alpha={setting.alpha}: must be at least 1")
+    if degree > 1 and p % degree:
+        raise PlanError(
+            f"alpha with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
+            "leave alpha out"
+        )
+    units = patch_devices(tile.a, tile.b, p // degree, setting.alpha)
+    return tuple(unit * degree + i for unit in units for i in range(degree))
 
 
 def _route(setting: MeshSetting, tile: Tile, devices: tuple[int, ...]) -> Route:
@@ -153,6 +173,7 @@ def _route(setting: MeshSetting, tile: Tile, devices: tuple[int, ...]) -> Route:
     p = setting.ranks_per_node
     if p is None:
         return Route.EXCHANGE
+    degree = len(devices) // tile.num_ranks
     groups = [tile.q_group(r) for r in range(tile.b)]
-    inside = all(len({devices[g] // p for g in group}) == 1 for group in groups)
+    inside = all(len({devices[g * degree] // p for g in group}) == 1 for group in groups)
     return Route.EXCHANGE if inside else Route.REDUCE_SCATTER

@@ -7,29 +7,24 @@ With `delta` in place of O the Q group gathers one number a row and head instead
 from __future__ import annotations
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
+from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.home import Home, Route, bring_sum_home
-from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AttendBackward, Call, Merge, MergeRule, Operation
+from mesh_attention.plan.program import AttendBackward, Call, Operation
 
 __all__ = ["MeshBackward"]
 
 
 class MeshBackward(MeshPass):
     direction = Direction.BACKWARD
-    inputs = (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT)
-    outputs = (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
     q_return = "RS-dQ"
     kv_return = "RS-dKV"
 
     def __init__(
         self,
-        problem: Problem,
-        q_layout: Layout,
-        kv_layout: Layout,
+        strand: Strand,
         tile: Tile,
         chunks: tuple[int, int],
         route: Route,
@@ -39,29 +34,13 @@ class MeshBackward(MeshPass):
         self.gather_out = gather_out
         rest = Kind.OUT if gather_out else Kind.DELTA
         self.q_inputs = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, rest)
-        super().__init__(problem, q_layout, kv_layout, tile, chunks, route)
+        super().__init__(strand, tile, chunks, route)
 
     def q_partials(self) -> tuple[tuple[str, Kind], ...]:
         return (("grad_q", Kind.GRAD_Q),)
 
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
         return (("grad_k", Kind.GRAD_K), ("grad_v", Kind.GRAD_V))
-
-    def prologue(self) -> tuple[Operation, ...]:
-        if self.gather_out:
-            return ()
-        out, grad_out, delta = (
-            Piece(name, 0, self.q_slots) for name in ("out", "grad_out", "delta")
-        )
-        return (Merge("delta", MergeRule.DELTA, (out, grad_out), (delta,)),)
-
-    def local_buffers(self, rank: int) -> dict[str, Buffer]:
-        buffers = super().local_buffers(rank)
-        if not self.gather_out:
-            rows, kind = buffers["lse"].rows, Kind.DELTA
-            heads, precision = self.heads_of(kind), self.precision_of(kind)
-            buffers["delta"] = Buffer("delta", kind, rows, heads, precision, Role.WORKSPACE)
-        return buffers
 
     def compute(
         self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
@@ -85,12 +64,12 @@ class MeshBackward(MeshPass):
 
     def return_q(self, i: int, home: Home) -> list[Operation]:
         partial = f"grad_q.{i}"
-        return bring_sum_home(
-            f"{self.q_return}-{i}", home, ((partial, self.wire(partial), "grad_q"),)
-        )
+        tensors = ((partial, self.wire(partial), self.strand.local(Kind.GRAD_Q)),)
+        return bring_sum_home(f"{self.q_return}-{i}", home, tensors)
 
     def return_kv(self, j: int, home: Home) -> list[Operation]:
         tensors = tuple(
-            (f"{stem}.{j}", self.wire(f"{stem}.{j}"), stem) for stem, _ in self.kv_partials()
+            (f"{stem}.{j}", self.wire(f"{stem}.{j}"), self.strand.local(kind))
+            for stem, kind in self.kv_partials()
         )
         return bring_sum_home(f"{self.kv_return}-{j}", home, tensors)

@@ -13,9 +13,7 @@ __all__ = ["MeshForward"]
 
 class MeshForward(MeshPass):
     direction = Direction.FORWARD
-    inputs = (Kind.Q, Kind.K, Kind.V)
     q_inputs = (Kind.Q,)
-    outputs = (Kind.OUT, Kind.LSE)
     q_return = "RS-Q"
     kv_return = None
 
@@ -23,9 +21,6 @@ class MeshForward(MeshPass):
         return (("out", Kind.OUT), ("lse", Kind.LSE))
 
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
-        return ()
-
-    def prologue(self) -> tuple[Operation, ...]:
         return ()
 
     def compute(
@@ -46,4 +41,5 @@ class MeshForward(MeshPass):
         partial = (f"out.{i}", f"lse.{i}")
         wire = self.wire(partial[0])
         name = f"{self.q_return}-{i}"
-        return bring_output_home(name, home, partial=partial, wire=wire, out="out", lse="lse")
+        out, lse = map(self.strand.local, (Kind.OUT, Kind.LSE))
+        return bring_output_home(name, home, partial=partial, wire=wire, out=out, lse=lse)

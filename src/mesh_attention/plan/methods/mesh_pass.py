@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from functools import cache
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
-from mesh_attention.plan.chunks import chunks_of, in_whole, stack_spans, whole_spans
+from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
+from mesh_attention.plan.chunks import in_whole, stack_rows, whole_rows
 from mesh_attention.plan.home import Home, Route
-from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, AllToAll, Call, Merge, MergeRule, Move, Operation
 
 __all__ = ["MeshPass"]
@@ -30,32 +30,19 @@ class MeshPass(ABC):
     """What forward and backward share: gathers of Q and KV, and the ways home."""
 
     direction: Direction
-    inputs: tuple[Kind, ...]
     q_inputs: tuple[Kind, ...]  # what is gathered in the Q group
-    outputs: tuple[Kind, ...]
     q_return: str  # task kinds of the ways home
     kv_return: str | None
 
-    def __init__(
-        self,
-        problem: Problem,
-        q_layout: Layout,
-        kv_layout: Layout,
-        tile: Tile,
-        chunks: tuple[int, int],
-        route: Route,
-    ) -> None:
-        self.problem = problem
-        self.q_layout = q_layout
-        self.kv_layout = kv_layout
+    def __init__(self, strand: Strand, tile: Tile, chunks: tuple[int, int], route: Route) -> None:
+        self.strand = strand
+        self.problem = strand.problem
         self.tile = tile
-        self.q_chunks = chunks_of(q_layout, chunks[0])
-        self.kv_chunks = chunks_of(kv_layout, chunks[1])
+        self.q_chunks = strand.chunks(Kind.Q, chunks[0])
+        self.kv_chunks = strand.chunks(Kind.K, chunks[1])
         self.q_route = route if tile.a > 1 else Route.LOCAL
         kv_route = route if tile.rotation else Route.EXCHANGE
         self.kv_route = kv_route if tile.b > 1 else Route.LOCAL
-        self.q_slots = q_layout.slots
-        self.kv_slots = kv_layout.slots
         self.q_piece = cache(self._q_piece)
         self.kv_piece = cache(self._kv_piece)
         self.q_partial = cache(self._q_partial)
@@ -79,9 +66,6 @@ class MeshPass(ABC):
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]: ...
 
     @abstractmethod
-    def prologue(self) -> tuple[Operation, ...]: ...
-
-    @abstractmethod
     def compute(
         self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
     ) -> Operation: ...
@@ -95,7 +79,7 @@ class MeshPass(ABC):
     # Groups.
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        tile = self.tile
+        tile, strand = self.tile, self.strand
         groups = {}
         if tile.a > 1:
             groups.update({f"Q{r}": tile.q_group(r) for r in range(tile.b)})
@@ -103,20 +87,20 @@ class MeshPass(ABC):
             groups.update({f"KV{c}": tile.kv_group(c) for c in range(tile.a)})
         if tile.b > 1 and not tile.rotation:
             groups[EVERYONE] = tuple(range(tile.num_ranks))
-        return groups
+        return {strand.group_name(name): strand.members(units) for name, units in groups.items()}
 
     # Operands of a compute task.
 
     def _q_piece(self, stem: str, i: int) -> Piece:
         chunk = self.q_chunks[i]
         if self.tile.a == 1:
-            return chunk.local(stem)
+            return chunk.local(self.strand.local(Kind(stem)))
         return Piece(f"{stem}.{i}", 0, self.tile.a * chunk.size)
 
     def _kv_piece(self, stem: str, j: int) -> Piece:
         chunk = self.kv_chunks[j]
         if self.tile.b == 1:
-            return chunk.local(stem)
+            return chunk.local(self.strand.local(Kind(stem)))
         return Piece(f"{stem}.{j}", 0, self.tile.b * chunk.size)
 
     def _q_partial(self, stem: str, i: int) -> Piece:
@@ -131,66 +115,74 @@ class MeshPass(ABC):
         return partial if same else f"{partial}.wire"
 
     def _q_spans(self, row: int, i: int) -> Spans:
-        return whole_spans(self.tile.q_group(row), self.q_chunks[i], self.q_slots)
+        units = [self.strand.rows(Kind.Q, unit) for unit in self.tile.q_group(row)]
+        return whole_rows(units, self.q_chunks[i])
 
     def _kv_spans(self, column: int, j: int) -> Spans:
-        partitions = self.tile.kv_partitions(column)
-        return whole_spans(partitions, self.kv_chunks[j], self.kv_slots)
+        units = [self.strand.rows(Kind.K, unit) for unit in self.tile.kv_partitions(column)]
+        return whole_rows(units, self.kv_chunks[j])
 
     # Communication fragments.
 
     def _gather_q(self, row: int, i: int) -> AllGather:
         chunk = self.q_chunks[i]
         moves = tuple(
-            Move(chunk.local(kind), self.q_piece(kind, i), chunk.cuts) for kind in self.q_inputs
+            Move(chunk.local(self.strand.local(kind)), self.q_piece(kind, i), chunk.cuts)
+            for kind in self.q_inputs
         )
-        return AllGather(f"AG-Q-{i}", f"Q{row}", moves)
+        return AllGather(f"AG-Q-{i}", self.strand.group_name(f"Q{row}"), moves)
 
-    def _fetch_kv(self, rank: int, j: int) -> AllGather | AllToAll:
-        """Cached by tile column with rotation (any rank of it will do), else by rank."""
+    def _fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
+        """Cached by tile column with rotation (any unit of it will do), else by unit."""
         chunk = self.kv_chunks[j]
         name = f"AG-KV-{j}"
         if self.tile.rotation:
             moves = tuple(
-                Move(chunk.local(kind), self.kv_piece(kind, j), chunk.cuts)
+                Move(chunk.local(self.strand.local(kind)), self.kv_piece(kind, j), chunk.cuts)
                 for kind in (Kind.K, Kind.V)
             )
-            return AllGather(name, f"KV{self.tile.column(rank)}", moves)
-        home = self.kv_home(rank, j)
+            return AllGather(name, self.strand.group_name(f"KV{self.tile.column(unit)}"), moves)
+        home = self.kv_home(unit, j)
         assert home.owner_slots is not None
         assert home.user_slots is not None
         sends: list[tuple[Piece, ...]] = [()] * home.group_size
         receives: list[tuple[Piece, ...]] = [()] * home.group_size
         for user in home.user_slots:
-            sends[user] = chunk.local_stretches("k") + chunk.local_stretches("v")
+            sends[user] = tuple(
+                piece
+                for kind in (Kind.K, Kind.V)
+                for piece in chunk.local_stretches(self.strand.local(kind))
+            )
         for index, owner in enumerate(home.owner_slots):
             receives[owner] = tuple(
                 piece
                 for kind in (Kind.K, Kind.V)
                 for piece in in_whole(f"{kind}.{j}", index, self.tile.b, chunk)
             )
-        return AllToAll(name, EVERYONE, tuple(sends), tuple(receives))
+        return AllToAll(name, home.group, tuple(sends), tuple(receives))
 
-    def fetch_key(self, rank: int) -> int:
-        """Ranks with the same key share the fragments of their KV side."""
-        return self.tile.column(rank) if self.tile.rotation else rank
+    def fetch_key(self, unit: int) -> int:
+        """Units with the same key share the fragments of their KV side."""
+        return self.tile.column(unit) if self.tile.rotation else unit
 
     def _q_home(self, row: int, i: int) -> Home:
         a = self.tile.a
-        return Home(self.q_route, f"Q{row}", a, self.q_chunks[i], num_owners=a)
+        group = self.strand.group_name(f"Q{row}")
+        return Home(self.q_route, group, a, self.q_chunks[i], num_owners=a)
 
-    def _kv_home(self, rank: int, j: int) -> Home:
+    def _kv_home(self, unit: int, j: int) -> Home:
         tile, chunk = self.tile, self.kv_chunks[j]
         if tile.rotation or tile.b == 1:
-            return Home(self.kv_route, f"KV{tile.column(rank)}", tile.b, chunk, num_owners=tile.b)
+            group = self.strand.group_name(f"KV{tile.column(unit)}")
+            return Home(self.kv_route, group, tile.b, chunk, num_owners=tile.b)
         return Home(
             Route.EXCHANGE,
-            EVERYONE,
+            self.strand.group_name(EVERYONE),
             tile.num_ranks,
             chunk,
             num_owners=tile.b,
-            owner_slots=tile.kv_partitions(tile.column(rank)),
-            user_slots=tile.kv_users(rank),
+            owner_slots=tile.kv_partitions(tile.column(unit)),
+            user_slots=tile.kv_users(unit),
         )
 
     def empty_q(self, i: int) -> Operation:
@@ -207,22 +199,8 @@ class MeshPass(ABC):
 
     # Buffers.
 
-    def heads_of(self, kind: Kind) -> tuple[int, int]:
-        return (0, self.problem.kv_heads if kind.is_key_side else self.problem.num_heads)
-
     def precision_of(self, kind: Kind) -> Precision:
         return Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
-
-    def local_buffers(self, rank: int) -> dict[str, Buffer]:
-        buffers = {}
-        for kind in (*self.inputs, *self.outputs):
-            slots = self.kv_slots if kind.is_key_side else self.q_slots
-            rows = ((rank * slots, (rank + 1) * slots),)
-            role = Role.OUTPUT if kind in self.outputs else Role.INPUT
-            buffers[kind.value] = Buffer(
-                kind.value, kind, rows, self.heads_of(kind), self.precision_of(kind), role
-            )
-        return buffers
 
     def _row_buffers(self, row: int) -> dict[str, Buffer]:
         """Buffers that all ranks of a tile row hold alike."""
@@ -247,25 +225,25 @@ class MeshPass(ABC):
                 self._add_partial(made, f"{stem}.{chunk.index}", kind, rows)
         return made
 
-    def stack_buffers(self, rank: int) -> dict[str, Buffer]:
-        """Where other ranks' partials of this rank's own chunks arrive."""
+    def stack_buffers(self, unit: int) -> dict[str, Buffer]:
+        """Where other units' partials of this unit's own chunks arrive."""
         made: dict[str, Buffer] = {}
         for chunk in self.q_chunks:
             for stem, kind in self.q_partials() if self.q_route is not Route.LOCAL else ():
                 if self.q_route is Route.EXCHANGE or kind is Kind.LSE:
                     name = f"{stem}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
-                    rows = stack_spans(rank, self.tile.a, chunk, self.q_slots)
+                    rows = stack_rows(self.strand.rows(Kind.Q, unit), self.tile.a, chunk)
                     self._add(made, f"{name}.in", kind, rows)
         for chunk in self.kv_chunks if self.kv_route is Route.EXCHANGE else ():
-            copies = self.kv_home(self.fetch_key(rank), chunk.index).num_copies
+            copies = self.kv_home(self.fetch_key(unit), chunk.index).num_copies
             for stem, kind in self.kv_partials():
-                rows = stack_spans(rank, copies, chunk, self.kv_slots)
+                rows = stack_rows(self.strand.rows(Kind.K, unit), copies, chunk)
                 self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, rows)
         return made
 
     def _add_partial(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
-        heads, wire = self.heads_of(kind), self.wire(name)
+        heads, wire = self.strand.heads(kind), self.wire(name)
         travels_itself = wire == name and not kind.is_statistic
         precision = Precision.ELEMENT if travels_itself else Precision.ACCUMULATE
         made[name] = Buffer(name, kind, rows, heads, precision)
@@ -273,4 +251,4 @@ class MeshPass(ABC):
             made[wire] = Buffer(wire, kind, rows, heads, Precision.ELEMENT)
 
     def _add(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
-        made[name] = Buffer(name, kind, rows, self.heads_of(kind), self.precision_of(kind))
+        made[name] = Buffer(name, kind, rows, self.strand.heads(kind), self.precision_of(kind))

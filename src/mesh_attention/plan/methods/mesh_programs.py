@@ -1,32 +1,34 @@
-"""Scheduling a mesh pass and writing the programs of all ranks.
+"""The mesh on one strand: its tasks, their order, and every unit's operations in that order.
 
 The order is found once, from costs averaged over all ranks, so every rank derives the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
-from mesh_attention.plan.assemble import assemble, touched
-from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.assemble import touched
+from mesh_attention.plan.buffers import Buffer, Kind, Role
+from mesh_attention.plan.chunks import Chunk
 from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.lower import Queries, RowList, lower
-from mesh_attention.plan.mask import RowRanges
+from mesh_attention.plan.layout import slice_spans
+from mesh_attention.plan.lower import Queries, RowList
+from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.plan import Direction, Pass
+from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
     Call,
     CallKind,
-    Free,
     Operation,
-    Program,
     ReduceScatter,
 )
-from mesh_attention.plan.runs import visible_pairs
+from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.schedule import (
     CommunicationTask,
     ComputeTask,
@@ -39,7 +41,7 @@ from mesh_attention.plan.schedule import (
 )
 from mesh_attention.plan.traffic import TrafficMeter
 
-__all__ = ["Lowerings", "Order", "build_pass"]
+__all__ = ["MeshInner", "Order", "order_tasks"]
 
 
 class Order(StrEnum):
@@ -47,69 +49,126 @@ class Order(StrEnum):
     SEARCH = "search"
 
 
-class Lowerings:
-    """Kernel calls of every task, each worked out once: both passes often ask for the same."""
-
-    def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
-        self._q_layout = q_layout
-        self._kv_layout = kv_layout
-        self._rows = rows
-        self._queries: dict[Spans, Queries] = {}
-        self._keys: dict[Spans, RowList] = {}
-        self._calls: dict[tuple[int, int], tuple[Call, ...]] = {}
-        self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
-
-    def queries(self, spans: Spans) -> Queries:
-        if spans not in self._queries:
-            self._queries[spans] = Queries.of(RowList.of(self._q_layout, spans), self._rows)
-        return self._queries[spans]
-
-    def keys(self, spans: Spans) -> RowList:
-        if spans not in self._keys:
-            self._keys[spans] = RowList.of(self._kv_layout, spans)
-        return self._keys[spans]
-
-    def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
-        """Equal calls are the same object, so that tasks can be told apart by its id."""
-        key = (id(q), id(k))  # both live as long as this object
-        found = self._calls.get(key)
-        if found is None:
-            calls = lower(q, k)
-            found = self._calls[key] = self._equal.setdefault(calls, calls)
-        return found
-
-
-def build_pass(
-    mesh: MeshPass,
-    lowerings: Lowerings,
-    costs: Costs,
-    order: Order,
-    *,
-    gamma: float,
-    max_buffer_bytes: int | None,
-) -> Pass:
-    tasks = _present_tasks(mesh)
-    graph = _task_graph(mesh, tasks, costs)
+def order_tasks(
+    mesh: MeshPass, costs: Costs, order: Order, *, gamma: float, max_buffer_bytes: int | None
+) -> Schedule:
+    graph = _task_graph(mesh, _present_tasks(mesh), costs)
     if max_buffer_bytes is not None:
-        schedule = greedy_capped(graph, _memory_model(mesh, graph), max_buffer_bytes, gamma=gamma)
-    elif order is Order.SEARCH:
-        schedule = search(graph).schedule
-    else:
-        schedule = greedy(graph, gamma=gamma)
-    return Pass(
-        mesh.direction,
-        mesh.groups(),
-        tuple(_programs(mesh, schedule, lowerings)),
-        schedule,
-        {
+        return greedy_capped(graph, _memory_model(mesh, graph), max_buffer_bytes, gamma=gamma)
+    if order is Order.SEARCH:
+        return search(graph).schedule
+    return greedy(graph, gamma=gamma)
+
+
+class MeshInner:
+    """What `weave` asks of a method, for the mesh."""
+
+    def __init__(self, mesh: MeshPass, schedule: Schedule, lowerings: Lowerings, ordered_by: str):
+        self._mesh = mesh
+        self.schedule = schedule
+        self._order = schedule.order()
+        self._lowerings = lowerings
+        self._ordered_by = ordered_by
+        self._fragments: dict[tuple[object, ...], list[Operation]] = {}
+        self._computes: dict[tuple[object, ...], Operation] = {}
+        self._neutral_q = [mesh.empty_q(i) for i in range(len(mesh.q_chunks))]
+        kv_chunks = range(len(mesh.kv_chunks)) if mesh.kv_return else ()
+        self._neutral_kv = [mesh.empty_kv(j) for j in kv_chunks]
+
+    @property
+    def strand(self) -> Strand:
+        return self._mesh.strand
+
+    @property
+    def direction(self) -> Direction:
+        return self._mesh.direction
+
+    @property
+    def needs(self) -> tuple[Kind, ...]:
+        return (*self._mesh.q_inputs, Kind.K, Kind.V)
+
+    @property
+    def setting(self) -> dict[str, str]:
+        mesh = self._mesh
+        return {
             "tile": str(mesh.tile),
             "rotation": "on" if mesh.tile.rotation else "off",
             "chunks": f"{len(mesh.q_chunks)}x{len(mesh.kv_chunks)}",
             "q_home": mesh.q_route.value,
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
-            "scheduler": "capped" if max_buffer_bytes is not None else order.value,
-        },
-    )
+            "scheduler": self._ordered_by,
+        }
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        return self._mesh.groups()
+
+    def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
+        return _buffers(self._mesh, unit)
+
+    def unit_operations(self, unit: int) -> Sequence[Operation]:
+        mesh = self._mesh
+        row, column = mesh.tile.row(unit), mesh.tile.column(unit)
+        operations: list[Operation] = []
+        begun_q: set[int] = set()
+        begun_kv: set[int] = set()
+        for task in self._order:
+            kind, _, last = task.rpartition("-")
+            index = int(last)
+            if not task.startswith("C-"):
+                if kind == mesh.q_return and index not in begun_q:
+                    operations.append(self._neutral_q[index])
+                if kind == mesh.kv_return and index not in begun_kv:
+                    operations += self._neutral_kv[index]
+                operations += self._fragment(task, unit)
+                continue
+            i, j = int(kind[2:]), index
+            calls = self._calls[row, i, column, j]
+            if not calls:
+                continue
+            fresh = (i not in begun_q, j not in begun_kv)
+            key = (i, j, id(calls), *fresh)
+            if key not in self._computes:
+                self._computes[key] = mesh.compute(i, j, calls, *fresh)
+            operations.append(self._computes[key])
+            begun_q.add(i)
+            begun_kv.add(j)
+        return operations
+
+    @cached_property
+    def _calls(self) -> _CallTable:
+        mesh, lowerings = self._mesh, self._lowerings
+        queries = {
+            (r, i): lowerings.queries(mesh.q_spans(r, i))
+            for r in range(mesh.tile.b)
+            for i in range(len(mesh.q_chunks))
+        }
+        keys = {
+            (c, j): lowerings.keys(mesh.kv_spans(c, j))
+            for c in range(mesh.tile.a)
+            for j in range(len(mesh.kv_chunks))
+        }
+        return _CallTable(queries, keys, lowerings)
+
+    def _fragment(self, task: str, unit: int) -> list[Operation]:
+        mesh = self._mesh
+        q_side = task.startswith(("AG-Q", mesh.q_return))
+        key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
+        if key not in self._fragments:
+            self._fragments[key] = _fragment(mesh, unit, task)
+        return self._fragments[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallTable:
+    """Calls of task C-i-j in tile (row, column)."""
+
+    queries: dict[tuple[int, int], Queries]
+    keys: dict[tuple[int, int], RowList]
+    lowerings: Lowerings
+
+    def __getitem__(self, task: tuple[int, int, int, int]) -> tuple[Call, ...]:
+        row, i, column, j = task
+        return self.lowerings.calls(self.queries[row, i], self.keys[column, j])
 
 
 Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
@@ -118,9 +177,9 @@ Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all 
 def _present_tasks(mesh: MeshPass) -> Pairs:
     """Tasks with something to do on some rank. Every (Q, KV) partition pair is on one rank, so the
     ranks' work together is all Q chunks i against all KV chunks j."""
-    q, kv, rows = mesh.q_layout, mesh.kv_layout, mesh.problem.rows
-    q_runs = [q.slot_runs(c.start, c.stop) for c in mesh.q_chunks]
-    kv_runs = [kv.slot_runs(c.start, c.stop) for c in mesh.kv_chunks]
+    rows = mesh.problem.rows
+    q_runs = [_chunk_runs(mesh.strand, Kind.Q, chunk) for chunk in mesh.q_chunks]
+    kv_runs = [_chunk_runs(mesh.strand, Kind.K, chunk) for chunk in mesh.kv_chunks]
     pairs = {
         (i, j): int(visible_pairs(a, b, rows).sum())
         for i, a in enumerate(q_runs)
@@ -129,19 +188,32 @@ def _present_tasks(mesh: MeshPass) -> Pairs:
     return {key: count for key, count in pairs.items() if count}
 
 
-def _fragment(mesh: MeshPass, rank: int, task: str) -> list[Operation]:
-    """Operations of a communication task on one rank."""
+def _chunk_runs(strand: Strand, kind: Kind, chunk: Chunk) -> list[Run]:
+    """Positions of a chunk of all units, as a set."""
+    layout = strand.layout(kind)
+    if strand.degree == 1:
+        return layout.slot_runs(chunk.start, chunk.stop)
+    return [
+        run
+        for unit in range(strand.num_units)
+        for span in slice_spans(strand.rows(kind, unit), chunk.start, chunk.stop)
+        for run in layout.runs(*span)
+    ]
+
+
+def _fragment(mesh: MeshPass, unit: int, task: str) -> list[Operation]:
+    """Operations of a communication task on one unit."""
     kind, _, index = task.rpartition("-")
     i = int(index)
-    row = mesh.tile.row(rank)
+    row = mesh.tile.row(unit)
     if kind == "AG-Q":
         return [mesh.gather_q(row, i)]
     if kind == "AG-KV":
-        return [mesh.fetch_kv(mesh.fetch_key(rank), i)]
+        return [mesh.fetch_kv(mesh.fetch_key(unit), i)]
     if kind == mesh.q_return:
         return mesh.return_q(i, mesh.q_home(row, i))
     assert kind == mesh.kv_return
-    return mesh.return_kv(i, mesh.kv_home(mesh.fetch_key(rank), i))
+    return mesh.return_kv(i, mesh.kv_home(mesh.fetch_key(unit), i))
 
 
 def _task_graph(mesh: MeshPass, tasks: Pairs, costs: Costs) -> TaskGraph:
@@ -169,26 +241,28 @@ def _task_graph(mesh: MeshPass, tasks: Pairs, costs: Costs) -> TaskGraph:
     backward = mesh.direction is Direction.BACKWARD
     compute = []
     for (i, j), pairs in tasks.items():
-        flops = mesh.problem.flops(pairs, backward=backward) / mesh.tile.num_ranks
+        flops = mesh.problem.flops(pairs, backward=backward) / mesh.strand.q_layout.num_ranks
         gathers = (f"AG-Q-{i}",) * (mesh.tile.a > 1) + (f"AG-KV-{j}",) * (mesh.tile.b > 1)
         compute.append(ComputeTask(names[i, j], i, j, costs.compute_seconds(flops), gathers))
     return TaskGraph(tuple(communication), tuple(compute))
 
 
 def _communication_seconds(mesh: MeshPass, task: str, costs: Costs) -> float:
-    """Mean over all ranks; with rotation they are all alike."""
-    ranks = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
+    """Mean over all units; with rotation they are all alike."""
+    units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
     groups = mesh.groups()
     meter = TrafficMeter(mesh.problem)
     total = 0.0
-    for rank in ranks:
-        table = _buffers(mesh, rank)
-        for op in _fragment(mesh, rank, task):
+    for unit in units:
+        table = _local_buffers(mesh, unit) | _buffers(mesh, unit)
+        for op in _fragment(mesh, unit, task):
             if isinstance(op, AllGather | ReduceScatter | AllToAll):
                 members = groups[op.group]
-                traffic = meter.traffic(op, members.index(rank), len(members), table)
+                traffic = meter.traffic(
+                    op, members.index(mesh.strand.rank_of(unit)), len(members), table
+                )
                 total += costs.communication_seconds(traffic.received_bytes)
-    return total / len(ranks)
+    return total / len(units)
 
 
 def _memory_model(mesh: MeshPass, graph: TaskGraph) -> MemoryModel:
@@ -202,9 +276,7 @@ def _memory_model(mesh: MeshPass, graph: TaskGraph) -> MemoryModel:
     for task in graph.compute:
         op = mesh.compute(task.q_chunk, task.kv_chunk, whole, True, True)
         touches[task.name] = (tuple(touched(op)),)
-    held = {
-        b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role.value == "workspace"
-    }
+    held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
     return MemoryModel(
         held,
         {
@@ -214,70 +286,17 @@ def _memory_model(mesh: MeshPass, graph: TaskGraph) -> MemoryModel:
     )
 
 
-def _buffers(mesh: MeshPass, rank: int) -> dict[str, Buffer]:
+def _buffers(mesh: MeshPass, unit: int) -> dict[str, Buffer]:
     return {
-        **mesh.local_buffers(rank),
-        **mesh.row_buffers(mesh.tile.row(rank)),
-        **mesh.column_buffers(mesh.tile.column(rank)),
-        **mesh.stack_buffers(rank),
+        **mesh.row_buffers(mesh.tile.row(unit)),
+        **mesh.column_buffers(mesh.tile.column(unit)),
+        **mesh.stack_buffers(unit),
     }
 
 
-def _programs(mesh: MeshPass, schedule: Schedule, lowerings: Lowerings) -> Iterable[Program]:
-    order = schedule.order()
-    tile = mesh.tile
-    fragments: dict[tuple[object, ...], list[Operation]] = {}
-    computes: dict[tuple[object, ...], Operation] = {}
-    touches: dict[int, list[str]] = {}
-    frees: dict[tuple[str, ...], Free] = {}
-    prologue = mesh.prologue()
-    neutral_q = [mesh.empty_q(i) for i in range(len(mesh.q_chunks))]
-    neutral_kv = [mesh.empty_kv(j) for j in range(len(mesh.kv_chunks))] if mesh.kv_return else []
-
-    def fragment(task: str, rank: int) -> list[Operation]:
-        q_side = task.startswith(("AG-Q", mesh.q_return))
-        key = (task, tile.row(rank) if q_side else mesh.fetch_key(rank))
-        if key not in fragments:
-            fragments[key] = _fragment(mesh, rank, task)
-        return fragments[key]
-
-    q_lists = {
-        (r, i): lowerings.queries(mesh.q_spans(r, i))
-        for r in range(tile.b)
-        for i in range(len(mesh.q_chunks))
+def _local_buffers(mesh: MeshPass, unit: int) -> dict[str, Buffer]:
+    """The unit's own rows, for what must be measured before the programs exist."""
+    kinds = (*Kind,)
+    return {
+        mesh.strand.local(kind): mesh.strand.local_buffer(kind, unit, Role.INPUT) for kind in kinds
     }
-    kv_lists = {
-        (c, j): lowerings.keys(mesh.kv_spans(c, j))
-        for c in range(tile.a)
-        for j in range(len(mesh.kv_chunks))
-    }
-    for rank in range(tile.num_ranks):
-        row, column = tile.row(rank), tile.column(rank)
-        operations: list[Operation] = list(prologue)
-        begun_q: set[int] = set()
-        begun_kv: set[int] = set()
-        for task in order:
-            kind, _, last = task.rpartition("-")
-            index = int(last)
-            if not task.startswith("C-"):
-                if kind == mesh.q_return and index not in begun_q:
-                    operations.append(neutral_q[index])
-                if kind == mesh.kv_return and index not in begun_kv:
-                    operations += neutral_kv[index]
-                operations += fragment(task, rank)
-                continue
-            i, j = int(kind[2:]), index
-            calls = lowerings.calls(q_lists[row, i], kv_lists[column, j])
-            if not calls:
-                continue
-            fresh = (i not in begun_q, j not in begun_kv)
-            key = (i, j, id(calls), *fresh)
-            if key not in computes:
-                computes[key] = mesh.compute(i, j, calls, *fresh)
-            operations.append(computes[key])
-            begun_q.add(i)
-            begun_kv.add(j)
-        for op in operations:
-            if id(op) not in touches:
-                touches[id(op)] = touched(op)
-        yield assemble(rank, operations, _buffers(mesh, rank), touches, frees)

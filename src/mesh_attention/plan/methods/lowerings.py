@@ -1,0 +1,45 @@
+"""Kernel calls of the tasks of a plan, each worked out once."""
+
+from __future__ import annotations
+
+from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.lower import Queries, RowList, lower
+from mesh_attention.plan.mask import RowRanges
+from mesh_attention.plan.program import Call
+
+__all__ = ["Lowerings"]
+
+
+class Lowerings:
+    """Kernel calls of every task, each worked out once: both passes often ask for the same."""
+
+    def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
+        self._q_layout = q_layout
+        self._kv_layout = kv_layout
+        self._rows = rows
+        self._queries: dict[Spans, Queries] = {}
+        self._keys: dict[Spans, RowList] = {}
+        self._calls: dict[tuple[int, int], tuple[Call, ...]] = {}
+        self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
+
+    def queries(self, spans: Spans) -> Queries:
+        if spans not in self._queries:
+            self._queries[spans] = Queries.of(RowList.of(self._q_layout, spans), self._rows)
+        return self._queries[spans]
+
+    def keys(self, spans: Spans) -> RowList:
+        if spans not in self._keys:
+            self._keys[spans] = RowList.of(self._kv_layout, spans)
+        return self._keys[spans]
+
+    def between(self, q: Spans, k: Spans) -> tuple[Call, ...]:
+        return self.calls(self.queries(q), self.keys(k))
+
+    def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
+        """Equal calls are the same object, so that tasks can be told apart by its id."""
+        key = (id(q), id(k))  # both live as long as this object
+        found = self._calls.get(key)
+        if found is None:
+            calls = lower(q, k)
+            found = self._calls[key] = self._equal.setdefault(calls, calls)
+        return found
