@@ -12,18 +12,18 @@ from typing import NoReturn
 
 import pytest
 import torch
-from support.cases import Case
-from support.gloo_case import context
-from support.pool import Ended, WorkerPool
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.interface import Handle, View
+from support.cases import Case
+from support.gloo_case import context
+from support.pool import Ended, WorkerPool
 
 CASE = Case(4, 64, 64, mask=Mask(causal=True), options={"tile": (2, 2), "chunks": (2, 2)})
 VICTIM = 2
-TIMEOUT_SECONDS = 6.0
+TIMEOUT_SECONDS = 5.0
 SLACK_SECONDS = 4.0  # for a machine that is busy with other things
 
 
@@ -80,8 +80,10 @@ def lose_one(rank: int, world_size: int, how: str, when: str) -> tuple[str, str,
     return "", "", time.monotonic() - started
 
 
-@pytest.mark.parametrize("how", ["ends", "hangs"])
-@pytest.mark.parametrize("when", ["before the call", "forward", "backward"])
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [("ends", "before the call"), ("ends", "forward"), ("ends", "backward"), ("hangs", "forward")],
+)
 def test_a_rank_that_stops_ends_the_others_with_an_error(
     pool: WorkerPool, how: str, when: str
 ) -> None:
@@ -96,7 +98,7 @@ def test_a_rank_that_stops_ends_the_others_with_an_error(
         assert seconds < TIMEOUT_SECONDS + SLACK_SECONDS
         if when == "before the call":
             assert kind == "DisagreementError"
-            assert f"ranks [{VICTIM}] did not reach the same attention call within 6 s" in words
+            assert f"ranks [{VICTIM}] did not reach the same attention call within 5 s" in words
         else:
             assert kind == "CommunicationError"
             assert "another rank has ended, or did not answer in time" in words

@@ -7,6 +7,7 @@ may have been handed to the transport. Afterwards the right call must work on th
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import Case
-from support.gloo_case import attend, context, handed_bytes, whole
-from support.pool import WorkerPool
-from support.reference import attention, errors
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
 from mesh_attention.plan.program import Attend, CallKind
+from mesh_attention.runtime import handshake
+from support.cases import Case
+from support.gloo_case import attend, context, handed_bytes, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors
 
 RANKS = 4
 CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
@@ -225,6 +227,31 @@ def test_an_object_made_differently_on_one_rank_is_refused_and_the_rank_named(
     all_heard(heard)
     for one in heard:
         assert f"rank {odd} of the group [0, 1, 2, 3] disagrees" in one.error
+
+
+def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Heard:
+    """One rank finds its own mistake; some ranks come when others have lost patience."""
+    handshake._PATIENCE_SECONDS = 0.3
+    try:
+        if rank in late:
+            time.sleep(1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says, rightly, for whom it is waiting
+            return listen(lambda: context(CASE, **({"tile": (3, 3)} if rank == odd else {})))
+    finally:
+        handshake._PATIENCE_SECONDS = 10.0
+
+
+@pytest.mark.parametrize(
+    ("odd", "late"), [(0, [1, 2, 3]), (0, [2]), (2, [0]), (2, [0, 1]), (1, [1])]
+)
+def test_ranks_that_come_late_still_hear_of_the_mistake(
+    pool: WorkerPool, odd: int, late: list[int]
+) -> None:
+    heard = pool.run(come_late, RANKS, odd, late, seconds=20.0)
+    all_heard(heard)
+    assert all("tiles that fit" in one.error for one in heard)
+    assert all(f"rank {odd}" in one.error for rank, one in enumerate(heard) if rank != odd)
 
 
 def masks_that_cannot_be(rank: int, world_size: int) -> list[Heard]:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from mesh_attention import Mask
+from mesh_attention.plan.home import Combine
 from support.cases import Case, random_case, tiles
 from support.gloo_case import Part, attend, context, expected_bytes, whole
 from support.pool import WorkerPool
 from support.reference import attention, errors, tolerance
-
-from mesh_attention import Mask
-from mesh_attention.plan.home import Combine
 
 CAUSAL = Mask(causal=True)
 
@@ -27,7 +27,8 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[Part]:
 
 def check(pool: WorkerPool, cases: list[Case]) -> None:
     by_rank = pool.run(run, cases[0].ranks, cases)
-    for case, *parts in zip(cases, *by_rank, strict=True):
+    for number, case in enumerate(cases):
+        parts: list[Part] = [parts[number] for parts in by_rank]
         distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
         assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
         expected = expected_bytes(case)
@@ -90,7 +91,8 @@ def test_mappings_and_tiles_of_every_kind_equal_the_truth(
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 9, 16])
 def test_random_cases_equal_the_truth(pool: WorkerPool, ranks: int) -> None:
     fitting = [tile for n, tile in tiles() if n == ranks]
-    cases = [random_case(77 * ranks + i, ranks, tile) for i, tile in enumerate(fitting * 2)]
+    times = 1 if ranks == 16 else 2
+    cases = [random_case(77 * ranks + i, ranks, tile) for i, tile in enumerate(fitting * times)]
     check(pool, cases)
 
 

@@ -16,14 +16,14 @@ from functools import cache
 
 import pytest
 import torch
-from support.cases import Case
-from support.reference import Attention, attention
 from torch import Tensor
 
 from mesh_attention import Mask
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.home import Combine
 from mesh_attention.testing import LocalResult, run_local
+from support.cases import Case
+from support.reference import Attention, attention
 
 TENSORS = ("out", "grad_q", "grad_k", "grad_v")
 RANKS = (2, 4, 8, 16)

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases import Case
-from support.reference import NAMES, attention, errors, tolerance
 from torch import Tensor
 
 from mesh_attention import Mask, Plan, verify
@@ -23,6 +21,8 @@ from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local
+from support.cases import Case
+from support.reference import NAMES, attention, errors, tolerance
 
 CASE = Case(
     6, 61, 61, mask=Mask(causal=True), dtype=torch.float32,

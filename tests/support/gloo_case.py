@@ -1,4 +1,4 @@
-"""One rank's part of a case over real processes, and the whole put together from all ranks' parts."""
+"""One rank's part of a case over real processes, and the whole from the parts of all ranks."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ group, and returns the four results. A rank that raises, ends or hangs fails the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from support.worker import Answer, Job, send
 
@@ -43,7 +44,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, tuple[Connection, int]] = {}
         self._forked = 0
         self._jobs = 0
@@ -163,10 +164,8 @@ class WorkerPool:
 
     def _kill(self, number: int) -> None:
         connection, pid = self._workers.pop(number)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         connection.close()
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def visible(mask: Mask, q_tokens: int, kv_tokens: int) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Mask, scale: float | None = None
 ) -> Attention:
-    """Of whole (batch, tokens, heads, width) tensors; a query that sees nothing gives 0 and -inf."""
+    """Of whole (batch, tokens, heads, width) tensors; a query that sees no key gives 0 and -inf."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     shown = visible(mask, q.shape[1], k.shape[1])

@@ -1,7 +1,8 @@
 """The processes of the pool: a server that imports torch once and forks, and the forked workers.
 
-Run as a script with the addresses of the pool and its store. Every line on its standard input is the number of a
-worker to fork; the end of the input is the end of the server. It has a single thread when it forks.
+Run as a script with the addresses of the pool and its store. Every line on its standard input is
+the number of a worker to fork; the end of the input is the end of the server. It has a single
+thread when it forks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Answer:
 def serve(address: str, store_port: int) -> None:
     import pytest  # noqa: F401
     import torch
-    import torch.distributed.device_mesh  # noqa: F401
+    import torch.distributed.device_mesh
 
     import mesh_attention.context_parallel
     import mesh_attention.functional
@@ -64,9 +65,10 @@ def serve(address: str, store_port: int) -> None:
 
 def work(pool: Connection, number: int, store_port: int) -> None:
     import torch.distributed
+    from torch._C._distributed_c10d import TCPStore
 
     # One connection for all jobs: a new one now and then takes the store five seconds.
-    store = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
     send(pool, (number, os.getpid()))
     while True:
         try:
@@ -87,8 +89,9 @@ def work(pool: Connection, number: int, store_port: int) -> None:
             torch.distributed.destroy_process_group()
 
 
-def _run(job: Job, store: dist.Store) -> Any:
+def _run(job: Job, store: Store) -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     module, _, name = job.function.partition(":")
     function = getattr(import_module(module), name)
@@ -96,7 +99,7 @@ def _run(job: Job, store: dist.Store) -> Any:
     store.set_timeout(timeout)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"job{job.number}", store),
+        store=PrefixStore(f"job{job.number}", store),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timeout,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, best_tile, patch_devices, tiles_of
+from mesh_attention.plan.assignment import Tile, best_tile, tiles_of
 from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.home import Combine, Route
-from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.frame import Frame, check_ranks, devices_of, layouts_of, route_of
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
@@ -80,14 +81,18 @@ def plan_mesh(
     backward_tile = (
         _tile(setting.backward_tile, units, setting.rotation) if setting.backward_tile else tile
     )
-    devices = _devices(tile, setting, degree)
-    kind = setting.layout
-    if kind is None:
-        kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
-    q_layout, kv_layout = (
-        Layout(kind, tokens, num_ranks, setting.stripe_block)
-        for tokens in (problem.q_tokens, problem.keys)
+    frame = Frame(
+        method,
+        setting.layout,
+        setting.stripe_block,
+        setting.combine,
+        setting.gather_out,
+        setting.ranks_per_node,
+        setting.alpha,
+        degree,
     )
+    devices = devices_of(tile, frame)
+    q_layout, kv_layout = layouts_of(problem, num_ranks, frame)
     lowerings = Lowerings(q_layout, kv_layout, problem.rows)
 
     def build(direction: Direction) -> Pass:
@@ -95,7 +100,7 @@ def plan_mesh(
         shape = tile if forward else backward_tile
         chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
         _check_chunks(chunks)
-        route = _route(setting, shape, devices)
+        route = route_of(frame, shape, devices)
 
         def on(strand: Strand) -> MeshPass:
             if forward:
@@ -124,13 +129,6 @@ def plan_mesh(
     )
 
 
-def check_ranks(num_ranks: int, ranks_per_node: int | None) -> None:
-    if num_ranks < 1:
-        raise PlanError(f"ranks={num_ranks}: must be at least 1")
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise PlanError(f"ranks_per_node={ranks_per_node}: must be at least 1")
-
-
 def _tile(shape: tuple[int, int], units: int, rotation: bool) -> Tile:
     tile = Tile(*shape, rotation)
     if tile.num_ranks != units:
@@ -147,33 +145,3 @@ def _check_chunks(chunks: tuple[int, int]) -> None:
         raise PlanError(
             f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
         )
-
-
-def _devices(tile: Tile, setting: MeshSetting, degree: int) -> tuple[int, ...]:
-    p = setting.ranks_per_node
-    if setting.alpha is None:
-        return tuple(range(tile.num_ranks * degree))
-    if p is None:
-        raise PlanError("alpha needs ranks_per_node: it is the width of a node's patch of tiles")
-    if setting.alpha < 1:
-        raise PlanError(f"alpha={setting.alpha}: must be at least 1")
-    if degree > 1 and p % degree:
-        raise PlanError(
-            f"alpha with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
-            "leave alpha out"
-        )
-    units = patch_devices(tile.a, tile.b, p // degree, setting.alpha)
-    return tuple(unit * degree + i for unit in units for i in range(degree))
-
-
-def _route(setting: MeshSetting, tile: Tile, devices: tuple[int, ...]) -> Route:
-    """Auto: partials that a reduce-scatter would add inside a node should not each leave it."""
-    if setting.combine is not Combine.AUTO:
-        return Route(setting.combine.value)
-    p = setting.ranks_per_node
-    if p is None:
-        return Route.EXCHANGE
-    degree = len(devices) // tile.num_ranks
-    groups = [tile.q_group(r) for r in range(tile.b)]
-    inside = all(len({devices[g * degree] // p for g in group}) == 1 for group in groups)
-    return Route.EXCHANGE if inside else Route.REDUCE_SCATTER

@@ -1,0 +1,148 @@
+"""`mesh_attention(q, k, v, ...)`: the truth again, with plans kept until `release` lets go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mesh_attention.context_parallel
+import mesh_attention.functional
+from mesh_attention import ContextParallel, Mask, release
+from mesh_attention import mesh_attention as attend
+from support.cases import Case
+from support.gloo_case import Part, context, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors
+
+CASE = Case(4, 48, 48, heads=(4, 2), batch=2, mask=Mask(causal=True))
+
+
+def num_groups() -> int:
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def shards(cp: ContextParallel, case: Case) -> list[Tensor]:
+    q, k, v, _ = case.tensors()
+    return [
+        cp.shard(x, 1, side="q" if name == "q" else "kv").requires_grad_()
+        for name, x in (("q", q), ("k", k), ("v", v))
+    ]
+
+
+def count_plans() -> list[int]:
+    """Plans made in this process from now on."""
+    module: Any = mesh_attention.context_parallel
+    build = module.build_plan
+    made: list[int] = []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return build(*args, **options)
+
+    module.build_plan = counting
+    return made
+
+
+def kept(rank: int, world_size: int) -> dict[str, Any]:
+    made = count_plans()
+    with context(CASE) as cp:
+        inputs = shards(cp, CASE)
+        wanted = cp.attention(*inputs)
+    before = num_groups()
+    made.clear()
+    outputs, plans = [], []
+    for _ in range(3):
+        out = attend(*inputs, causal=True)
+        assert isinstance(out, Tensor)
+        torch.autograd.backward(out.sum())
+        outputs.append(torch.equal(out, wanted))  # type: ignore[arg-type]
+        plans.append(len(made))
+    attend(*[x[:1] for x in inputs], causal=True)
+    plans.append(len(made))
+    attend(*inputs, causal=False, layout="zigzag")
+    plans.append(len(made))
+    during = num_groups() - before
+    release()
+    left = num_groups() - before
+    attend(*inputs, causal=True)
+    plans.append(len(made))
+    release()
+    release()
+    return {"equal": outputs, "plans": plans, "during": during, "left": left}
+
+
+def test_the_second_call_of_a_kind_plans_nothing_and_release_lets_go(pool: WorkerPool) -> None:
+    for seen in pool.run(kept, 4):
+        assert seen["equal"] == [True] * 3
+        # The first call; then none, nor for another batch; another mask; again after release.
+        assert seen["plans"] == [1, 1, 1, 1, 2, 3]
+        assert seen["during"] > 0
+        assert seen["left"] == 0
+
+
+def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) -> Part:
+    changes = {"layout": given.get("layout")}
+    with context(case, **changes) as cp:
+        inputs = shards(cp, case)
+        grad_out = cp.shard(case.tensors()[3], 1)
+        result = attend(*inputs, return_lse=True, **given)
+        assert isinstance(result, tuple)
+        out, lse = result
+        grads = torch.autograd.grad(out, inputs, grad_out)
+        names = ("out", "lse", "grad_q", "grad_k", "grad_v")
+        tensors = dict(zip(names, (out.detach(), lse, *grads), strict=True))
+        release()
+        return Part(cp.rank, cp.positions(), cp.positions(side="kv"), tensors, {})
+
+
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        (CASE, {"causal": True}),
+        (Case(4, 45, 45, mask=Mask(causal=True)), {"causal": True, "seq_len": 45}),
+        (Case(4, 40, 24), {"causal": False}),
+        (Case(4, 38, 24), {"causal": False, "seq_len": 38}),
+        (
+            Case(4, 38, 21, mask=Mask(causal=True)),
+            {"causal": True, "seq_len": 38, "kv_seq_len": 21},
+        ),
+        (
+            Case(4, 48, 48, mask=Mask(causal=True, window=(7, 0))),
+            {"causal": True, "window_size": (7, 0)},
+        ),
+        (
+            Case(4, 48, 48, mask=Mask(window=(None, 4))),
+            {"causal": False, "window_size": (-1, 4), "layout": "striped"},
+        ),
+        (
+            Case(4, 48, 48, mask=Mask(causal=True, documents=(0, 9, 48))),
+            {"causal": False, "mask": Mask(causal=True, documents=(0, 9, 48)), "chunks": "2x2"},
+        ),
+    ],
+)
+def test_the_function_equals_the_truth(pool: WorkerPool, case: Case, given: dict[str, Any]) -> None:
+    parts = pool.run(with_options, 4, case, given)
+    distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
+    assert max(distances.values()) <= 1e-10, distances
+
+
+def destroyed(rank: int, world_size: int) -> tuple[int, int]:
+    """Entries kept before and after a group is gone."""
+    group = dist.new_group()
+    inputs = [torch.randn(1, 4, 2, 4) for _ in range(3)]
+    attend(*inputs, causal=True, group=group)
+    before = len(mesh_attention.functional._KEPT)
+    dist.destroy_process_group(group)
+    del group
+    attend(*inputs, causal=True)
+    after = len(mesh_attention.functional._KEPT)
+    release()
+    return before, after
+
+
+def test_what_is_kept_for_a_group_goes_with_the_group(pool: WorkerPool) -> None:
+    assert pool.run(destroyed, 2) == [(1, 1)] * 2

@@ -1,0 +1,124 @@
+"""Cutting and joining over real processes: bit exact, positions true, loss as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mesh_attention import Mask
+from support.cases import Case
+from support.gloo_case import context
+from support.pool import WorkerPool
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def round_trip(rank: int, world_size: int, tokens: int, layout: str) -> list[str]:
+    """The dtypes and dims that did not come back as they went."""
+    wrong = []
+    options = {"layout": layout}
+    case = Case(world_size, tokens, tokens + 3, mask=Mask(), options=options)
+    source = torch.Generator().manual_seed(3)
+    with context(case) as cp:
+        for side, length in (("q", tokens), ("kv", tokens + 3)):
+            for dtype in DTYPES:
+                for dim in range(-1, 3):
+                    shape = [2, 3, 4]
+                    shape[dim] = length
+                    x = torch.randint(0, 2**15, shape, generator=source).to(dtype)
+                    local = cp.shard(x, dim, side=side)  # type: ignore[arg-type]
+                    padding = cp.padding(side=side)  # type: ignore[arg-type]
+                    again = cp.unshard(local, dim, side=side)  # type: ignore[arg-type]
+                    same = torch.equal(again, x) and again.dtype == dtype
+                    if not same or local.movedim(dim, 0)[padding].any():
+                        wrong.append(f"{side} {dtype} dim {dim}")
+    return wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 7), (2, 1), (4, 37), (6, 5)])
+def test_shard_and_unshard_give_back_every_bit(
+    pool: WorkerPool, ranks: int, tokens: int, layout: str
+) -> None:
+    assert pool.run(round_trip, ranks, tokens, layout) == [[]] * ranks
+
+
+def mapped_round_trip(rank: int, world_size: int) -> tuple[bool, int]:
+    options = {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2}
+    case = Case(world_size, 50, 50, mask=Mask(causal=True), options=options)
+    with context(case) as cp:
+        x = torch.arange(50)
+        return torch.equal(cp.unshard(cp.shard(x, 0), 0), x), cp.rank
+
+
+def test_a_mapping_onto_nodes_shards_by_logical_ranks(pool: WorkerPool) -> None:
+    results = pool.run(mapped_round_trip, 8)
+    assert all(same for same, _ in results)
+    ranks = [rank for _, rank in results]
+    assert sorted(ranks) == list(range(8))
+    assert ranks != list(range(8))
+
+
+def rotate(x_BSHD: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding."""
+    half = x_BSHD.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions.double()[:, None, None] * frequency
+    a, b = x_BSHD[..., :half], x_BSHD[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def rope(rank: int, world_size: int, layout: str) -> tuple[bool, bool]:
+    case = Case(world_size, 41, 41, mask=Mask(causal=True), options={"layout": layout})
+    with context(case) as cp:
+        q = case.tensors()[0]
+        whole = rotate(q, torch.arange(41))
+        local = rotate(cp.shard(q, 1), cp.positions())
+        real = ~cp.padding()
+        same = torch.equal(local[:, real], cp.shard(whole, 1)[:, real])
+        return same, torch.equal(cp.unshard(local, 1), whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rope_on_shards_equals_rope_on_the_whole(pool: WorkerPool, layout: str) -> None:
+    assert pool.run(rope, 4, layout) == [(True, True)] * 4
+
+
+def triples(rank: int, world_size: int, layout: str) -> list[tuple[int, int, int]]:
+    """(token, position, target) of this rank's real slots; labels are shifted before the cut."""
+    case = Case(world_size, 23, 23, mask=Mask(causal=True), options={"layout": layout})
+    tokens = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(1))
+    targets = torch.cat([tokens[1:], torch.tensor([-100])])
+    with context(case) as cp:
+        real = ~cp.padding()
+        columns = (cp.shard(tokens, 0), cp.positions(), cp.shard(targets, 0))
+        return list(zip(*(column[real].tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_positions_and_targets_stay_together(pool: WorkerPool, layout: str) -> None:
+    tokens = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = list(zip(tokens, range(23), [*tokens[1:], -100], strict=True))
+    found = [triple for part in pool.run(triples, 4, layout) for triple in part]
+    assert sorted(found, key=lambda triple: triple[1]) == expected
+
+
+def unshard_gradient(rank: int, world_size: int) -> bool:
+    """A loss that every rank computes alike from the whole tensor: each gets its own slots."""
+    case = Case(world_size, 19, 19, mask=Mask(causal=True))
+    with context(case) as cp:
+        x = cp.shard(torch.randn(19, generator=torch.Generator().manual_seed(0)), 0)
+        x.requires_grad_()
+        weight = torch.arange(1.0, 20.0)
+        torch.autograd.backward((cp.unshard(x, 0) * weight).sum())
+        assert x.grad is not None
+        return torch.equal(x.grad, cp.shard(weight, 0))
+
+
+def test_the_gradient_of_unshard_is_that_of_the_own_slots(pool: WorkerPool) -> None:
+    assert all(pool.run(unshard_gradient, 4))

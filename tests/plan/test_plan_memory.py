@@ -1,0 +1,174 @@
+"""Workspace bytes: what `count` finds live in the programs, and plans that keep to a cap."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from plan_cases import random_problem, random_setting
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.count import count, peak_buffer_bytes
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Free, Program, reads, writes
+from mesh_attention.plan.schedule import MemoryCapError
+from mesh_attention.plan.verify import verify
+
+
+def peak(plan: Plan) -> int:
+    (one,) = count(plan).values()
+    return one.peak_buffer_bytes
+
+
+def peak_by_definition(plan: Plan, program: Program) -> int:
+    """At every operation, the sum of the buffers touched before or there and touched or freed later."""
+    size = {b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE}
+    spans: dict[str, tuple[int, int]] = {}
+    for at, op in enumerate(program.operations):
+        if isinstance(op, Free):
+            continue
+        for piece in (*reads(op), *writes(op)):
+            first, _ = spans.get(piece.buffer, (at, at))
+            spans[piece.buffer] = (first, at)
+    return max(
+        sum(
+            size[name]
+            for name, (first, last) in spans.items()
+            if name in size and first <= at <= last
+        )
+        for at in range(len(program.operations))
+    )
+
+
+def capped(problem: Problem, n: int, setting: MeshSetting, direction: Direction, cap: int) -> Plan:
+    fields = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
+    limited = MeshSetting(**{**fields, "max_buffer_bytes": cap})
+    return plan_mesh(problem, n, limited, directions=(direction,))
+
+
+def smallest_cap(problem: Problem, n: int, setting: MeshSetting, direction: Direction) -> int:
+    with pytest.raises(MemoryCapError) as raised:
+        capped(problem, n, setting, direction, 0)
+    return raised.value.smallest_cap_bytes
+
+
+def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program() -> None:
+    rng = Random(1)
+    for _ in range(60):
+        n = rng.randint(1, 9)
+        plan = plan_mesh(random_problem(rng, n), n, random_setting(rng, n))
+        for one in plan.passes:
+            for program in one.programs:
+                assert peak_buffer_bytes(plan, program) == peak_by_definition(plan, program)
+
+
+CASES = [
+    MeshSetting(tile=tile, chunks=chunks, combine=combine)
+    for tile in ((2, 3), (6, 1), (1, 6))
+    for chunks in ((1, 1), (2, 2), (3, 2), (4, 4))
+    for combine in (Combine.EXCHANGE, Combine.REDUCE_SCATTER)
+]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_capped_plan_holds_no_more_than_the_cap_and_is_proven(
+    direction: Direction, causal: bool
+) -> None:
+    problem = Problem(6 * 24, 2, 8, mask=Mask(causal=causal))
+    for setting in CASES:
+        least = smallest_cap(problem, 6, setting, direction)
+        for cap in (least, least + least // 4, 2 * least):
+            plan = capped(problem, 6, setting, direction, cap)
+            assert peak(plan) <= cap
+            assert verify(plan) == []
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_smallest_cap_in_the_error_works_and_one_byte_less_does_not(
+    direction: Direction,
+) -> None:
+    problem = Problem(6 * 24, 2, 8)
+    for setting in CASES:
+        least = smallest_cap(problem, 6, setting, direction)
+        capped(problem, 6, setting, direction, least)
+        with pytest.raises(MemoryCapError, match=str(least)) as raised:
+            capped(problem, 6, setting, direction, least - 1)
+        assert raised.value.cap_bytes == least - 1
+        assert raised.value.smallest_cap_bytes == least
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_for_full_masks_the_smallest_cap_is_exactly_what_the_capped_plan_holds(
+    direction: Direction,
+) -> None:
+    """No task is empty, so the model that orders the tasks and the programs hold the same."""
+    problem = Problem(6 * 24, 2, 8)
+    for setting in CASES:
+        least = smallest_cap(problem, 6, setting, direction)
+        assert peak(capped(problem, 6, setting, direction, least)) == least
+
+
+def test_with_room_to_spare_the_capped_order_is_that_of_greedy() -> None:
+    problem = Problem(6 * 24, 2, 8)
+    for setting in CASES:
+        free = plan_mesh(problem, 6, setting, directions=(Direction.FORWARD,))
+        roomy = capped(problem, 6, setting, Direction.FORWARD, peak(free))
+        assert roomy.forward.schedule == free.forward.schedule
+
+
+def test_a_lean_order_holds_less_than_greedy_when_there_are_chunks_to_free() -> None:
+    problem = Problem(9 * 64, 4, 16)
+    setting = MeshSetting(tile=(3, 3), chunks=(4, 4))
+    free = plan_mesh(problem, 9, setting, directions=(Direction.FORWARD,))
+    assert smallest_cap(problem, 9, setting, Direction.FORWARD) < peak(free)
+
+
+def test_more_chunks_need_less_memory() -> None:
+    problem = Problem(9 * 64, 4, 16)
+    caps = [
+        smallest_cap(problem, 9, MeshSetting(tile=(3, 3), chunks=(k, k)), Direction.FORWARD)
+        for k in (1, 2, 4)
+    ]
+    assert caps == sorted(caps, reverse=True)
+    assert caps[-1] < caps[0]
+
+
+def test_a_cap_with_another_scheduler_is_refused() -> None:
+    from mesh_attention.plan.methods.mesh import Scheduler
+
+    with pytest.raises(PlanError, match="greedy"):
+        plan_mesh(
+            Problem(64, 1, 4), 4, MeshSetting(max_buffer_bytes=1 << 20, scheduler=Scheduler.SEARCH)
+        )
+
+
+def live_at_end(one: Pass) -> set[str]:
+    left: set[str] = set()
+    for program in one.programs:
+        live = {b.name for b in program.buffers if b.role is Role.WORKSPACE}
+        for op in program.operations:
+            if isinstance(op, Free):
+                live -= set(op.buffers)
+        left |= live
+    return left
+
+
+def test_every_workspace_buffer_is_freed_right_after_its_last_use() -> None:
+    rng = Random(2)
+    for _ in range(30):
+        n = rng.randint(1, 9)
+        for one in plan_mesh(random_problem(rng, n), n, random_setting(rng, n)).passes:
+            assert live_at_end(one) == set()
+            for program in one.programs:
+                before: set[str] = set()
+                for op in program.operations:
+                    if isinstance(op, Free):
+                        assert set(op.buffers) <= before
+                    else:
+                        before = {piece.buffer for piece in (*reads(op), *writes(op))}
