@@ -243,7 +243,9 @@ def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.
                 f"the DeviceMesh has {group_or_mesh.ndim} dimensions "
                 f"{group_or_mesh.mesh_dim_names}; pass one of them, as in mesh['cp']"
             )
-        return group_or_mesh.get_group()
+        if group_or_mesh.get_coordinate() is not None:
+            return group_or_mesh.get_group()
+        raise MeshAttentionError("this rank is not a member of the DeviceMesh it was given")
     group = dist.group.WORLD if group_or_mesh is None else group_or_mesh
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise MeshAttentionError("this rank is not a member of the group it was given")

@@ -179,6 +179,27 @@ def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout() -> N
                 assert counted[i, j] == dense, (mask, q, k)
 
 
+def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ_in_number() -> (
+    None
+):
+    """Their runs then have different strides, and blocks longer than the other side's stride."""
+    rng = Random(6)
+    for _ in range(800):
+        q_tokens, kv_tokens = rng.randint(1, 12), rng.randint(1, 60)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        layouts = random_layouts(rng, q_tokens, kv_tokens)
+        pairs = padded_to(
+            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+        )
+        q, k = (
+            one.slot_runs(chunk.start, chunk.stop)
+            for one in layouts
+            for chunk in [rng.choice(chunks_of(one, 3))]
+        )
+        counted = visible_pairs(q, k, mask.rows(q_tokens, kv_tokens)).sum()
+        assert counted == pairs[np.ix_(positions_of(q), positions_of(k))].sum(), (mask, layouts)
+
+
 def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride() -> None:
     rng = Random(5)
     for _ in range(1500):

@@ -38,7 +38,7 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.plan.verify import Finding, verify
 
-MUTANTS = 200
+MUTANTS = 120  # of each kind
 Collective = AllGather | ReduceScatter | AllToAll
 Compute = Attend | AttendBackward
 

@@ -117,6 +117,8 @@ class QRingInner:
         fetch: list[Operation] = [mesh.fetch_kv(key, 0)] if mesh.tile.b > 1 else []
         operations = [*fetch, *self._unit(unit).operations()]
         if mesh.kv_return:
+            if not self._unit(unit).has_key_gradients:
+                operations += mesh.empty_kv(0)
             operations += mesh.return_kv(0, mesh.kv_home(key, 0))
         return operations
 
@@ -144,6 +146,7 @@ class _UnitRing:
         self._kinds = tuple(kind for _, kind in mesh.q_partials())
         self._backward = mesh.direction is Direction.BACKWARD
         self._rule = MergeRule.SUM if self._backward else MergeRule.SOFTMAX
+        self.has_key_gradients = False
         self.buffers: dict[str, Buffer] = {}
         for step in range(1, self._route.size):
             for kind in mesh.q_inputs:
@@ -184,8 +187,7 @@ class _UnitRing:
             partials[step] = sums
             if self._travel and step > 0:
                 operations += self._pass_on(step, sums)
-        if self._backward and not begun:
-            operations += self._mesh.empty_kv(0)
+        self.has_key_gradients = begun
         return operations + (self._end_of_travel() if self._travel else self._exchange(partials))
 
     def _compute(self, step: int, sums: tuple[Piece, ...], begun: bool) -> Operation:

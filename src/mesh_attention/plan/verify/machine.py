@@ -69,7 +69,7 @@ class _Machine:
         self.findings: list[Finding] = []
         self.atoms = Atoms(plan, one)
         self.head_bits = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
-        self.memory = Memory(one, self.atoms)
+        self.memory = Memory(plan.problem, one, self.atoms)
         self.compute = Compute(plan, self.atoms, self.memory)
 
     def run(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 from mesh_attention.plan.buffers import Buffer, Piece, Role
 from mesh_attention.plan.plan import Pass
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify.atoms import Atoms, Cells
 from mesh_attention.plan.verify.finding import Broken
 
@@ -57,7 +58,8 @@ class Entry:
 class Memory:
     """The buffers of all ranks. Reading what was never written or is freed breaks the plan."""
 
-    def __init__(self, one: Pass, atoms: Atoms) -> None:
+    def __init__(self, problem: Problem, one: Pass, atoms: Atoms) -> None:
+        self._problem = problem
         self._atoms = atoms
         self._entries: list[dict[str, Entry]] = []
         for program in one.programs:
@@ -100,7 +102,9 @@ class Memory:
         self._write(target, want, there, self._read(source, have, taken, here), False)
 
     def expect_same_form(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
-        if have.kind is not want.kind or have.precision is not want.precision:
+        # fp32 and fp64 tensors accumulate in their own precision: there the two are one.
+        sizes = (have.precision.num_bytes(self._problem), want.precision.num_bytes(self._problem))
+        if have.kind is not want.kind or sizes[0] != sizes[1]:
             raise Broken(
                 target,
                 f"receives {have.kind} ({have.precision}) of rank {source} "
