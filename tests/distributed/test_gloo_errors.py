@@ -1,4 +1,4 @@
-"""Mistakes are heard by all ranks, name the odd one, and come before any data moves.
+"""Mistakes in a call are heard by all ranks, name the odd one, and come before any data moves.
 
 Each mistake is made by one rank, or by all; every rank must raise within ten seconds, and nothing
 may have been handed to the transport. Afterwards the right call must work on the same object.
@@ -6,10 +6,9 @@ may have been handed to the transport. Afterwards the right call must work on th
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,51 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
 from mesh_attention.plan.program import Attend, CallKind
-from mesh_attention.runtime import handshake
 from support.cases import Case
-from support.gloo_case import attend, context, handed_bytes, whole
+from support.gloo_case import attend, context, whole
+from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
 from support.reference import attention, errors
 
 RANKS = 4
 CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
-LIMIT_SECONDS = 10.0
 
 Inputs = list[Tensor]
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What one rank heard, how long it took, and what had moved by then."""
-
-    error: str
-    kind: str
-    seconds: float
-    moved: int
-    groups: int
-
-
-def listen(action: Callable[[], object], cp: ContextParallel | None = None) -> Heard:
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    before = len(groups)
-    started = time.monotonic()
-    error, kind = "", ""
-    try:
-        action()
-    except MeshAttentionError as caught:
-        error, kind = str(caught), type(caught).__name__
-    seconds = time.monotonic() - started
-    handed = handed_bytes(cp) if cp is not None else {}
-    moved = sum(sum(sizes) for kinds in handed.values() for sizes in kinds.values())
-    return Heard(error, kind, seconds, moved, len(groups) - before)
-
-
-def all_heard(heard: list[Heard]) -> None:
-    for rank, one in enumerate(heard):
-        assert one.error, f"rank {rank} heard nothing"
-        assert one.seconds < LIMIT_SECONDS
-        assert one.moved == 0
-        assert one.groups == 0
 
 
 def shards(cp: ContextParallel, case: Case) -> Inputs:
@@ -167,107 +131,6 @@ def call_wrongly_once(
         return listen(lambda: cp.attention(*given), cp)
 
 
-WRONG_ARGUMENTS = {
-    "tile": ({"tile": (3, 2)}, "tile 3x2 has 6 cells but there are 4 ranks; tiles that fit:"),
-    "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
-    "unknown": ({"tyle": (2, 2)}, "method mesh has no option 'tyle'"),
-    "softcap": ({"softcap": 30.0}, "method mesh has no option 'softcap'"),
-    "dropout": ({"dropout_p": 0.1}, "method mesh has no option 'dropout_p'"),
-    "method": ({"method": "telepathy"}, "unknown method 'telepathy'"),
-    "layout": ({"layout": "diagonal"}, "layout='diagonal' is unknown; known: contiguous"),
-    "combine": ({"combine": "hope"}, "combine='hope' is unknown"),
-    "chunks": ({"chunks": (5, 5)}, "chunks 5x5"),
-    "heads": ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-    "length": ({"seq_len": 0}, "q_tokens=0: must be a whole number of at least 1"),
-    "window-twice": ({"mask": Mask(causal=True), "window_size": (4, 0)}, "not both"),
-    "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
-    "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
-    "alpha": ({"alpha": 2}, "alpha needs ranks_per_node"),
-    "memory": ({"max_buffer_bytes": 10}, "10"),
-}
-
-
-def construct(
-    rank: int, world_size: int, changes: dict[str, Any], by: list[int], usual: dict[str, Any]
-) -> Heard:
-    given = changes if rank in by else usual
-    return listen(lambda: context(CASE, **given))
-
-
-@pytest.mark.parametrize("by", [[0, 1, 2, 3], [1], [0]], ids=["all", "one", "first"])
-@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_wrong_arguments_are_refused_by_name_on_all_ranks(
-    pool: WorkerPool, name: str, by: list[int]
-) -> None:
-    changes, reason = WRONG_ARGUMENTS[name]
-    heard = pool.run(construct, RANKS, changes, by, {})
-    all_heard(heard)
-    for rank, one in enumerate(heard):
-        assert reason in one.error
-        if rank not in by:
-            assert f"rank {by[0]}" in one.error
-
-
-OTHER_ARGUMENTS = {
-    "causal": {"causal": False, "mask": None},
-    "length": {"seq_len": 44, "kv_seq_len": 44},
-    "tile": {"tile": (4, 1)},
-    "dtype": {"dtype": torch.bfloat16},
-    "scale": {"softmax_scale": 0.5},
-    "chunks": {"chunks": (2, 2)},
-}
-
-
-@pytest.mark.parametrize("odd", [0, 3])
-@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
-def test_an_object_made_differently_on_one_rank_is_refused_and_the_rank_named(
-    pool: WorkerPool, name: str, odd: int
-) -> None:
-    heard = pool.run(construct, RANKS, OTHER_ARGUMENTS[name], [odd], {"tile": (2, 2)})
-    all_heard(heard)
-    for one in heard:
-        assert f"rank {odd} of the group [0, 1, 2, 3] disagrees" in one.error
-
-
-def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Heard:
-    """One rank finds its own mistake; some ranks come when others have lost patience."""
-    handshake._PATIENCE_SECONDS = 0.3
-    try:
-        if rank in late:
-            time.sleep(1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says, rightly, for whom it is waiting
-            return listen(lambda: context(CASE, **({"tile": (3, 3)} if rank == odd else {})))
-    finally:
-        handshake._PATIENCE_SECONDS = 10.0
-
-
-@pytest.mark.parametrize(
-    ("odd", "late"), [(0, [1, 2, 3]), (0, [2]), (2, [0]), (2, [0, 1]), (1, [1])]
-)
-def test_ranks_that_come_late_still_hear_of_the_mistake(
-    pool: WorkerPool, odd: int, late: list[int]
-) -> None:
-    heard = pool.run(come_late, RANKS, odd, late, seconds=20.0)
-    all_heard(heard)
-    assert all("tiles that fit" in one.error for one in heard)
-    assert all(f"rank {odd}" in one.error for rank, one in enumerate(heard) if rank != odd)
-
-
-def masks_that_cannot_be(rank: int, world_size: int) -> list[Heard]:
-    return [
-        listen(lambda: context(CASE, mask=Mask(causal=True, prefix=3, window=(4, 0)))),
-        listen(lambda: context(CASE, mask=Mask(prefix=3))),
-        listen(lambda: context(CASE, mask=Mask(documents=(3, 40)))),
-    ]
-
-
-def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
-    for heard in pool.run(masks_that_cannot_be, RANKS):
-        all_heard(heard)
-        assert "prefix and window exclude each other" in heard[0].error
-
-
 def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Heard, list[CallKind]]:
     """With these tiles only the first rank meets the ragged edge of the window."""
     options = {"layout": "contiguous", "tile": (4, 1), "kernel": kernel}
@@ -320,7 +183,7 @@ def wrong_groups(rank: int, world_size: int) -> list[Heard]:
     others: list[Any] = [dist.new_group([0, 1]), DeviceMesh("cpu", [1, 0])]
     heard = [listen(lambda: context(CASE, mesh))]
     if rank > 1:
-        heard += [listen(lambda other=other: context(CASE, other)) for other in others]
+        heard += [listen(partial(context, CASE, other)) for other in others]
     return heard
 
 
@@ -338,23 +201,3 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
     q, k, v, _ = CASE.tensors()
     with pytest.raises(MeshAttentionError, match="init_process_group first"):
         mesh_attention(q, k, v, causal=True)
-
-
-def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Heard:
-    inputs = [torch.randn(1, 8, 2, 8) for _ in range(3)]
-    given = changes if rank == odd else {}
-    return listen(lambda: mesh_attention(*inputs, **{"causal": True, **given}))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False}]
-)
-def test_the_function_refuses_what_one_rank_asks_for_on_all(
-    pool: WorkerPool, changes: dict[str, Any]
-) -> None:
-    heard = pool.run(function_wrongly, 3, changes, 1)
-    all_heard(heard)
-    for rank, one in enumerate(heard):
-        if rank != 1:
-            assert "rank 1" in one.error
-        assert next(iter(changes)) in one.error or "plan is" in one.error

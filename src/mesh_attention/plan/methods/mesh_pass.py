@@ -122,6 +122,10 @@ class MeshPass(ABC):
         units = [self.strand.rows(Kind.K, unit) for unit in self.tile.kv_partitions(column)]
         return whole_rows(units, self.kv_chunks[j])
 
+    def kv_rows_of(self, units: tuple[int, ...]) -> Spans:
+        """KV of these units as a gather lays it out, not chunked."""
+        return whole_rows([self.strand.rows(Kind.K, unit) for unit in units], self.kv_chunks[0])
+
     # Communication fragments.
 
     def _gather_q(self, row: int, i: int) -> AllGather:

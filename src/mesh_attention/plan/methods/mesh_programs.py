@@ -267,7 +267,7 @@ def _communication_seconds(mesh: MeshPass, task: str, costs: Costs) -> float:
 
 def _memory_model(mesh: MeshPass, graph: TaskGraph) -> MemoryModel:
     """Of a rank on which no task is empty: no other rank needs more."""
-    table = _buffers(mesh, 0)
+    table = _local_buffers(mesh, 0) | _buffers(mesh, 0)
     whole = (Call(CallKind.FULL, 0, 1, 0, 1),)
     touches: dict[str, tuple[tuple[str, ...], ...]] = {}
     for communication in graph.communication:
@@ -295,8 +295,10 @@ def _buffers(mesh: MeshPass, unit: int) -> dict[str, Buffer]:
 
 
 def _local_buffers(mesh: MeshPass, unit: int) -> dict[str, Buffer]:
-    """The unit's own rows, for what must be measured before the programs exist."""
-    kinds = (*Kind,)
+    """The unit's own rows, for what must be measured before the programs exist. Delta is nobody's
+    input: it is computed first, and held until its last chunk is gathered."""
+    roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
     return {
-        mesh.strand.local(kind): mesh.strand.local_buffer(kind, unit, Role.INPUT) for kind in kinds
+        mesh.strand.local(kind): mesh.strand.local_buffer(kind, unit, role)
+        for kind, role in roles.items()
     }

@@ -37,7 +37,7 @@ class Cells:
 
 
 class Side:
-    """Token atoms of one side: the boundaries, and which atoms an interval of places consists of."""
+    """Token atoms of one side: the boundaries, and which atoms an interval of places is made of."""
 
     def __init__(self, layout: Layout, cuts: Iterable[int]) -> None:
         slots, halves = layout.slots, layout.halves

@@ -1,0 +1,50 @@
+"""What a rank hears of a mistake, and what must hold for every rank that hears of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mesh_attention import ContextParallel, MeshAttentionError
+from support.gloo_case import handed_bytes
+
+__all__ = ["Heard", "all_heard", "listen"]
+
+LIMIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one rank heard, how long it took, and what had moved by then."""
+
+    error: str
+    kind: str
+    seconds: float
+    moved: int
+    groups: int
+
+
+def listen(action: Callable[[], object], cp: ContextParallel | None = None) -> Heard:
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    before = len(groups)
+    started = time.monotonic()
+    error, kind = "", ""
+    try:
+        action()
+    except MeshAttentionError as caught:
+        error, kind = str(caught), type(caught).__name__
+    seconds = time.monotonic() - started
+    handed = handed_bytes(cp) if cp is not None else {}
+    moved = sum(sum(sizes) for kinds in handed.values() for sizes in kinds.values())
+    return Heard(error, kind, seconds, moved, len(groups) - before)
+
+
+def all_heard(heard: list[Heard]) -> None:
+    for rank, one in enumerate(heard):
+        assert one.error, f"rank {rank} heard nothing"
+        assert one.seconds < LIMIT_SECONDS
+        assert one.moved == 0
+        assert one.groups == 0
