@@ -23,6 +23,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
@@ -65,7 +66,7 @@ class ContextParallel:
         mask: Mask | None = None,
         window_size: tuple[int, int] | None = None,
         softmax_scale: float | None = None,
-        method: str = "mesh",
+        method: str = DEFAULT_METHOD,
         tile: tuple[int, int] | str | None = None,
         layout: str | None = None,
         chunks: tuple[int, int] | str | None = None,

@@ -10,11 +10,8 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import best_tile
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh_programs import Order
-from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.methods.table import METHODS, make_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 
@@ -64,18 +61,8 @@ def build_plan(problem: Problem, num_ranks: int, method: str, given: Mapping[str
     for name in ("tile", "backward_tile", "chunks", "backward_chunks"):
         if name in options:
             options[name] = pair_of(name, options[name])
-    for name, choices in (("layout", LayoutKind), ("combine", Combine), ("scheduler", Order)):
-        if name in options:
-            options[name] = _one_of(name, options[name], choices)
-    if "chunks" not in options:
+    chunked = method in METHODS and "chunks" in METHODS[method].options()
+    if chunked and "chunks" not in options:
         tile = options.get("tile") or best_tile(num_ranks, problem)
         options["chunks"] = suggested_chunks(problem, num_ranks, tile)
     return make_plan(problem, num_ranks, method=method, **options)
-
-
-def _one_of(name: str, value: Any, choices: Any) -> Any:
-    try:
-        return choices(value)
-    except ValueError:
-        known = ", ".join(choice.value for choice in choices)
-        raise PlanError(f"{name}={value!r} is unknown; known: {known}") from None

@@ -8,10 +8,7 @@ from typing import Any
 
 from mesh_attention.cli.command import UsageError
 from mesh_attention.cli.options import DEFAULT_METHOD, DEFAULTS
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh import Scheduler
 from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
@@ -21,22 +18,12 @@ __all__ = ["MOST_RANKS", "MOST_TOKENS", "directions_of", "plan_of"]
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
 
-# Settings of a method: the name of the option's value, the name the method has, and its type.
-_SETTINGS: tuple[tuple[str, str, Any], ...] = (
-    ("tile", "tile", None),
-    ("backward_tile", "backward_tile", None),
-    ("rotation", "rotation", None),
-    ("chunks", "chunks", None),
-    ("backward_chunks", "backward_chunks", None),
-    ("layout", "layout", LayoutKind),
-    ("stripe_block", "stripe_block", None),
-    ("combine", "combine", Combine),
-    ("gather_out", "gather_out", None),
-    ("scheduler", "scheduler", Scheduler),
-    ("max_memory", "max_buffer_bytes", None),
-    ("ranks_per_node", "ranks_per_node", None),
-    ("alpha", "alpha", None),
-)
+# Settings of a method by the name of their option; --max-memory alone is called otherwise there.
+_SETTINGS = (
+    "tile", "backward_tile", "rotation", "chunks", "backward_chunks", "layout", "stripe_block",
+    "combine", "gather_out", "scheduler", "max_memory", "ranks_per_node", "alpha", "ulysses",
+    "team", "inner", "gradients", "first_block",
+)  # fmt: skip
 
 # Names in errors of the planner, as a person at the command line knows them.
 _FLAGS = {
@@ -53,6 +40,9 @@ _FLAGS = {
     "block": "--stripe-block",
     "ranks": "--ranks",
     "alpha": "--alpha",
+    "ulysses": "--ulysses",
+    "team": "--team",
+    "inner": "--inner",
     "prefix": "--prefix",
     "window": "--window",
     "documents": "--documents",
@@ -64,11 +54,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if ranks is None:
         ranks = args.tile[0] * args.tile[1] if args.tile else DEFAULTS["ranks"]
     _refuse_above("--ranks", ranks, MOST_RANKS)
-    options = {}
-    for given, name, kind in _SETTINGS:
-        value = getattr(args, given)
-        if value is not None:
-            options[name] = kind(value) if kind else value
+    options = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    if "max_memory" in options:
+        options["max_buffer_bytes"] = options.pop("max_memory")
     try:
         return make_plan(
             _problem(args),

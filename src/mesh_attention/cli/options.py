@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from mesh_attention.cli.values import byte_size, count, cuts, one_of, pair, size, window
 from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.kv_ring import Gradients
 from mesh_attention.plan.methods.mesh import Scheduler
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.startrail import FirstBlock
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 
 __all__ = [
     "DEFAULTS",
@@ -26,7 +28,6 @@ __all__ = [
 ]
 
 DEFAULTS = {"ranks": 16, "tokens": 65536, "heads": 32, "head_dim": 128}
-DEFAULT_METHOD = "mesh"
 PASSES = ("forward", "backward", "both")
 
 
@@ -130,6 +131,11 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
         const=True,
         help="backward gathers O, as the paper does, instead of delta",
     )
+    group.add_argument("--ulysses", type=size, metavar="U", help="ranks that swap tokens for heads")
+    group.add_argument("--team", type=size, metavar="C", help="team size; its square divides ranks")
+    group.add_argument("--inner", type=size, metavar="N", help="ranks of an inner ring")
+    choice("--gradients", "way home", Gradients, "how dK and dV of a wandering block come home")
+    choice("--first-block", "first block", FirstBlock, "with which team's block a member begins")
     choice("--scheduler", "scheduler", Scheduler, "order of the tasks (default greedy)")
     group.add_argument(
         "--max-memory",

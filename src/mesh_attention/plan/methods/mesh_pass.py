@@ -232,18 +232,19 @@ class MeshPass(ABC):
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
         """Where other units' partials of this unit's own chunks arrive."""
         made: dict[str, Buffer] = {}
+        own_q, own_kv = (self.strand.rows(kind, unit) for kind in (Kind.Q, Kind.K))
         for chunk in self.q_chunks:
+            q_rows = stack_rows(own_q, self.tile.a, chunk)
             for stem, kind in self.q_partials() if self.q_route is not Route.LOCAL else ():
                 if self.q_route is Route.EXCHANGE or kind is Kind.LSE:
                     name = f"{stem}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
-                    rows = stack_rows(self.strand.rows(Kind.Q, unit), self.tile.a, chunk)
-                    self._add(made, f"{name}.in", kind, rows)
+                    self._add(made, f"{name}.in", kind, q_rows)
         for chunk in self.kv_chunks if self.kv_route is Route.EXCHANGE else ():
             copies = self.kv_home(self.fetch_key(unit), chunk.index).num_copies
+            kv_rows = stack_rows(own_kv, copies, chunk)
             for stem, kind in self.kv_partials():
-                rows = stack_rows(self.strand.rows(Kind.K, unit), copies, chunk)
-                self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, rows)
+                self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, kv_rows)
         return made
 
     def _add_partial(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:

@@ -66,7 +66,8 @@ class MeshInner:
     def __init__(self, mesh: MeshPass, schedule: Schedule, lowerings: Lowerings, ordered_by: str):
         self._mesh = mesh
         self.schedule = schedule
-        self._order = schedule.order()
+        names = [name.rpartition("-") for name in schedule.order()]
+        self._order = [(f"{kind}-{index}", kind, int(index)) for kind, _, index in names]
         self._lowerings = lowerings
         self._ordered_by = ordered_by
         self._fragments: dict[tuple[object, ...], list[Operation]] = {}
@@ -111,10 +112,8 @@ class MeshInner:
         operations: list[Operation] = []
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
-        for task in self._order:
-            kind, _, last = task.rpartition("-")
-            index = int(last)
-            if not task.startswith("C-"):
+        for task, kind, index in self._order:
+            if not kind.startswith("C-"):
                 if kind == mesh.q_return and index not in begun_q:
                     operations.append(self._neutral_q[index])
                 if kind == mesh.kv_return and index not in begun_kv:

@@ -8,39 +8,196 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from enum import StrEnum
+from typing import Any, get_args, get_type_hints
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.candidates import (
+    Candidates,
+    degrees,
+    inner_rings,
+    one,
+    teams,
+    tiles,
+    unit_tiles,
+)
+from mesh_attention.plan.methods.frame import Frame
+from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
+from mesh_attention.plan.methods.q_ring import AgkvRingQoSetting, RingQSetting, plan_q_ring
+from mesh_attention.plan.methods.ring import (
+    AgqRingKvSetting,
+    DoubleRingSetting,
+    RingSetting,
+    plan_kv_ring,
+)
+from mesh_attention.plan.methods.startrail import StarTrailSetting, plan_startrail
+from mesh_attention.plan.methods.ulysses import (
+    MeshUspSetting,
+    UlyssesSetting,
+    UspSetting,
+    check_degree,
+    plan_mesh_usp,
+    plan_ulysses,
+    plan_usp,
+)
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["METHODS", "Method", "make_plan"]
+__all__ = ["DEFAULT_METHOD", "METHODS", "Method", "make_plan"]
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
+Directions = tuple[Direction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherKvSetting:
+    """Every rank gathers all KV, as Llama 3 training did: the mesh with a = 1."""
+
+    chunks: tuple[int, int] = (1, 1)
+    backward_chunks: tuple[int, int] | None = None
+    layout: LayoutKind | None = None
+    stripe_block: int = 1
+    combine: Combine = Combine.AUTO
+    gather_out: bool = False
+    ranks_per_node: int | None = None
+    scheduler: Scheduler = Scheduler.GREEDY
+    max_buffer_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`setting` is the dataclass of what a person can choose; `build` turns it into a plan."""
+    """`setting` is the dataclass of what a person can choose; `build` turns it into a plan.
+
+    `candidates` are the settings worth trying when the best is looked for.
+    """
 
     name: str
     summary: str
     setting: type
-    build: Callable[[Problem, int, Any, tuple[Direction, ...]], Plan]
+    build: Callable[[Problem, int, Any, Directions], Plan]
+    candidates: Candidates
 
     def options(self) -> tuple[str, ...]:
         return tuple(field.name for field in fields(self.setting))
 
 
-def _mesh(
-    problem: Problem, ranks: int, setting: MeshSetting, directions: tuple[Direction, ...]
-) -> Plan:
+def _frame(name: str, setting: Any) -> Frame:
+    """What a setting says about the frame, by the names they share."""
+    own = {field.name for field in fields(Frame)} - {"method"}
+    given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in own}
+    return Frame(name, **given)
+
+
+def _mesh(problem: Problem, ranks: int, setting: MeshSetting, directions: Directions) -> Plan:
     return plan_mesh(problem, ranks, setting, directions=directions)
 
 
+def _all_gather_kv(
+    problem: Problem, ranks: int, setting: AllGatherKvSetting, directions: Directions
+) -> Plan:
+    given = {f.name: getattr(setting, f.name) for f in fields(setting)}
+    mesh = MeshSetting(tile=(1, max(ranks, 1)), **given)
+    return plan_mesh(problem, ranks, mesh, directions=directions, method="allgather-kv")
+
+
+def _ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
+    frame = _frame("ring", setting)
+    return plan_kv_ring(problem, ranks, frame, directions, gradients=setting.gradients)
+
+
+def _double_ring(
+    problem: Problem, ranks: int, setting: DoubleRingSetting, directions: Directions
+) -> Plan:
+    check_degree(problem, ranks, setting.ulysses)
+    units = ranks // setting.ulysses
+    inner = setting.inner
+    if inner is None:
+        node = (setting.ranks_per_node or 8) // setting.ulysses
+        inner = max(
+            size for size in range(1, units + 1) if units % size == 0 and size <= max(node, 1)
+        )
+    frame = _frame("double-ring", setting)
+    return plan_kv_ring(problem, ranks, frame, directions, gradients=Gradients.DIRECT, inner=inner)
+
+
+def _agq_ringkv(
+    problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
+) -> Plan:
+    frame = _frame("agq-ringkv", setting)
+    tile = setting.tile or _squarest(ranks)
+    return plan_kv_ring(problem, ranks, frame, directions, tile=tile, gradients=setting.gradients)
+
+
+def _ring_q(problem: Problem, ranks: int, setting: RingQSetting, directions: Directions) -> Plan:
+    return plan_q_ring(problem, ranks, _frame("ring-q", setting), directions)
+
+
+def _agkv_ringqo(
+    problem: Problem, ranks: int, setting: AgkvRingQoSetting, directions: Directions
+) -> Plan:
+    tile = setting.tile or _squarest(ranks)
+    frame = _frame("agkv-ringqo", setting)
+    return plan_q_ring(problem, ranks, frame, directions, tile=tile, travel=True)
+
+
+def _squarest(ranks: int) -> tuple[int, int]:
+    a = max((a for a in range(1, ranks + 1) if ranks % a == 0 and a * a <= ranks), default=1)
+    return a, max(1, ranks // a)
+
+
+DEFAULT_METHOD = "mesh"
 METHODS: Mapping[str, Method] = {
-    "mesh": Method("mesh", "2-D tiles a x b of the query-key matrix", MeshSetting, _mesh),
+    method.name: method
+    for method in (
+        Method("mesh", "2-D tiles a x b of the query-key matrix", MeshSetting, _mesh, tiles),
+        Method("ring", "KV wanders in a ring (Ring-Attention)", RingSetting, _ring, one),
+        Method(
+            "ring-q", "Q wanders in a ring, outputs go home at the end", RingQSetting, _ring_q, one
+        ),
+        Method(
+            "double-ring",
+            "KV wanders in rings inside nodes and in one between them (LoongTrain)",
+            DoubleRingSetting,
+            _double_ring,
+            inner_rings,
+        ),
+        Method(
+            "allgather-kv",
+            "every rank gathers all KV (Llama 3 training)",
+            AllGatherKvSetting,
+            _all_gather_kv,
+            one,
+        ),
+        Method("ulysses", "ranks swap tokens for heads", UlyssesSetting, plan_ulysses, one),
+        Method("usp", "Ulysses inside, a ring outside", UspSetting, plan_usp, degrees),
+        Method(
+            "startrail",
+            "teams gather Q and KV, team blocks wander in sub-rings",
+            StarTrailSetting,
+            plan_startrail,
+            teams,
+        ),
+        Method(
+            "mesh-usp", "Ulysses inside, a mesh outside", MeshUspSetting, plan_mesh_usp, unit_tiles
+        ),
+        Method(
+            "agq-ringkv",
+            "a mesh that gathers Q while KV wanders",
+            AgqRingKvSetting,
+            _agq_ringkv,
+            tiles,
+        ),
+        Method(
+            "agkv-ringqo",
+            "a mesh that gathers KV while Q and its output wander",
+            AgkvRingQoSetting,
+            _agkv_ringqo,
+            tiles,
+        ),
+    )
 }
 
 
@@ -48,8 +205,8 @@ def make_plan(
     problem: Problem,
     num_ranks: int,
     *,
-    method: str = "mesh",
-    directions: tuple[Direction, ...] = BOTH,
+    method: str = DEFAULT_METHOD,
+    directions: Directions = BOTH,
     **options: Any,
 ) -> Plan:
     """The plan of a method; every option is used, or refused by name.
@@ -60,6 +217,8 @@ def make_plan(
     """
     if method not in METHODS:
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    if num_ranks < 1:
+        raise PlanError(f"ranks={num_ranks}: must be at least 1")
     chosen = METHODS[method]
     unknown = [name for name in options if name not in chosen.options()]
     if unknown:
@@ -67,4 +226,18 @@ def make_plan(
             f"method {method} has no option {unknown[0]!r}; its options: "
             f"{', '.join(chosen.options())}"
         )
-    return chosen.build(problem, num_ranks, chosen.setting(**options), directions)
+    kinds = get_type_hints(chosen.setting)
+    given = {name: _as_declared(name, value, kinds[name]) for name, value in options.items()}
+    return chosen.build(problem, num_ranks, chosen.setting(**given), directions)
+
+
+def _as_declared(name: str, value: Any, kind: Any) -> Any:
+    """A closed choice from its text; anything else as it is."""
+    for choices in (kind, *get_args(kind)):
+        if isinstance(choices, type) and issubclass(choices, StrEnum) and value is not None:
+            try:
+                return choices(value)
+            except ValueError:
+                known = ", ".join(choice.value for choice in choices)
+                raise PlanError(f"{name}={value!r} is unknown; known: {known}") from None
+    return value

@@ -1,0 +1,149 @@
+"""Ulysses and what is built on it: USP (a ring outside) and Mesh-USP (a mesh outside).
+
+All are strands (`strand.py`) around another method: Ulysses around a method of one unit, which
+then has all tokens of its heads and nothing left to fetch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.frame import Frame, check_ranks
+from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
+from mesh_attention.plan.methods.ring import plan_kv_ring
+from mesh_attention.plan.methods.strand import ulysses_degrees
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+
+__all__ = [
+    "MeshUspSetting",
+    "UlyssesSetting",
+    "UspSetting",
+    "plan_mesh_usp",
+    "plan_ulysses",
+    "plan_usp",
+    "usual_degree",
+]
+
+Directions = tuple[Direction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UlyssesSetting:
+    """Nothing to choose: the degree is the number of ranks, which must divide the heads."""
+
+    layout: LayoutKind | None = None
+    stripe_block: int = 1
+    gather_out: bool = False
+    ranks_per_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UspSetting:
+    """ulysses: the degree inside; None takes the largest up to 8 (or a node) that works."""
+
+    ulysses: int | None = None
+    layout: LayoutKind | None = None
+    stripe_block: int = 1
+    gather_out: bool = False
+    gradients: Gradients = Gradients.TRAVEL
+    ranks_per_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeshUspSetting:
+    """As the mesh, on units of `ulysses` ranks; None takes the largest up to 8 that works."""
+
+    ulysses: int | None = None
+    tile: tuple[int, int] | None = None
+    backward_tile: tuple[int, int] | None = None
+    rotation: bool = True
+    chunks: tuple[int, int] = (1, 1)
+    backward_chunks: tuple[int, int] | None = None
+    layout: LayoutKind | None = None
+    stripe_block: int = 1
+    combine: Combine = Combine.AUTO
+    gather_out: bool = False
+    ranks_per_node: int | None = None
+    alpha: int | None = None
+    scheduler: Scheduler = Scheduler.GREEDY
+    gamma: float = 1.05
+    max_buffer_bytes: int | None = None
+    costs: Costs = field(default_factory=Costs)
+
+
+def usual_degree(problem: Problem, num_ranks: int, ranks_per_node: int | None) -> int:
+    most = ranks_per_node or 8
+    return max(degree for degree in ulysses_degrees(problem, num_ranks) if degree <= most)
+
+
+def check_degree(problem: Problem, num_ranks: int, degree: int) -> None:
+    fits = ulysses_degrees(problem, num_ranks)
+    if degree not in fits:
+        raise PlanError(
+            f"ulysses={degree} does not share out {problem.num_heads} heads "
+            f"({problem.kv_heads} KV heads) on {num_ranks} ranks; degrees that work: "
+            f"{', '.join(map(str, fits))}"
+        )
+
+
+def plan_ulysses(
+    problem: Problem, num_ranks: int, setting: UlyssesSetting, directions: Directions
+) -> Plan:
+    check_ranks(num_ranks, setting.ranks_per_node)
+    fits = ulysses_degrees(problem)
+    if num_ranks not in fits:
+        raise PlanError(
+            f"{num_ranks} ranks do not share out {problem.num_heads} heads ({problem.kv_heads} KV "
+            f"heads); numbers of ranks that work: {', '.join(map(str, fits))}"
+        )
+    frame = Frame(
+        "ulysses",
+        setting.layout,
+        setting.stripe_block,
+        gather_out=setting.gather_out,
+        ranks_per_node=setting.ranks_per_node,
+        ulysses=num_ranks,
+    )
+    return plan_kv_ring(problem, num_ranks, frame, directions)
+
+
+def plan_usp(problem: Problem, num_ranks: int, setting: UspSetting, directions: Directions) -> Plan:
+    check_ranks(num_ranks, setting.ranks_per_node)
+    degree = setting.ulysses
+    if degree is None:
+        degree = usual_degree(problem, num_ranks, setting.ranks_per_node)
+    check_degree(problem, num_ranks, degree)
+    frame = Frame(
+        "usp",
+        setting.layout,
+        setting.stripe_block,
+        gather_out=setting.gather_out,
+        ranks_per_node=setting.ranks_per_node,
+        ulysses=degree,
+    )
+    return plan_kv_ring(problem, num_ranks, frame, directions, gradients=setting.gradients)
+
+
+def plan_mesh_usp(
+    problem: Problem, num_ranks: int, setting: MeshUspSetting, directions: Directions
+) -> Plan:
+    check_ranks(num_ranks, setting.ranks_per_node)
+    degree = setting.ulysses
+    if degree is None:
+        degree = usual_degree(problem, num_ranks, setting.ranks_per_node)
+    check_degree(problem, num_ranks, degree)
+    shared = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name != "ulysses"}
+    return plan_mesh(
+        problem,
+        num_ranks,
+        MeshSetting(**shared),
+        directions=directions,
+        degree=degree,
+        method="mesh-usp",
+    )
