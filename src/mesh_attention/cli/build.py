@@ -13,7 +13,16 @@ from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["MOST_RANKS", "MOST_TOKENS", "directions_of", "plan_of"]
+__all__ = [
+    "MOST_RANKS",
+    "MOST_TOKENS",
+    "directions_of",
+    "plan_of",
+    "problem_of",
+    "ranks_of",
+    "settings_of",
+    "with_flags",
+]
 
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
@@ -49,24 +58,34 @@ _FLAGS = {
 }
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    ranks = args.ranks
+def ranks_of(args: argparse.Namespace) -> int:
+    ranks: int | None = args.ranks
     if ranks is None:
         ranks = args.tile[0] * args.tile[1] if args.tile else DEFAULTS["ranks"]
     _refuse_above("--ranks", ranks, MOST_RANKS)
+    return ranks
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, by the names that methods have for them."""
     options = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     if "max_memory" in options:
         options["max_buffer_bytes"] = options.pop("max_memory")
+    return options
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    options = settings_of(args)
     try:
         return make_plan(
-            _problem(args),
-            ranks,
+            problem_of(args),
+            ranks_of(args),
             method=args.method or DEFAULT_METHOD,
             directions=directions_of(args.passes),
             **options,
         )
     except (ValueError, OverflowError) as error:
-        raise UsageError(_with_flags(str(error))) from error
+        raise UsageError(with_flags(str(error))) from error
 
 
 def directions_of(passes: str | None) -> tuple[Direction, ...]:
@@ -78,7 +97,7 @@ def _refuse_above(flag: str, value: int | None, most: int) -> None:
         raise UsageError(f"{flag} {value} is more than a plan can hold; at most {most}")
 
 
-def _problem(args: argparse.Namespace) -> Problem:
+def problem_of(args: argparse.Namespace) -> Problem:
     def size(name: str) -> Any:
         value = getattr(args, name)
         return DEFAULTS[name] if value is None else value
@@ -104,9 +123,9 @@ def _problem(args: argparse.Namespace) -> Problem:
     )
 
 
-def _with_flags(message: str) -> str:
+def with_flags(message: str) -> str:
     """
-    >>> _with_flags("num_heads=7 is not a multiple of num_kv_heads=2")
+    >>> with_flags("num_heads=7 is not a multiple of num_kv_heads=2")
     '--heads 7 is not a multiple of --kv-heads 2'
     """
     message = message.replace("causal=True", "--causal")

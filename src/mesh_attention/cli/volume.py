@@ -7,8 +7,10 @@ from typing import Any
 
 from mesh_attention.cli.build import plan_of
 from mesh_attention.cli.command import Command
+from mesh_attention.cli.compare import show_comparison, show_paper_table
 from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
 from mesh_attention.cli.output import print_json, table
+from mesh_attention.cli.values import one_of
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.plan import Direction, Plan
@@ -18,11 +20,25 @@ __all__ = ["COMMAND"]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--compare", action="store_true", help="all methods at their best settings, side by side"
+    )
+    group.add_argument(
+        "--table",
+        type=one_of("table", ("paper",)),
+        metavar="paper",
+        help="the paper's volumes per GPU, counted from our plans",
+    )
     add_pass_option(parser)
     add_plan_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.table:
+        return show_paper_table(args)
+    if args.compare:
+        return show_comparison(args)
     plan = plan_of(args)
     counts = count(plan)
     if args.json:
@@ -74,5 +90,7 @@ COMMAND = Command(
         "mesh-attention volume --ranks 9",
         "mesh-attention volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 "
         "--ranks-per-node 8 --alpha 4 --json",
+        "mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8",
+        "mesh-attention volume --table paper",
     ),
 )

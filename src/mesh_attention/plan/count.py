@@ -23,7 +23,7 @@ from mesh_attention.plan.program import (
     SendRecv,
     writes,
 )
-from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes
+from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 
 __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
 
@@ -128,8 +128,8 @@ def _count_rank(
     for op in program.operations:
         if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
-            by_operation[type(op).__name__] += meter.traffic(op, member, len(nodes), table)
-            flows = meter.flows(op, len(nodes), table)
+            flows = meter.flows(op, table)
+            by_operation[type(op).__name__] += traffic_of(op, flows, member, len(nodes))
             crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
             entering_tokens += crossing[1]

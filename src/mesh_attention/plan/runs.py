@@ -6,8 +6,9 @@ counted in closed form, so planning 512K striped tokens costs no more than plann
 
 The formula: write a query as `q0 + m*S + u` and a key as `k0 + m'*S + u'` with the same stride S.
 Then `k < q + base` holds exactly when `m' - m <= floor((d + u - u' - 1) / S)` for
-`d = q0 + base - k0`. As blocks are no longer than S, the right side takes at most three values; for each we multiply the
-number of (m, m') by the number of (u, u'), and both are areas under a staircase (`_staircase`).
+`d = q0 + base - k0`. As blocks are no longer than S, the right side takes at most three values; for
+each we multiply the number of (m, m') by the number of (u, u'), and both are areas under a
+staircase (`_staircase`).
 """
 
 from __future__ import annotations

@@ -127,7 +127,10 @@ _VERBS: dict[str, tuple[type, dict[str, _Codec]]] = {
     ),
     "attend": (
         Attend,
-        {"q": _ONE, "k": _ONE, "v": _ONE, "out": _ONE, "lse": _ONE, "calls": _CALLS, "fresh": _FLAG},
+        {
+            "q": _ONE, "k": _ONE, "v": _ONE, "out": _ONE, "lse": _ONE,
+            "calls": _CALLS, "fresh": _FLAG,
+        },
     ),
     "attend-backward": (
         AttendBackward,

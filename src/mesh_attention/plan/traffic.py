@@ -17,7 +17,7 @@ from mesh_attention.plan.program import (
     writes,
 )
 
-__all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes"]
+__all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """What passes between this rank and each member: (bytes, bytes of tokens) by member."""
+    """What passes between this rank and members of the group: bytes, and bytes of tokens.
 
-    sent: tuple[int, ...]
-    received: tuple[tuple[int, int], ...]
+    Of a collective, `received` holds one entry, the part that every member passes on.
+    """
+
+    sent: dict[int, int]
+    received: dict[int, tuple[int, int]]
 
 
 class TrafficMeter:
@@ -53,32 +56,27 @@ class TrafficMeter:
         self._names: dict[int, tuple[str, ...]] = {}
         self._alive: list[Communication] = []
 
-    def flows(self, op: Communication, num_members: int, table: Mapping[str, Buffer]) -> Flows:
+    def flows(self, op: Communication, table: Mapping[str, Buffer]) -> Flows:
+        if isinstance(op, SendRecv):  # never shared, and quick to measure
+            return self._measure(op, table)
         names = self._names.get(id(op))
         if names is None:
             pieces = (*reads(op), *writes(op))
             names = self._names[id(op)] = tuple({piece.buffer for piece in pieces})
             self._alive.append(op)  # ids stay unique while we hold the object
         sizes = tuple((table[n].row_bytes(self._problem), table[n].num_heads) for n in names)
-        key = (id(op), num_members, sizes)
+        key = (id(op), sizes)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._measure(op, num_members, table)
+            found = self._known[key] = self._measure(op, table)
         return found
 
     def traffic(
         self, op: Communication, member: int, num_members: int, table: Mapping[str, Buffer]
     ) -> Traffic:
-        """What `member` sends and receives; its pieces to itself do not travel."""
-        flows = self.flows(op, num_members, table)
-        own = flows.received[member]
-        return Traffic(
-            sum(flows.sent) - flows.sent[member],
-            sum(size for size, _ in flows.received) - own[0],
-            sum(tokens for _, tokens in flows.received) - own[1],
-        )
+        return traffic_of(op, self.flows(op, table), member, num_members)
 
-    def _measure(self, op: Communication, num_members: int, table: Mapping[str, Buffer]) -> Flows:
+    def _measure(self, op: Communication, table: Mapping[str, Buffer]) -> Flows:
         def size(pieces: Iterable[Piece]) -> tuple[int, int]:
             everything = tokens = 0
             for piece in pieces:
@@ -90,18 +88,28 @@ class TrafficMeter:
 
         match op:
             case AllGather() | ReduceScatter():
-                # A collective passes each part on once per other member.
-                part = size(move.part for move in op.moves)
-                return Flows((part[0],) * num_members, (part,) * num_members)
+                return Flows({}, {0: size(move.part for move in op.moves)})
             case AllToAll():
-                sent = tuple(size(pieces)[0] for pieces in op.sends)
-                return Flows(sent, tuple(size(pieces) for pieces in op.receives))
+                return Flows(
+                    {m: size(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
+                    {m: size(pieces) for m, pieces in enumerate(op.receives) if pieces},
+                )
             case SendRecv():
-                sent_to = [0] * num_members
-                received = [(0, 0)] * num_members
-                sent_to[op.to_member] = size(op.sends)[0]
-                received[op.from_member] = size(op.receives)
-                return Flows(tuple(sent_to), tuple(received))
+                return Flows({op.to_member: size(op.sends)[0]}, {op.from_member: size(op.receives)})
+
+
+def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -> Traffic:
+    """What `member` sends and receives; its pieces to itself do not travel."""
+    if isinstance(op, AllGather | ReduceScatter):
+        # A collective passes each part on once per other member.
+        moved, tokens = ((num_members - 1) * size for size in flows.received[0])
+        return Traffic(moved, moved, tokens)
+    received = [flow for other, flow in flows.received.items() if other != member]
+    return Traffic(
+        sum(size for other, size in flows.sent.items() if other != member),
+        sum(size for size, _ in received),
+        sum(tokens for _, tokens in received),
+    )
 
 
 def entering_bytes(
@@ -119,7 +127,7 @@ def entering_bytes(
             times = sum(node != here for node in nodes) if nodes.index(here) == member else 0
         else:
             times = len(set(nodes)) - 1
-        everything, tokens = flows.received[member]
+        everything, tokens = flows.received[0]
         return times * everything, times * tokens
-    crossing = [flow for flow, node in zip(flows.received, nodes, strict=True) if node != here]
+    crossing = [flow for other, flow in flows.received.items() if nodes[other] != here]
     return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

@@ -24,7 +24,7 @@ def one(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
 def tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     """Tiles near the one that moves the fewest bytes, with every node patch that fits."""
     best = best_tile(ranks, problem)[0]
-    near = [(a, b) for a, b in factorisations(ranks) if best / 4 <= a <= best * 4]
+    near = [(a, b) for a, b in factorisations(ranks) if best / 2 <= a <= best * 2]
     return [
         {"tile": tile} | ({"alpha": alpha} if alpha else {})
         for tile in near
@@ -45,7 +45,9 @@ def _patches(tile: tuple[int, int], ranks_per_node: int | None) -> list[int]:
 
 
 def degrees(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    return [{"ulysses": u} for u in ulysses_degrees(problem, ranks) if u <= (ranks_per_node or 8)]
+    """Degrees inside a node; 1, which swaps nothing, only where there is no other."""
+    fits = [u for u in ulysses_degrees(problem, ranks) if u <= (ranks_per_node or 8)]
+    return [{"ulysses": u} for u in fits if u > 1 or len(fits) == 1]
 
 
 def unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
@@ -59,8 +61,9 @@ def unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Sett
 
 
 def inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
+    """Inner rings as large as a node."""
     most = ranks_per_node or 8
-    return [{"inner": size} for size, _ in factorisations(ranks) if 1 < size <= most] or [{}]
+    return [{"inner": max(size for size, _ in factorisations(ranks) if size <= most)}]
 
 
 def teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:

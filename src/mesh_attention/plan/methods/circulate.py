@@ -9,6 +9,7 @@ last one hands it to the owner. The owner's own part never leaves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Piece
@@ -84,15 +85,15 @@ def double_ring(member: int, size: int, inner: int) -> Route:
 
 
 def hop(
-    name: str, group: str, route: Route, step: int, pieces: dict[int, tuple[Piece, ...]]
+    name: str, group: str, route: Route, step: int, pieces: Callable[[int], tuple[Piece, ...]]
 ) -> SendRecv:
-    """The transfer that brings the block of a step; `pieces[s]` are the tensors of step s."""
+    """The transfer that brings the block of a step; `pieces(s)` are the tensors of step s."""
     way = route.hops[step - 1]
     return SendRecv(
         name,
         group,
         way.to_member,
-        pieces[way.send_step],
+        pieces(way.send_step),
         way.from_member,
-        pieces[step],
+        pieces(step),
     )

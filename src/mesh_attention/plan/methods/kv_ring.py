@@ -88,8 +88,7 @@ class KeyRing:
         """The transfer of a step's block; nothing after the last."""
         if step >= self._route.size:
             return []
-        pieces: dict[int, tuple[Piece, ...]] = {s: self._keys(s) for s in range(step + 1)}
-        return [hop(f"KV-{step}", self._group, self._route, step, pieces)]
+        return [hop(f"KV-{step}", self._group, self._route, step, self._keys)]
 
     def _calls(self, step: int) -> tuple[Call, ...]:
         return self._lowerings.between(self._queries.rows, self._rows[step])

@@ -51,6 +51,7 @@ class MeshPass(ABC):
         self.gather_q = cache(self._gather_q)
         self.q_home = cache(self._q_home)
         self.kv_home = cache(self._kv_home)
+        self.own_rows = cache(strand.rows)
         self.q_spans = cache(self._q_spans)
         self.kv_spans = cache(self._kv_spans)
         self.row_buffers = cache(self._row_buffers)
@@ -115,16 +116,16 @@ class MeshPass(ABC):
         return partial if same else f"{partial}.wire"
 
     def _q_spans(self, row: int, i: int) -> Spans:
-        units = [self.strand.rows(Kind.Q, unit) for unit in self.tile.q_group(row)]
+        units = [self.own_rows(Kind.Q, unit) for unit in self.tile.q_group(row)]
         return whole_rows(units, self.q_chunks[i])
 
     def _kv_spans(self, column: int, j: int) -> Spans:
-        units = [self.strand.rows(Kind.K, unit) for unit in self.tile.kv_partitions(column)]
+        units = [self.own_rows(Kind.K, unit) for unit in self.tile.kv_partitions(column)]
         return whole_rows(units, self.kv_chunks[j])
 
     def kv_rows_of(self, units: tuple[int, ...]) -> Spans:
         """KV of these units as a gather lays it out, not chunked."""
-        return whole_rows([self.strand.rows(Kind.K, unit) for unit in units], self.kv_chunks[0])
+        return whole_rows([self.own_rows(Kind.K, unit) for unit in units], self.kv_chunks[0])
 
     # Communication fragments.
 
@@ -210,7 +211,7 @@ class MeshPass(ABC):
         """Buffers that all ranks of a tile row hold alike."""
         made: dict[str, Buffer] = {}
         for chunk in self.q_chunks:
-            rows = self._q_spans(row, chunk.index)
+            rows = self.q_spans(row, chunk.index)
             for kind in self.q_inputs if self.tile.a > 1 else ():
                 self._add(made, f"{kind}.{chunk.index}", kind, rows)
             for stem, kind in self.q_partials():
@@ -222,7 +223,7 @@ class MeshPass(ABC):
     def _column_buffers(self, column: int) -> dict[str, Buffer]:
         made: dict[str, Buffer] = {}
         for chunk in self.kv_chunks:
-            rows = self._kv_spans(column, chunk.index)
+            rows = self.kv_spans(column, chunk.index)
             for kind in (Kind.K, Kind.V) if self.tile.b > 1 else ():
                 self._add(made, f"{kind}.{chunk.index}", kind, rows)
             for stem, kind in self.kv_partials():
@@ -232,7 +233,7 @@ class MeshPass(ABC):
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
         """Where other units' partials of this unit's own chunks arrive."""
         made: dict[str, Buffer] = {}
-        own_q, own_kv = (self.strand.rows(kind, unit) for kind in (Kind.Q, Kind.K))
+        own_q, own_kv = (self.own_rows(kind, unit) for kind in (Kind.Q, Kind.K))
         for chunk in self.q_chunks:
             q_rows = stack_rows(own_q, self.tile.a, chunk)
             for stem, kind in self.q_partials() if self.q_route is not Route.LOCAL else ():

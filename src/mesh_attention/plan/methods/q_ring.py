@@ -166,15 +166,17 @@ class _UnitRing:
             for kind in self._mesh.q_inputs
         }
 
+    def _travelling(self, step: int) -> tuple[Piece, ...]:
+        return tuple(self._queries(step).values())
+
     def operations(self) -> list[Operation]:
         operations: list[Operation] = []
         partials: dict[int, tuple[Piece, ...]] = {}
         begun = False
         for step in range(self._route.size):
             if step + 1 < self._route.size:
-                pieces = {s: tuple(self._queries(s).values()) for s in range(step + 2)}
                 name = f"Q-{step + 1}"
-                operations.append(hop(name, self._group, self._route, step + 1, pieces))
+                operations.append(hop(name, self._group, self._route, step + 1, self._travelling))
             sums = tuple(
                 self._add(f"{kind}.{step}.sum", kind, step, accumulate=True) for kind in self._kinds
             )

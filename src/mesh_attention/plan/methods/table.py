@@ -115,10 +115,8 @@ def _double_ring(
     units = ranks // setting.ulysses
     inner = setting.inner
     if inner is None:
-        node = (setting.ranks_per_node or 8) // setting.ulysses
-        inner = max(
-            size for size in range(1, units + 1) if units % size == 0 and size <= max(node, 1)
-        )
+        most = max((setting.ranks_per_node or 8) // setting.ulysses, 1)
+        inner = max(size for size in range(1, min(most, units) + 1) if units % size == 0)
     frame = _frame("double-ring", setting)
     return plan_kv_ring(problem, ranks, frame, directions, gradients=Gradients.DIRECT, inner=inner)
 
@@ -154,9 +152,7 @@ METHODS: Mapping[str, Method] = {
     for method in (
         Method("mesh", "2-D tiles a x b of the query-key matrix", MeshSetting, _mesh, tiles),
         Method("ring", "KV wanders in a ring (Ring-Attention)", RingSetting, _ring, one),
-        Method(
-            "ring-q", "Q wanders in a ring, outputs go home at the end", RingQSetting, _ring_q, one
-        ),
+        Method("ring-q", "Q wanders in a ring, outputs go home last", RingQSetting, _ring_q, one),
         Method(
             "double-ring",
             "KV wanders in rings inside nodes and in one between them (LoongTrain)",
@@ -181,7 +177,7 @@ METHODS: Mapping[str, Method] = {
             teams,
         ),
         Method(
-            "mesh-usp", "Ulysses inside, a mesh outside", MeshUspSetting, plan_mesh_usp, unit_tiles
+            "mesh-usp", "Ulysses inside, mesh outside", MeshUspSetting, plan_mesh_usp, unit_tiles
         ),
         Method(
             "agq-ringkv",

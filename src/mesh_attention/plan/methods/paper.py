@@ -1,0 +1,114 @@
+"""The paper's table of volumes per GPU, counted from our own plans (algorithm.md, section 8).
+
+256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16. O is gathered in the backward pass, as the
+authors do; numbers are the largest over ranks and nodes. StarTrail's placement is counted for every
+rank there, so it begins with the next team's block here; its backward figures are those of C = 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_attention.plan.count import count
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["CELLS", "Cell", "Counted", "count_cell", "paper_table"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    row: str
+    column: str
+    direction: Direction
+    causal: bool
+    options: dict[str, Any]
+    total: str  # GiB as the paper prints them
+    inter_node: str
+    note: str = ""  # why ours differs, where it does
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    cell: Cell
+    total_gib: float
+    inter_node_gib: float
+
+    @property
+    def agrees(self) -> bool:
+        found = (f"{self.total_gib:.1f}", f"{self.inter_node_gib:.1f}")
+        return found == (self.cell.total, self.cell.inter_node)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "row": self.cell.row,
+            "column": self.cell.column,
+            "total_gib": self.total_gib,
+            "inter_node_gib": self.inter_node_gib,
+            "paper": [self.cell.total, self.cell.inter_node],
+            "agrees": self.agrees,
+            "note": self.cell.note,
+        }
+
+
+_USP_NOTE = (
+    "ours swaps Q, K, V and O again, since only the caller's shards are kept for the backward "
+    "pass; the paper's count keeps the swapped tensors"
+)
+
+
+def _cells() -> tuple[Cell, ...]:
+    forward, backward = Direction.FORWARD, Direction.BACKWARD
+    mesh = {"method": "mesh", "tile": (16, 16), "alpha": 4}
+    wide = {"method": "mesh", "tile": (32, 8), "alpha": 4}
+    star = {"method": "startrail", "first_block": "next", "combine": "reduce-scatter"}
+    ring, usp = {"method": "ring"}, {"method": "usp", "ulysses": 8}
+    return (
+        Cell("forward", "mesh 16x16", forward, False, mesh, "1.9", "0.6"),
+        Cell("forward", "ring", forward, False, ring, "15.9", "2.0"),
+        Cell("forward", "usp U=8", forward, False, usp, "2.0", "1.9"),
+        Cell("forward", "startrail C=8", forward, False, star | {"team": 8}, "2.9", "2.0"),
+        Cell("backward", "mesh 16x16", backward, False, mesh, "3.8", "1.3"),
+        Cell("backward", "ring", backward, False, ring, "31.9", "4.0"),
+        Cell("backward", "usp U=8", backward, False, usp, "4.0", "3.9", _USP_NOTE),
+        Cell("backward", "startrail C=16", backward, False, star | {"team": 16}, "5.8", "2.3"),
+        Cell("causal forward", "mesh 32x8", forward, True, wide, "2.4", "0.6"),
+        Cell("causal forward", "ring", forward, True, ring, "15.9", "2.0"),
+        Cell("causal forward", "usp U=8", forward, True, usp, "2.0", "1.9"),
+    )
+
+
+CELLS = _cells()
+
+
+def count_cell(cell: Cell) -> Counted:
+    problem = Problem(q_tokens=1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=cell.causal))
+    plan = make_plan(
+        problem,
+        256,
+        directions=(cell.direction,),
+        ranks_per_node=8,
+        gather_out=True,
+        **cell.options,
+    )
+    numbers = count(plan)[cell.direction].to_json()
+    return Counted(
+        cell,
+        numbers["bytes_per_rank"]["max"] / GIB,
+        numbers["inter_node_bytes_per_rank"]["max"] / GIB,
+    )
+
+
+def paper_table(progress: Callable[[int, int], None] | None = None) -> list[Counted]:
+    counted = []
+    for done, cell in enumerate(CELLS, start=1):
+        counted.append(count_cell(cell))
+        if progress:
+            progress(done, len(CELLS))
+    return counted
