@@ -201,3 +201,28 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
     q, k, v, _ = CASE.tensors()
     with pytest.raises(MeshAttentionError, match="init_process_group first"):
         mesh_attention(q, k, v, causal=True)
+
+
+def call_wrongly_when_warm(
+    rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: int
+) -> Heard:
+    with context(CASE) as cp:
+        inputs = shards(cp, CASE)
+        cp.attention(*inputs)
+        given = mistake(inputs) if rank == by else inputs
+        return listen(lambda: cp.attention(*given), cp)
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("name", ["batch", "length"])
+def test_a_mistake_after_calls_that_were_agreed_on_is_heard_by_all_too(
+    pool: WorkerPool, name: str, odd: int
+) -> None:
+    """A rank that waits for a message from one that raised hears only that it has gone."""
+    mistake, reason = MISTAKES[name]
+    heard = pool.run(call_wrongly_when_warm, RANKS, mistake, odd)
+    assert all(one.error and one.seconds < 10 for one in heard)
+    told = [one for one in heard if reason in one.error]
+    assert len(told) >= 2
+    others = [one for one in heard if one not in told]
+    assert all("another rank has ended" in one.error for one in others)

@@ -47,7 +47,9 @@ class Engine:
         self._workspace = Workspace()
         self._plans: dict[int, tuple[Plan, str]] = {}
         self._executors: dict[tuple[Direction, Form], Executor] = {}
-        self._agreed: set[object] = set()
+        self._agreed: dict[object, dict[str, object]] = {}
+        self._calls = 0
+        self._statement: dict[str, object] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._closed = False
 
@@ -80,8 +82,10 @@ class Engine:
         """Agree on a kind of call once; afterwards nothing is exchanged."""
         if self._closed:
             raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self._calls += 1
         key = (form, needs_grad)
         if error is None and key in self._agreed:
+            self._statement = self._agreed[key]
             return
         statement: dict[str, object] = {}
         try:
@@ -98,9 +102,15 @@ class Engine:
                     self.executor(direction, form)
         except MeshAttentionError as refused:
             error = refused
-        self.handshake.agree(statement, error)
+        self.handshake.agree(statement, error, call=self._calls)
         self.groups.prepare(self.plan(form.dtype.itemsize))
-        self._agreed.add(key)
+        self._agreed[key] = self._statement = statement
+
+    def _look_around(self) -> None:
+        """Asked during a long wait: another rank may be at something else in this very call, and
+        wait for an agreement that we skipped. Then all of us make it, and hear who is odd."""
+        if self.handshake.is_called_for(self._calls):
+            self.handshake.agree(self._statement, call=self._calls)
 
     def run(
         self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]
@@ -115,7 +125,7 @@ class Engine:
             plan = self.plan(form.dtype.itemsize)
             rank, one = self.rank(plan), plan.direction(direction)
             transport = DistributedTransport(
-                plan, one, rank, self.groups, self._stream(form.device)
+                plan, one, rank, self.groups, self._stream(form.device), self._look_around
             )
             counters = self.counters.setdefault(direction, transport.meter.counters)
             transport.meter.counters = counters

@@ -25,6 +25,7 @@ from mesh_attention.runtime.transport.make_group import default_store, timeout_o
 __all__ = ["DisagreementError", "Handshake"]
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
+_GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
 
 
 class DisagreementError(MeshAttentionError):
@@ -39,7 +40,14 @@ class Handshake:
         self._timeout = timeout or timeout_of(groups.parent)
         self._rounds = 0
 
-    def agree(self, statement: dict[str, Any], error: Exception | None = None) -> None:
+    def is_called_for(self, call: int) -> bool:
+        """Has a rank asked for an agreement on this call, or one before, that we took for made?"""
+        key = f"round{self._rounds + 1}/call"
+        return bool(self._store.check([key])) and int(self._store.get(key)) <= call
+
+    def agree(
+        self, statement: dict[str, Any], error: Exception | None = None, *, call: int = 0
+    ) -> None:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
@@ -50,6 +58,7 @@ class Handshake:
         said_error = None if error is None else str(error)
         mine = json.dumps({"statement": statement, "error": said_error}, sort_keys=True)
         self._store.set(f"{prefix}/{self._me}", mine)
+        self._store.set(f"{prefix}/call", str(call))
         try:
             if self._me == self._ranks[0]:
                 self._judge(prefix, patient=error is None)
@@ -66,37 +75,73 @@ class Handshake:
             raise DisagreementError(verdict.decode())
 
     def _judge(self, prefix: str, *, patient: bool) -> None:
-        said = {
-            r: json.loads(self._get(f"{prefix}/{r}", [r], patient=patient)) for r in self._ranks
-        }
+        """The verdict falls when all have spoken, or soon after some have contradicted others:
+        the rest may be past the agreement, and wait for ranks that will never come."""
+        said: dict[int, dict[str, Any]] = {}
+        begun = time.monotonic()
+        limit = self._timeout.total_seconds()
+        limit = limit if patient else min(limit, _PATIENCE_SECONDS)
+        contradicted: float | None = None
+        warned = False
+        pause = 0.001
+        while True:
+            said |= self._spoken(prefix, said)
+            waited = time.monotonic() - begun
+            if contradicted is None and _verdict(said):
+                contradicted = waited
+            enough = contradicted is not None and waited > contradicted + _GRACE_SECONDS
+            if len(said) == len(self._ranks) or enough:
+                break
+            if waited > limit:
+                raise DisagreementError(self._too_late(list(self._ranks), limit))
+            if waited > _PATIENCE_SECONDS and not warned:
+                warned = True
+                self._warn(list(self._ranks), waited)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         self._store.set(f"{prefix}/verdict", _verdict(said))
 
+    def _spoken(self, prefix: str, known: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        """What ranks have said since we last looked."""
+        keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
+        return {
+            rank: json.loads(self._store.get(key))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _warn(self, awaited: list[int], seconds: float) -> None:
+        warnings.warn(
+            f"rank {self._me} has waited {seconds:.0f} s for {self._missing(awaited)} "
+            "to reach the same attention call",
+            stacklevel=3,
+        )
+
+    def _too_late(self, awaited: list[int], seconds: float) -> str:
+        return (
+            f"{self._missing(awaited)} did not reach the same attention call within {seconds:.0f} s"
+        )
+
     def _get(self, key: str, awaited: list[int], *, patient: bool) -> bytes:
-        started = time.monotonic()
+        begun = time.monotonic()
         patience = min(timedelta(seconds=_PATIENCE_SECONDS), self._timeout)
         try:
             self._store.wait([key], patience)
         except RuntimeError as late:
             if not patient:
                 raise DisagreementError(f"{self._missing(awaited)} did not come") from late
-            warnings.warn(
-                f"rank {self._me} has waited {patience.total_seconds():.0f} s for "
-                f"{self._missing(awaited)} to reach the same attention call",
-                stacklevel=2,
-            )
-            self._wait_on(key, awaited, started)
+            self._warn(awaited, patience.total_seconds())
+            self._wait_on(key, awaited, begun)
         value: bytes = self._store.get(key)
         return value
 
-    def _wait_on(self, key: str, awaited: list[int], started: float) -> None:
-        left = self._timeout.total_seconds() - (time.monotonic() - started)
+    def _wait_on(self, key: str, awaited: list[int], begun: float) -> None:
+        limit = self._timeout.total_seconds()
+        left = limit - (time.monotonic() - begun)
         try:
             self._store.wait([key], timedelta(seconds=max(left, 0.001)))
         except RuntimeError as error:
-            raise DisagreementError(
-                f"{self._missing(awaited)} did not reach the same attention call "
-                f"within {self._timeout.total_seconds():.0f} s"
-            ) from error
+            raise DisagreementError(self._too_late(awaited, limit)) from error
 
     def _missing(self, awaited: list[int]) -> str:
         prefix = f"round{self._rounds}"

@@ -8,6 +8,7 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,9 @@ from mesh_attention.runtime.transport.sizes import Meter
 __all__ = ["CommunicationError", "DistributedTransport"]
 
 
+_LOOK_AROUND_AFTER = timedelta(seconds=1)
+
+
 class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
@@ -41,10 +45,17 @@ class CommunicationError(MeshAttentionError):
 class _Started:
     """Works under way, and the copies that must follow them."""
 
-    def __init__(self, what: str, works: list[Any], finish: list[Callable[[], object]]) -> None:
+    def __init__(
+        self,
+        what: str,
+        works: list[Any],
+        finish: list[Callable[[], object]],
+        look_around: Callable[[], None] | None,
+    ) -> None:
         self._what = what
         self._works = works
         self._finish = finish
+        self._look_around = look_around
 
     def ready(self) -> bool:
         return True  # other processes make progress by themselves
@@ -52,7 +63,7 @@ class _Started:
     def wait(self) -> None:
         try:
             for work in self._works:
-                work.wait()
+                self._wait(work)
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(
                 f"{self._what} failed: another rank has ended, or did not answer in time "
@@ -61,6 +72,17 @@ class _Started:
         for copy in self._finish:
             copy()
         self._works, self._finish = [], []
+
+    def _wait(self, work: Any) -> None:
+        while self._look_around is not None:
+            try:
+                work.wait(_LOOK_AROUND_AFTER)
+                return
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):  # not ours: the group's own timeout
+                    raise
+            self._look_around()
+        work.wait()
 
 
 class _OnStream:
@@ -97,7 +119,9 @@ class DistributedTransport:
         rank: int,
         groups: Groups,
         stream: torch.cuda.Stream | None = None,
+        look_around: Callable[[], None] | None = None,
     ) -> None:
+        self._look_around = look_around
         self._one = one
         self._rank = rank
         self._groups = groups
@@ -144,7 +168,9 @@ class DistributedTransport:
                     )
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(f"{what} could not begin: {error}") from error
-        return _Started(what, works, finish)
+        # Collectives on the CPU can be waited for in turns; point-to-point would break off.
+        turns = isinstance(op, AllGather | ReduceScatter) and self._stream is None
+        return _Started(what, works, finish, self._look_around if turns else None)
 
     def _collect(
         self,

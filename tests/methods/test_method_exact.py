@@ -1,0 +1,108 @@
+"""Every method of the table in one process against the float64 truth, with every byte counted.
+
+Workspaces and outputs begin as NaN, so nothing can be read before it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from method_cases import RANKS, cases, heads_for, problem_of
+from method_settings import refusal
+
+from mesh_attention import Plan, count
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.testing import LocalResult, run_local
+from support.cases import Case
+from support.reference import NAMES, attention, errors, tolerance
+
+EACH = list(product(METHODS, RANKS))
+FEW = 13  # from so many ranks on, a part of the shapes
+
+
+def drawn(name: str, ranks: int) -> list[Case]:
+    if ranks < FEW:
+        return list(cases(name, ranks, at_least=4, at_most=6))
+    return list(cases(name, ranks, at_least=2, at_most=2))
+
+
+def check(case: Case) -> None:
+    plan = case.plan()
+    tensors = case.tensors()
+    result = run_local(plan, *tensors)
+    found = {name: getattr(result, name) for name in NAMES}
+    distances = errors(found, attention(*tensors, case.mask))
+    assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
+    check_bytes(plan, result, case)
+
+
+def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
+    """What each rank handed to the transport is what the plan says, kind by kind."""
+    for direction, counted in count(plan).items():
+        for rank in counted.ranks:
+            handed = result.traffic[direction.value][rank.rank].by_operation
+            assert {kind: (t.sent_bytes, t.received_bytes) for kind, t in handed.items()} == {
+                kind: (case.batch * t.sent_bytes, case.batch * t.received_bytes)
+                for kind, t in rank.by_operation.items()
+            }, (direction, rank.rank, case)
+
+
+@pytest.mark.parametrize(("name", "ranks"), EACH)
+def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ranks: int) -> None:
+    for case in drawn(name, ranks):
+        check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n, r in EACH if r > 8])
+def test_every_shape_of_every_method_equals_the_truth(name: str, ranks: int) -> None:
+    for case in cases(name, ranks):
+        check(case)
+
+
+@pytest.mark.parametrize("ranks", [4, 9])
+@pytest.mark.parametrize("name", METHODS)
+def test_in_bf16_every_method_stays_within_its_rounding(name: str, ranks: int) -> None:
+    """Accumulators and what travels differ in precision here, so other buffers are at work."""
+    for drawn_case in cases(name, ranks, at_least=2, at_most=3):
+        case = replace(drawn_case, dtype=torch.bfloat16)
+        tensors = case.tensors()
+        plan = case.plan()
+        result = run_local(plan, *tensors)
+        found = {name: getattr(result, name) for name in NAMES}
+        distances = errors(found, attention(*tensors, case.mask))
+        assert max(distances.values()) <= 0.02, (distances, case)
+        check_bytes(plan, result, case)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_cases_of_a_method_cover_what_they_promise(name: str) -> None:
+    all_of_it = [case for ranks in RANKS for case in drawn(name, ranks)]
+    assert {case.ranks for case in all_of_it} == set(RANKS)
+    assert {case.options["layout"] for case in all_of_it} == set(LayoutKind)
+    assert {case.batch for case in all_of_it} == {1, 2}
+    assert {case.dtype for case in all_of_it} == {torch.float64}
+    for wanted in (
+        lambda c: c.mask.causal,
+        lambda c: not c.mask.causal,
+        lambda c: c.heads[0] == c.heads[1],
+        lambda c: c.heads[0] > c.heads[1],
+        lambda c: c.heads[1] < c.ranks,
+        lambda c: c.q_tokens % c.ranks,
+        lambda c: c.q_tokens < c.ranks,
+        lambda c: c.q_tokens != c.kv_tokens,
+        lambda c: c.head_dims[0] != c.head_dims[1],
+    ):
+        assert sum(bool(wanted(case)) for case in all_of_it) >= 5
+    for ranks in RANKS:
+        assert {case.mask.causal for case in all_of_it if case.ranks == ranks} == {True, False}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_with_heads_to_share_out_no_method_refuses_any_number_of_ranks(ranks: int) -> None:
+    for heads, method in product(heads_for(ranks), METHODS.values()):
+        assert refusal(method, problem_of(ranks, heads), ranks) is None

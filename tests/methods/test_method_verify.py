@@ -1,0 +1,130 @@
+"""`verify` proves every method of the table on up to 64 ranks, forward and backward.
+
+Proving every shape takes about half an hour, so the default run proves every shape up to 9 ranks
+and then one method for each number of ranks, in turn; the rest is marked slow.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from method_cases import heads_for, problem_of
+from method_settings import Setting, deal, every_setting, manners, shapes
+
+from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.text import parse_plan, plan_text
+from mesh_attention.plan.verify import verify
+
+NAMES = list(METHODS)
+ALL_SHAPES = 9
+MOST = 64
+NEAR_NODES = [(8, 2), (12, 4), (16, 4), (16, 8), (18, 6)]
+
+
+def prove(name: str, problem: Problem, ranks: int, setting: Setting) -> Plan:
+    plan = make_plan(problem, ranks, method=name, **setting)
+    findings = verify(plan)
+    assert not findings, (name, ranks, problem, setting, [str(f) for f in findings[:3]])
+    return plan
+
+
+def prove_every_shape(name: str, ranks: int) -> None:
+    """Each with another manner, and causal every other time."""
+    shared = problem_of(ranks, heads_for(ranks)[0])
+    for number, setting in enumerate(deal(METHODS[name], shared, ranks, at_least=2)):
+        causal = (number + ranks) % 2 == 0
+        prove(name, problem_of(ranks, heads_for(ranks)[0], causal=causal), ranks, setting)
+
+
+@pytest.mark.parametrize("ranks", range(1, ALL_SHAPES + 1))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shape_of_every_method_is_proven(name: str, ranks: int) -> None:
+    prove_every_shape(name, ranks)
+
+
+@pytest.mark.parametrize("ranks", range(ALL_SHAPES + 1, MOST + 1))
+def test_every_number_of_ranks_up_to_64_is_proven_for_some_method(ranks: int) -> None:
+    """Odd and prime ones too; the methods take turns."""
+    name = NAMES[ranks % len(NAMES)]
+    causal = ranks // len(NAMES) % 2 == 0
+    problem = problem_of(ranks, heads_for(ranks)[0], causal=causal)
+    (setting,) = deal(METHODS[name], problem, ranks, at_most=1)
+    prove(name, problem, ranks, setting)
+
+
+def test_in_these_turns_every_method_meets_odd_and_even_numbers_causal_and_not() -> None:
+    turns = [(n % len(NAMES), n % 2, n // len(NAMES) % 2) for n in range(ALL_SHAPES + 1, MOST + 1)]
+    assert {(at, odd) for at, odd, _ in turns} == set(product(range(len(NAMES)), (0, 1)))
+    assert {(at, causal) for at, _, causal in turns} == set(product(range(len(NAMES)), (0, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", range(ALL_SHAPES + 1, MOST + 1))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shape_of_every_method_on_up_to_64_ranks_is_proven(name: str, ranks: int) -> None:
+    prove_every_shape(name, ranks)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_many_manners_with_every_shape_causal_and_not_are_proven(name: str, ranks: int) -> None:
+    """A fifth of the product, spread over it."""
+    for number, (setting, causal, heads) in enumerate(product_of(name, ranks)):
+        if number % 5 == ranks % 5:
+            prove(name, problem_of(ranks, heads, causal=causal), ranks, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_product_of_settings_masks_and_heads_is_proven(name: str, ranks: int) -> None:
+    for setting, causal, heads in product_of(name, ranks):
+        prove(name, problem_of(ranks, heads, causal=causal), ranks, setting)
+
+
+def product_of(name: str, ranks: int) -> list[tuple[Setting, bool, tuple[int, int]]]:
+    """Settings with masks; heads take turns where the product would repeat itself."""
+    method = METHODS[name]
+    found = []
+    for heads in (heads_for(ranks)[0], heads_for(ranks)[-1]):
+        for causal in (False, True):
+            settings = every_setting(method, problem_of(ranks, heads), ranks)
+            found += [(setting, causal, heads) for setting in settings]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), NEAR_NODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_candidate_of_a_method_is_a_legal_setting_and_is_proven(
+    name: str, ranks: int, per_node: int
+) -> None:
+    problem = problem_of(ranks, heads_for(ranks)[0], causal=ranks % 4 == 0)
+    method = METHODS[name]
+    candidates = method.candidates(problem, ranks, per_node)
+    legal = shapes(method, problem, ranks)
+    assert candidates
+    for setting in candidates:
+        shape = {option: value for option, value in setting.items() if option != "alpha"}
+        assert any(shape.items() <= fitting.items() for fitting in legal), (name, setting)
+    for setting in candidates[:: max(1, len(candidates) // 3)]:
+        prove(name, problem, ranks, {"ranks_per_node": per_node, **setting})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_of_every_method_prints_and_parses_back(name: str) -> None:
+    problem = problem_of(4, (8, 2), causal=True)
+    for setting in deal(METHODS[name], problem, 4):
+        plan = make_plan(problem, 4, method=name, **setting)
+        assert parse_plan(plan_text(plan)) == plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_has_at_least_one_manner_for_each_layout(name: str) -> None:
+    assert {manner["layout"] for manner in manners(METHODS[name])} == {
+        "contiguous",
+        "zigzag",
+        "striped",
+    }
