@@ -88,7 +88,8 @@ class BareSetting:
 def test_an_option_that_the_method_lacks_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bare = table.Method("bare", "no options", BareSetting, table.METHODS["mesh"].build)
+    mesh = table.METHODS["mesh"]
+    bare = table.Method("bare", "no options", BareSetting, mesh.build, mesh.candidates)
     monkeypatch.setattr(table, "METHODS", {**table.METHODS, "bare": bare})
     assert main(["volume", "--method", "bare", "--gather-out"]) == 2
     assert "method bare has no option 'gather_out'" in capsys.readouterr().err

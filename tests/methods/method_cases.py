@@ -25,9 +25,7 @@ def heads_for(ranks: int) -> list[tuple[int, int]]:
 
 def problem_of(ranks: int, heads: tuple[int, int], *, causal: bool = False) -> Problem:
     """Two tokens a rank, in bf16: the smallest problem that every layout shares out evenly."""
-    return Problem(
-        2 * ranks, heads[0], head_dim=4, num_kv_heads=heads[1], mask=Mask(causal=causal)
-    )
+    return Problem(2 * ranks, heads[0], head_dim=4, num_kv_heads=heads[1], mask=Mask(causal=causal))
 
 
 def cases(
@@ -54,4 +52,3 @@ def cases(
             seed=number,
             options={"method": name, **setting},
         )
-

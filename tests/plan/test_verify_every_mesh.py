@@ -37,17 +37,8 @@ def prove_every_mesh(n: int) -> None:
                 assert not findings, (setting, [str(f) for f in findings])
 
 
-QUICK = (*range(1, 33), 48, 64)
-
-
-@pytest.mark.parametrize("n", QUICK)
+@pytest.mark.parametrize("n", range(1, 65))
 def test_every_factorisation_in_three_layouts_causal_and_not_is_proven_both_passes(n: int) -> None:
-    prove_every_mesh(n)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", sorted(set(range(1, 65)) - set(QUICK)))
-def test_all_other_meshes_of_up_to_64_ranks_are_proven_too(n: int) -> None:
     prove_every_mesh(n)
 
 

@@ -44,7 +44,7 @@ def show_comparison(args: argparse.Namespace) -> int:
     print(
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
-        "that brings the fewest bytes into a node, counted from its programs; not a time."
+        "that brings the fewest forward bytes into a node, counted from its programs; not a time."
     )
     return 0
 

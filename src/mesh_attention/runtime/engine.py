@@ -52,6 +52,7 @@ class Engine:
         self._statement: dict[str, object] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._closed = False
+        self._broken = False  # a call ended in the middle: transfers may be under way for ever
 
     def plan(self, element_bytes: int) -> Plan:
         return self._planned(element_bytes)[0]
@@ -115,7 +116,11 @@ class Engine:
     def run(
         self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        return run_to_end(self.executor(direction, form).run(inputs))
+        try:
+            return run_to_end(self.executor(direction, form).run(inputs))
+        except MeshAttentionError:
+            self._broken = True
+            raise
 
     def executor(self, direction: Direction, form: Form) -> Executor:
         if self._closed:
@@ -160,4 +165,4 @@ class Engine:
             self._closed = True
             self._executors.clear()
             self._workspace.release()
-            self.groups.close()
+            self.groups.close(abort=self._broken)

@@ -62,6 +62,8 @@ class Handshake:
         try:
             if self._me == self._ranks[0]:
                 self._judge(prefix, patient=error is None)
+            else:
+                self._await_verdict(prefix, patient=error is None)
             verdict = self._get(f"{prefix}/verdict", list(self._ranks), patient=error is None)
         except DisagreementError:
             if error is None:
@@ -73,6 +75,13 @@ class Handshake:
             raise error
         if verdict:
             raise DisagreementError(verdict.decode())
+
+    def _await_verdict(self, prefix: str, *, patient: bool) -> None:
+        """The first rank judges for all; where it does not come, each judges for itself."""
+        try:
+            self._store.wait([f"{prefix}/verdict"], timedelta(seconds=2 * _GRACE_SECONDS))
+        except RuntimeError:
+            self._judge(prefix, patient=patient)
 
     def _judge(self, prefix: str, *, patient: bool) -> None:
         """The verdict falls when all have spoken, or soon after some have contradicted others:

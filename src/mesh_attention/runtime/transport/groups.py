@@ -69,8 +69,12 @@ class Groups:
     def __len__(self) -> int:
         return len(self._made)
 
-    def close(self) -> None:
+    def close(self, *, abort: bool = False) -> None:
+        """`abort`: break off what is under way; otherwise the last transfers would be waited for,
+        and with them ranks that never come."""
         for group in self._made.values():
             if is_registered(group):  # not if the caller has destroyed all groups already
+                if abort and hasattr(group, "abort"):
+                    group.abort()
                 dist.destroy_process_group(group)
         self._made.clear()

@@ -1,0 +1,188 @@
+"""Writes the generated part of docs/methods.md from the table of methods.
+
+    python docs/make_methods.py            rewrite the file
+    python docs/make_methods.py --check    only say whether it is up to date
+
+What can be found out is found out: which numbers of ranks a method takes, and that it runs causal,
+GQA, uneven lengths and each layout, which means that `verify` proves such plans. Only the
+volumes and the words for options are said here; tests evaluate the volumes against `count`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.count import count
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS, Method, make_plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.verify import verify
+
+PAGE = Path(__file__).with_name("methods.md")
+BEGIN = "<!-- Made by docs/make_methods.py from the table of methods; edit that instead. -->"
+END = "<!-- End of the made part. -->"
+
+# Volume a rank, forward and backward, under MHA, in units of N*d elements (statistics left out).
+# n ranks, a x b the tile, U the Ulysses degree, C the team. tests/methods evaluates them.
+VOLUMES = {
+    "mesh": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
+    "ring": ("2 - 2/n", "4 - 4/n"),
+    "ring-q": ("2 - 2/n", "3 - 3/n"),
+    "double-ring": ("4*(U-1)/(U*n) + 2*(n/U - 1)/n", "7*(U-1)/(U*n) + 4*(n/U - 1)/n"),
+    "allgather-kv": ("2 - 2/n", "4 - 4/n"),
+    "ulysses": ("4*(n-1)/n**2", "7*(n-1)/n**2"),
+    "usp": ("4*(U-1)/(U*n) + 2*(n/U - 1)/n", "7*(U-1)/(U*n) + 4*(n/U - 1)/n"),
+    "startrail": ("(4*C - 4)/n + 2/C", "(7*C - 7)/n + 4/C"),
+    "mesh-usp": (
+        "4*(U-1)/(U*n) + (2*a + 2*b - 4)/n",
+        "7*(U-1)/(U*n) + (3*(a-1) + 4*(b-1))/n",
+    ),
+    "agq-ringkv": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
+    "agkv-ringqo": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
+}
+
+OPTIONS = {
+    "tile": "a x b, with a times b the number of ranks (of units of `ulysses` ranks)",
+    "backward_tile": "the tile of the backward pass, if another",
+    "ulysses": "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole",
+    "inner": "ranks of an inner ring: divides the ranks (the units)",
+    "team": "team size C: its square divides the ranks",
+    "first_block": "`near`: a member begins with a block it may have already; `next`: all move one",
+    "gradients": "dK and dV `travel` with their block, or go `direct` to the owner",
+    "rotation": "KV partition rotation; without it KV comes by all-to-all",
+    "layout": "contiguous, zigzag or striped; left out: zigzag under a mask",
+    "stripe_block": "tokens of one stripe",
+    "chunks": "kq x kkv chunks that communication and computation overlap by; at most 16",
+    "backward_chunks": "the chunks of the backward pass, if others",
+    "combine": "partial results come home by `exchange` or `reduce-scatter`",
+    "gather_out": "backward moves O, as the paper does, in place of delta",
+    "ranks_per_node": "for the mapping, and for the choices that depend on nodes",
+    "alpha": "a node is an alpha-wide patch of the tile grid",
+    "scheduler": "the order of the tasks: `greedy` as in the paper, or a search",
+    "gamma": "how far the greedy scheduler fills a step",
+    "costs": "bandwidth, speed and latency that the scheduler reckons with",
+    "max_buffer_bytes": "cap on the workspace; the schedule keeps to it or refuses",
+}
+
+PROBE_RANKS, PROBE_HEADS = 4, 8
+UP_TO = 64
+
+
+def main(arguments: list[str]) -> int:
+    page = PAGE.read_text()
+    made = with_part(page, part())
+    if "--check" in arguments:
+        print("up to date" if made == page else "out of date: python docs/make_methods.py")
+        return int(made != page)
+    PAGE.write_text(made)
+    return 0
+
+
+def with_part(page: str, text: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+def part() -> str:
+    methods = METHODS.values()
+    tables = (
+        (
+            ["method", "what it does", "moves tokens by", "ranks"],
+            [[f"`{m.name}`", m.summary, moved_by(m), ranks_taken(m)] for m in methods],
+        ),
+        (
+            ["method", "volume forward", "volume backward"],
+            [[f"`{m.name}`", *map(formula, VOLUMES[m.name])] for m in methods],
+        ),
+        (
+            ["method", "causal", "GQA", "uneven lengths", "layouts"],
+            [[f"`{m.name}`", *supported(m)] for m in methods],
+        ),
+        (
+            ["option", "what it says", "methods"],
+            [[f"`{name}`", text, users(name)] for name, text in OPTIONS.items()],
+        ),
+    )
+    return "\n\n".join(table(head, rows) for head, rows in tables)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def formula(text: str) -> str:
+    return f"`{text.replace('**', '^').replace('*', '')}`"
+
+
+def problem(heads: int = PROBE_HEADS, *, uneven: bool = False, gqa: bool = False) -> Problem:
+    tokens = 8 * PROBE_RANKS + (3 if uneven else 0)
+    return Problem(tokens, heads, head_dim=4, num_kv_heads=2 if gqa else None)
+
+
+def ranks_taken(method: Method) -> str:
+    taken = [n for n in range(1, UP_TO + 1) if takes(method, n)]
+    if len(taken) == UP_TO:
+        return "any"
+    return f"{', '.join(map(str, taken))} with {PROBE_HEADS} heads"
+
+
+def takes(method: Method, ranks: int) -> bool:
+    try:
+        make_plan(problem(), ranks, method=method.name, directions=())
+    except PlanError:
+        return False
+    return True
+
+
+def moved_by(method: Method) -> str:
+    """The kinds of operation of both passes in every candidate, on one node and on two."""
+    kinds: set[str] = set()
+    for per_node in (None, 2):
+        for setting in method.candidates(problem(), PROBE_RANKS, per_node):
+            options = setting | {"ranks_per_node": per_node}
+            counts = count(make_plan(problem(), PROBE_RANKS, method=method.name, **options))
+            kinds |= {kind for one in counts.values() for r in one.ranks for kind in r.by_operation}
+    words = {
+        "AllGather": "all-gather",
+        "ReduceScatter": "reduce-scatter",
+        "AllToAll": "all-to-all",
+        "SendRecv": "point-to-point",
+    }
+    return ", ".join(word for kind, word in words.items() if kind in kinds)
+
+
+def supported(method: Method) -> list[str]:
+    causal = Mask(causal=True)
+    layouts = [kind for kind in LayoutKind if proven(method, problem(), causal, layout=kind)]
+    return [
+        _yes(proven(method, problem(), causal)),
+        _yes(proven(method, problem(gqa=True), Mask())),
+        _yes(proven(method, problem(uneven=True), Mask())),
+        ", ".join(layouts),
+    ]
+
+
+def proven(method: Method, sized: Problem, mask: Mask, **options: Any) -> bool:
+    masked = Problem(
+        sized.q_tokens, sized.num_heads, sized.head_dim, num_kv_heads=sized.kv_heads, mask=mask
+    )
+    return not verify(make_plan(masked, PROBE_RANKS, method=method.name, **options))
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def users(option: str) -> str:
+    having = [name for name, method in METHODS.items() if option in method.options()]
+    return "all" if len(having) == len(METHODS) else ", ".join(f"`{name}`" for name in having)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""docs/methods.md is what its generator makes of the table."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from mesh_attention.plan.methods.table import METHODS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_of_methods_is_up_to_date() -> None:
+    generator = runpy.run_path(str(DOCS / "make_methods.py"))
+    page = (DOCS / "methods.md").read_text()
+    assert page == generator["with_part"](page, generator["part"]()), "python docs/make_methods.py"
+
+
+def test_the_generator_has_words_for_every_method_and_every_option_and_for_no_other() -> None:
+    generator = runpy.run_path(str(DOCS / "make_methods.py"))
+    options = {option for method in METHODS.values() for option in method.options()}
+    assert set(generator["VOLUMES"]) == set(METHODS)
+    assert set(generator["OPTIONS"]) == options

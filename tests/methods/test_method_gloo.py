@@ -1,0 +1,57 @@
+"""Every method of the table over real processes, through `ContextParallel`, with bytes counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from method_settings import deal
+
+from mesh_attention import Mask
+from mesh_attention.plan.methods.table import METHODS
+from support.cases import Case
+from support.gloo_case import Part, attend, context, expected_bytes, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors, tolerance
+
+SETTINGS = 3
+
+
+def run(rank: int, world_size: int, cases: list[Case]) -> list[Part]:
+    parts = []
+    for case in cases:
+        with context(case) as cp:
+            parts.append(attend(cp, case))
+    return parts
+
+
+def check(pool: WorkerPool, cases: list[Case]) -> None:
+    by_rank = pool.run(run, cases[0].ranks, cases)
+    for number, case in enumerate(cases):
+        parts: list[Part] = [parts[number] for parts in by_rank]
+        distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
+        assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
+        expected = expected_bytes(case)
+        for part in parts:
+            assert part.traffic == expected[part.rank], (part.rank, case)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_causal_gqa_with_an_uneven_length_equals_the_truth_and_moves_the_counted_bytes(
+    pool: WorkerPool, name: str, ranks: int
+) -> None:
+    case = Case(ranks, 45, 45, heads=(2 * ranks, 2), mask=Mask(causal=True))
+    settings = deal(METHODS[name], case.problem, ranks, at_least=2, at_most=SETTINGS)
+    check(pool, [replace(case, options={"method": name, **setting}) for setting in settings])
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_with_nothing_chosen_every_method_equals_the_truth(
+    pool: WorkerPool, name: str, ranks: int
+) -> None:
+    """Defaults, and the ranks of two nodes; not causal, keys of another number than queries."""
+    case = Case(ranks, 37, 29, heads=(ranks, ranks), options={"method": name})
+    nodes = replace(case, batch=2, options={"method": name, "ranks_per_node": ranks // 2})
+    check(pool, [case, nodes])

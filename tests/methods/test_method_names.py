@@ -1,0 +1,86 @@
+"""Only builders and their table know methods by name; everything else reads programs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mesh_attention
+from mesh_attention.plan.methods.table import METHODS
+
+SOURCE = Path(mesh_attention.__file__).parent
+BUILDERS = SOURCE / "plan" / "methods"
+OUTSIDE = sorted(path for path in SOURCE.rglob("*.py") if BUILDERS not in path.parents)
+
+
+# A method may share its name with an option; such a word counts only where it can mean the method.
+ALSO_OPTIONS = {option for method in METHODS.values() for option in method.options()}
+
+
+def documentation(tree: ast.Module) -> set[int]:
+    """Ids of the constants that are docstrings."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+
+
+def named_methods(source: str) -> list[str]:
+    """Method names that stand in the code as whole literals."""
+    tree = ast.parse(source)
+    passed_over = documentation(tree)
+    found = []
+    for parent in ast.walk(tree):
+        chooses = isinstance(parent, ast.Compare | ast.MatchValue | ast.Subscript) or (
+            isinstance(parent, ast.keyword) and parent.arg == "method"
+        )
+        for node in ast.iter_child_nodes(parent):
+            if not isinstance(node, ast.Constant) or id(node) in passed_over:
+                continue
+            if node.value in METHODS and (chooses or node.value not in ALSO_OPTIONS):
+                found.append(f"line {node.lineno}: {node.value!r}")
+    return found
+
+
+def methods_read(tree: ast.AST, written_out: bool = False) -> Iterator[int]:
+    """Lines where `.method` of something is read for more than to be written out.
+
+    Written out means: inside an f-string, or in a dict or list display (text, JSON, rows of a
+    table). What the caller asked for (`args.method`) is no plan's.
+    """
+    written_out = written_out or isinstance(tree, ast.JoinedStr | ast.Dict | ast.List)
+    if isinstance(tree, ast.Attribute) and tree.attr == "method":
+        asked = isinstance(tree.value, ast.Name) and tree.value.id == "args"
+        if not written_out and not asked:
+            yield tree.lineno
+    decides = isinstance(tree, ast.IfExp | ast.Compare | ast.Subscript | ast.Call)
+    for child in ast.iter_child_nodes(tree):
+        yield from methods_read(child, written_out and not decides)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_file_outside_the_builders_names_a_method_or_asks_for_it(path: Path) -> None:
+    source = path.read_text()
+    assert named_methods(source) == []
+    assert list(methods_read(ast.parse(source))) == []
+
+
+def test_the_check_sees_what_it_should_see() -> None:
+    assert named_methods("if name == 'ring': pass") == ["line 1: 'ring'"]
+    assert named_methods('"""ring"""\nprog = "mesh-attention"') == []
+    assert named_methods("options = ('tile', 'ulysses')") == []
+    assert len(named_methods("x == 'ulysses' or make_plan(p, 4, method='ulysses')")) == 2
+    for wrong in ("if plan.method: x = 1", "f'{a if plan.method else b}'", "d = {1: t[p.method]}"):
+        assert list(methods_read(ast.parse(wrong))) == [1]
+    for right in ("print(f'{plan.method} on 4')", "d = {'method': plan.method}", "f(args.method)"):
+        assert list(methods_read(ast.parse(right))) == []
+
+
+def test_the_builders_are_where_the_check_expects_them() -> None:
+    assert (BUILDERS / "table.py").exists()
+    assert len(OUTSIDE) > 50
