@@ -70,7 +70,7 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
     name: str, direction: Direction, layout: str
 ) -> None:
     formula = VOLUMES[name][direction is Direction.BACKWARD]
-    for ranks in RANKS:
+    for ranks in RANKS if layout == "contiguous" else (4, 9, 12):
         for setting in as_counted(name, ranks):
             expected = eval(formula, {"__builtins__": {}}, variables(ranks, setting))
             found = volumes(name, ranks, setting | {"layout": layout}, direction)

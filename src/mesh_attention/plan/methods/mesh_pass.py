@@ -21,7 +21,7 @@ from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, AllToAll, Call, Merge, MergeRule, Move, Operation
 
-__all__ = ["MeshPass"]
+__all__ = ["MeshPass", "OnMesh"]
 
 EVERYONE = "all"
 
@@ -258,3 +258,25 @@ class MeshPass(ABC):
 
     def _add(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
         made[name] = Buffer(name, kind, rows, self.strand.heads(kind), self.precision_of(kind))
+
+
+class OnMesh:
+    """What methods that stand on a mesh pass answer alike when `weave` asks."""
+
+    def __init__(self, mesh: MeshPass) -> None:
+        self._mesh = mesh
+
+    @property
+    def strand(self) -> Strand:
+        return self._mesh.strand
+
+    @property
+    def direction(self) -> Direction:
+        return self._mesh.direction
+
+    @property
+    def needs(self) -> tuple[Kind, ...]:
+        return (*self._mesh.q_inputs, Kind.K, Kind.V)
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        return self._mesh.groups()

@@ -17,7 +17,7 @@ from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.lower import Queries, RowList
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
@@ -60,11 +60,11 @@ def order_tasks(
     return greedy(graph, gamma=gamma)
 
 
-class MeshInner:
+class MeshInner(OnMesh):
     """What `weave` asks of a method, for the mesh."""
 
     def __init__(self, mesh: MeshPass, schedule: Schedule, lowerings: Lowerings, ordered_by: str):
-        self._mesh = mesh
+        super().__init__(mesh)
         self.schedule = schedule
         names = [name.rpartition("-") for name in schedule.order()]
         self._order = [(f"{kind}-{index}", kind, int(index)) for kind, _, index in names]
@@ -77,18 +77,6 @@ class MeshInner:
         self._neutral_kv = [mesh.empty_kv(j) for j in kv_chunks]
 
     @property
-    def strand(self) -> Strand:
-        return self._mesh.strand
-
-    @property
-    def direction(self) -> Direction:
-        return self._mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self._mesh.q_inputs, Kind.K, Kind.V)
-
-    @property
     def setting(self) -> dict[str, str]:
         mesh = self._mesh
         return {
@@ -99,9 +87,6 @@ class MeshInner:
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
             "scheduler": self._ordered_by,
         }
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return self._mesh.groups()
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         return _buffers(self._mesh, unit)

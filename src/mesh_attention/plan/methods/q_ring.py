@@ -19,8 +19,7 @@ from mesh_attention.plan.layout import LayoutKind, Spans
 from mesh_attention.plan.methods.circulate import Route, hop, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -60,26 +59,14 @@ class AgkvRingQoSetting:
     alpha: int | None = None
 
 
-class QRingInner:
+class QRingInner(OnMesh):
     """What `weave` asks of a method, for wandering queries."""
 
     def __init__(self, mesh: MeshPass, lowerings: Lowerings, *, travel: bool) -> None:
-        self._mesh = mesh
+        super().__init__(mesh)
         self._lowerings = lowerings
         self._travel = travel
         self._made: tuple[int, _UnitRing] | None = None
-
-    @property
-    def strand(self) -> Strand:
-        return self._mesh.strand
-
-    @property
-    def direction(self) -> Direction:
-        return self._mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self._mesh.q_inputs, Kind.K, Kind.V)
 
     @property
     def setting(self) -> dict[str, str]:
@@ -99,9 +86,6 @@ class QRingInner:
         if mesh.kv_return:
             steps.append(Step(f"{mesh.kv_return}-0", ()))
         return Schedule(tuple(steps))
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return self._mesh.groups()
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         mesh = self._mesh

@@ -18,8 +18,7 @@ from mesh_attention.plan.methods.circulate import Route, double_ring, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing, QueryPieces
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation
@@ -65,29 +64,17 @@ class AgqRingKvSetting:
     alpha: int | None = None
 
 
-class KvRingInner:
+class KvRingInner(OnMesh):
     """What `weave` asks of a method, for wandering keys."""
 
     def __init__(
         self, mesh: MeshPass, lowerings: Lowerings, gradients: Gradients, inner: int | None
     ) -> None:
-        self._mesh = mesh
+        super().__init__(mesh)
         self._lowerings = lowerings
         self._gradients = gradients
         self._inner = inner
         self._made: tuple[int, KeyRing] | None = None
-
-    @property
-    def strand(self) -> Strand:
-        return self._mesh.strand
-
-    @property
-    def direction(self) -> Direction:
-        return self._mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self._mesh.q_inputs, Kind.K, Kind.V)
 
     @property
     def setting(self) -> dict[str, str]:
@@ -105,9 +92,6 @@ class KvRingInner:
         backward = self.direction is Direction.BACKWARD
         steps = [Step(name, tuple(tasks)) for name, tasks in self._ring(0).steps(backward)]
         return Schedule((Step("AG-Q-0", ()), *steps, Step(f"{self._mesh.q_return}-0", ())))
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return self._mesh.groups()
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         mesh = self._mesh

@@ -9,7 +9,7 @@ members j of the teams with equal u. algorithm.md, section 9; causal masks too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from mesh_attention.errors import PlanError
@@ -22,9 +22,8 @@ from mesh_attention.plan.methods.circulate import ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
-from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv
@@ -91,27 +90,18 @@ class _Star:
         return self.team(u - j, w - self.shift)
 
 
-@dataclass(slots=True)
-class StarInner:
+class StarInner(OnMesh):
     """What `weave` asks of a method, for StarTrail. The Q side is the mesh's, with C rows."""
 
-    mesh: MeshPass
-    lowerings: Lowerings
-    star: _Star
-    gradients: Gradients
-    _made: dict[int, KeyRing] = field(default_factory=dict)
-
-    @property
-    def strand(self) -> Strand:
-        return self.mesh.strand
-
-    @property
-    def direction(self) -> Direction:
-        return self.mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self.mesh.q_inputs, Kind.K, Kind.V)
+    def __init__(
+        self, mesh: MeshPass, lowerings: Lowerings, star: _Star, gradients: Gradients
+    ) -> None:
+        super().__init__(mesh)
+        self.mesh = mesh
+        self.lowerings = lowerings
+        self.star = star
+        self.gradients = gradients
+        self._made: dict[int, KeyRing] = {}
 
     @property
     def setting(self) -> dict[str, str]:

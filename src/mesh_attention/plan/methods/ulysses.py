@@ -6,15 +6,13 @@ then has all tokens of its heads and nothing left to fetch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.frame import Frame, check_ranks
 from mesh_attention.plan.methods.kv_ring import Gradients
-from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.ring import plan_kv_ring
 from mesh_attention.plan.methods.strand import ulysses_degrees
 from mesh_attention.plan.plan import Direction, Plan
@@ -56,25 +54,10 @@ class UspSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshUspSetting:
+class MeshUspSetting(MeshSetting):
     """As the mesh, on units of `ulysses` ranks; None takes the largest up to 8 that works."""
 
     ulysses: int | None = None
-    tile: tuple[int, int] | None = None
-    backward_tile: tuple[int, int] | None = None
-    rotation: bool = True
-    chunks: tuple[int, int] = (1, 1)
-    backward_chunks: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    combine: Combine = Combine.AUTO
-    gather_out: bool = False
-    ranks_per_node: int | None = None
-    alpha: int | None = None
-    scheduler: Scheduler = Scheduler.GREEDY
-    gamma: float = 1.05
-    max_buffer_bytes: int | None = None
-    costs: Costs = field(default_factory=Costs)
 
 
 def usual_degree(problem: Problem, num_ranks: int, ranks_per_node: int | None) -> int:
