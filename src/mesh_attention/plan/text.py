@@ -5,7 +5,7 @@
       AG-Q-0: all-gather group=Q0 moves=q[0:512]<Q.0[0:1536]/0,512
       C-0-0: attend q=Q.0[0:1536] k=... calls=full(0:1536,0:1536) fresh=yes
 
-One table below says how each field of each operation is written; there is no other syntax.
+Operations are written by `operation_text.py`.
 """
 
 from __future__ import annotations
@@ -13,163 +13,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from mesh_attention.errors import PlanTextError
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
+from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.operation_text import operation_text, parse_operation
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Call,
-    CallKind,
-    Free,
-    Merge,
-    MergeRule,
-    Move,
-    Operation,
-    Program,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import Operation, Program
 from mesh_attention.plan.schedule.tasks import Schedule
 
 __all__ = ["digest", "operation_text", "parse_operation", "parse_plan", "plan_lines", "plan_text"]
 
 _HEADER = "mesh-attention plan 1"
-_PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
-_CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)")
-
-
-def _piece_text(piece: Piece) -> str:
-    heads = f"{{{piece.heads[0]}:{piece.heads[1]}}}" if piece.heads else ""
-    return f"{piece.buffer}[{piece.start}:{piece.stop}]{heads}"
-
-
-def _parse_piece(text: str) -> Piece:
-    match = _PIECE.fullmatch(text)
-    if not match:
-        raise PlanTextError(f"{text!r} is not a piece such as Q.0[0:512]")
-    name, start, stop, h0, h1 = match.groups()
-    return Piece(name, int(start), int(stop), (int(h0), int(h1)) if h0 else None)
-
-
-def _move_text(move: Move) -> str:
-    cuts = ",".join(map(str, move.cuts))
-    return f"{_piece_text(move.part)}<{_piece_text(move.whole)}/{cuts}"
-
-
-def _parse_move(text: str) -> Move:
-    pieces, _, cuts = text.partition("/")
-    part, _, whole = pieces.partition("<")
-    return Move(_parse_piece(part), _parse_piece(whole), tuple(map(int, cuts.split(","))))
-
-
-def _call_text(call: Call) -> str:
-    return f"{call.kind}({call.q_start}:{call.q_stop},{call.k_start}:{call.k_stop})"
-
-
-def _parse_call(text: str) -> Call:
-    match = _CALL.fullmatch(text)
-    if not match:
-        raise PlanTextError(f"{text!r} is not a kernel call such as full(0:512,0:1024)")
-    kind, *numbers = match.groups()
-    q0, q1, k0, k1 = map(int, numbers)
-    return Call(CallKind(kind), q0, q1, k0, k1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Codec:
-    write: Callable[[Any], str]
-    read: Callable[[str], Any]
-
-
-def _many(one: _Codec, separator: str) -> _Codec:
-    """A tuple; `-` is the empty one."""
-    return _Codec(
-        lambda items: separator.join(map(one.write, items)) if items else "-",
-        lambda text: () if text == "-" else tuple(map(one.read, text.split(separator))),
-    )
-
-
-def _optional(one: _Codec) -> _Codec:
-    return _Codec(
-        lambda item: "none" if item is None else one.write(item),
-        lambda text: None if text == "none" else one.read(text),
-    )
-
-
-_YES_NO = ("no", "yes")
-_STR = _Codec(str, str)
-_INT = _Codec(str, int)
-_FLAG = _Codec(lambda flag: "yes" if flag else "no", lambda text: bool(_YES_NO.index(text)))
-_ONE = _Codec(_piece_text, _parse_piece)
-_SOME = _many(_ONE, "+")
-_BY_MEMBER = _many(_SOME, "|")
-_MOVES = _many(_Codec(_move_text, _parse_move), "+")
-_CALLS = _many(_Codec(_call_text, _parse_call), "+")
-_RULE = _Codec(str, MergeRule)
-
-_VERBS: dict[str, tuple[type, dict[str, _Codec]]] = {
-    "all-gather": (AllGather, {"group": _STR, "moves": _MOVES}),
-    "reduce-scatter": (ReduceScatter, {"group": _STR, "moves": _MOVES}),
-    "all-to-all": (AllToAll, {"group": _STR, "sends": _BY_MEMBER, "receives": _BY_MEMBER}),
-    "send-recv": (
-        SendRecv,
-        {"group": _STR, "to_member": _INT, "sends": _SOME, "from_member": _INT, "receives": _SOME},
-    ),
-    "attend": (
-        Attend,
-        {
-            "q": _ONE, "k": _ONE, "v": _ONE, "out": _ONE, "lse": _ONE,
-            "calls": _CALLS, "fresh": _FLAG,
-        },
-    ),
-    "attend-backward": (
-        AttendBackward,
-        {
-            "q": _ONE, "k": _ONE, "v": _ONE, "grad_out": _ONE, "lse": _ONE,
-            "out": _optional(_ONE), "delta": _optional(_ONE),
-            "grad_q": _ONE, "grad_k": _ONE, "grad_v": _ONE,
-            "calls": _CALLS, "fresh_q": _FLAG, "fresh_kv": _FLAG,
-        },
-    ),
-    "merge": (Merge, {"rule": _RULE, "inputs": _SOME, "outputs": _SOME}),
-    "free": (Free, {"buffers": _many(_STR, "+")}),
-}  # fmt: skip
-_VERB_OF = {cls: (verb, fields) for verb, (cls, fields) in _VERBS.items()}
-
-
-def operation_text(op: Operation) -> str:
-    verb, fields = _VERB_OF[type(op)]
-    words = [f"{field}={codec.write(getattr(op, field))}" for field, codec in fields.items()]
-    return " ".join([f"{op.name}: {verb}", *words])
-
-
-def parse_operation(text: str) -> Operation:
-    name, _, rest = text.strip().partition(": ")
-    verb, *words = rest.split(" ")
-    if verb not in _VERBS:
-        raise PlanTextError(f"{verb!r} in {text!r} is not an operation; known: {', '.join(_VERBS)}")
-    cls, fields = _VERBS[verb]
-    found = dict(word.split("=", 1) for word in words if "=" in word)
-    if set(found) != set(fields):
-        raise PlanTextError(f"{text!r} must give exactly: {', '.join(fields)}")
-    try:
-        values = {field: codec.read(found[field]) for field, codec in fields.items()}
-    except PlanTextError:
-        raise
-    except ValueError as error:
-        raise PlanTextError(f"{text!r}: {error}") from error
-    op: Operation = cls(**values) if cls is Free else cls(name=name, **values)
-    return op
 
 
 def _buffer_text(b: Buffer) -> str:

@@ -75,6 +75,11 @@ def plan_mesh(
     setting = setting or MeshSetting()
     if setting.max_buffer_bytes is not None and setting.scheduler is not Scheduler.GREEDY:
         raise PlanError("max_buffer_bytes works with the greedy scheduler only; leave one out")
+    if setting.max_buffer_bytes is not None and degree > 1:
+        raise PlanError(
+            "max_buffer_bytes is not supported together with ulysses: the swapped tensors live "
+            "through the whole pass, and the cap does not count them; leave one out"
+        )
     check_ranks(num_ranks, setting.ranks_per_node)
     units = num_ranks // degree
     tile = _tile(setting.tile or best_tile(units, problem), units, setting.rotation)
