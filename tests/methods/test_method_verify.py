@@ -1,6 +1,6 @@
 """`verify` proves every method of the table on up to 64 ranks, forward and backward.
 
-Proving every shape takes about half an hour, so the default run proves every shape up to 9 ranks
+Proving every shape takes about an hour, so the default run proves every shape up to 9 ranks
 and then one method for each number of ranks, in turn; the rest is marked slow.
 """
 
