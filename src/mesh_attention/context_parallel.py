@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import kernel_names
+from mesh_attention.plan.arguments import real
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
@@ -92,15 +94,16 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        self._dtype = dtype
+        error = _argument_fault(softmax_scale, dtype, kernel, timeout)
+        self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
             make_plan,
-            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            softmax_scale=softmax_scale,
             kernel=kernel,
-            timeout=timeout,
+            timeout=timeout if isinstance(timeout, timedelta) else None,
         )
-        self._engine.agree_on_plan(dtype.itemsize)
+        self._engine.agree_on_plan(self._dtype.itemsize, error)
 
     # The plan.
 
@@ -141,17 +144,26 @@ class ContextParallel:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
         Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
-        log-sum-exp, (batch, heads, local_seq). Padding rows give 0 and -inf.
+        log-sum-exp, (batch, heads, local_seq), which is not differentiable. Padding rows give 0
+        and -inf.
         """
+        fault = self._fault(q, k, v)
+        if fault is not None:
+            nothing = Form(0, torch.float32, torch.device("cpu"))
+            self._engine.prepare(nothing, False, fault)
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        form = Form(q.shape[0] if q.ndim else 0, q.dtype, q.device)
-        self._engine.prepare(form, needs_grad, self._fault(q, k, v))
+        form = Form(q.shape[0], q.dtype, q.device)
+        self._engine.prepare(form, needs_grad, None)
         out, lse = attend(self._engine, form, q, k, v)
         return (out, lse) if return_lse else out
 
     def _fault(self, q: Tensor, k: Tensor, v: Tensor) -> MeshAttentionError | None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.layout is not torch.strided:
+                kind = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
+                return MeshAttentionError(f"{name} is {kind}; it must be a dense torch.Tensor")
         plan, p = self.plan, self.plan.problem
-        batch = q.shape[0] if q.ndim else 0
+        batch = q.shape[0] if q.ndim == 4 else 1
         slots, kv_slots = plan.q_layout.slots, plan.kv_layout.slots
         wanted = {
             "q": (q, (batch, slots, p.num_heads, p.head_dim)),
@@ -233,6 +245,25 @@ class ContextParallel:
         self.close()
 
 
+def _argument_fault(
+    softmax_scale: Any, dtype: Any, kernel: Any, timeout: Any
+) -> MeshAttentionError | None:
+    """What is wrong with arguments that the planner does not see."""
+    try:
+        if softmax_scale is not None:
+            real("softmax_scale", softmax_scale)
+    except MeshAttentionError as error:
+        return error
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
+    if kernel is not None and kernel not in kernel_names():
+        known = ", ".join(kernel_names())
+        return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    return None
+
+
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise MeshAttentionError(
@@ -254,6 +285,10 @@ def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
+        raise MeshAttentionError(
+            f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
+        )
     if not -x.ndim <= dim < x.ndim:
         raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
     return dim % x.ndim

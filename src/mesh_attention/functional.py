@@ -48,6 +48,8 @@ def mesh_attention(
     members = process_group(group)
     size = dist.get_world_size(members)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise MeshAttentionError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
         if x.ndim != 4:
             raise MeshAttentionError(
                 f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import flag, number, pair
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS, make_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["attention_mask", "build_plan", "pair_of", "suggested_chunks"]
+__all__ = ["attention_mask", "build_plan", "suggested_chunks"]
 
 _ROWS_PER_CHUNK = 4096  # fewer rows a side and kernels lose speed; more and less can overlap
 
@@ -24,10 +25,10 @@ def attention_mask(
     *, causal: bool, mask: Mask | None = None, window_size: tuple[int, int] | None = None
 ) -> Mask:
     """One mask from the ways to say it; contradictions are refused."""
-    window = None
-    if window_size is not None and tuple(window_size) != (-1, -1):
-        left, right = (None if side == -1 else side for side in window_size)
-        window = (left, right)
+    flag("causal", causal)
+    window = _window(window_size)
+    if mask is not None and not isinstance(mask, Mask):
+        raise PlanError(f"mask={mask!r}: must be a Mask, such as Mask(causal=True)")
     if mask is None:
         return Mask(causal=causal, window=window)
     if window is not None:
@@ -37,14 +38,19 @@ def attention_mask(
     return mask
 
 
-def pair_of(name: str, value: tuple[int, int] | str) -> tuple[int, int]:
-    """(a, b) from a tuple or from text such as '4x2'."""
-    parts = value.lower().split("x") if isinstance(value, str) else list(value)
+def _window(size: Any) -> tuple[int | None, int | None] | None:
+    """flash-attn's window: -1 is no limit."""
+    if size is None:
+        return None
     try:
-        a, b = (int(part) for part in parts)
-    except (TypeError, ValueError):
-        raise PlanError(f"{name}={value!r}: give two numbers, as in (4, 2) or '4x2'") from None
-    return a, b
+        left, right = (number("window_size", side, least=-1) for side in size)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"window_size={size!r}: give (left, right), -1 for no limit") from None
+    if (left, right) == (-1, -1):
+        return None
+    return (None if left == -1 else left, None if right == -1 else right)
 
 
 def suggested_chunks(problem: Problem, num_ranks: int, tile: tuple[int, int]) -> tuple[int, int]:
@@ -58,11 +64,11 @@ def suggested_chunks(problem: Problem, num_ranks: int, tile: tuple[int, int]) ->
 def build_plan(problem: Problem, num_ranks: int, method: str, given: Mapping[str, Any]) -> Plan:
     """The plan for options as people write them; None means: choose for me."""
     options = {name: value for name, value in given.items() if value is not None}
-    for name in ("tile", "backward_tile", "chunks", "backward_chunks"):
-        if name in options:
-            options[name] = pair_of(name, options[name])
+    if "tile" in options:
+        options["tile"] = pair("tile", options["tile"])
     chunked = method in METHODS and "chunks" in METHODS[method].options()
     if chunked and "chunks" not in options:
-        tile = options.get("tile") or best_tile(num_ranks, problem)
+        units = num_ranks // options["ulysses"] if options.get("ulysses") else num_ranks
+        tile = options.get("tile") or best_tile(max(units, 1), problem)
         options["chunks"] = suggested_chunks(problem, num_ranks, tile)
     return make_plan(problem, num_ranks, method=method, **options)

@@ -15,11 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import flag, number
 
 __all__ = ["Mask", "RowRanges", "Segment"]
 
@@ -58,6 +60,13 @@ class Mask:
     kv_documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        flag("causal", self.causal)
+        object.__setattr__(self, "prefix", number("prefix", self.prefix, least=0))
+        if self.window is not None:
+            object.__setattr__(self, "window", _window(self.window))
+        for name in ("documents", "kv_documents"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _cuts(name, getattr(self, name)))
         if self.prefix < 0 or (self.prefix and not self.causal):
             raise PlanError(
                 f"prefix={self.prefix} needs causal=True and a length >= 0: "
@@ -172,6 +181,23 @@ class RowRanges:
 
     def segment_at(self, q: int) -> Segment:
         return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise PlanError(f"window={window!r}: give (left, right), None for no limit") from None
+    return (
+        None if left is None else number("window", left, least=0),
+        None if right is None else number("window", right, least=0),
+    )
+
+
+def _cuts(name: str, cuts: Any) -> tuple[int, ...]:
+    if not hasattr(cuts, "__iter__") or isinstance(cuts, str | bytes):
+        raise PlanError(f"{name}={cuts!r}: give cumulative starts (0, ..., number of tokens)")
+    return tuple(number(name, cut, least=0) for cut in cuts)
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.mask import Mask, RowRanges
 
 __all__ = ["MAX_TOKENS", "Problem"]
@@ -41,9 +42,9 @@ class Problem:
         for name in (
             "q_tokens", "kv_tokens", "num_heads", "num_kv_heads", "head_dim", "v_head_dim",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+            object.__setattr__(self, name, number(name, getattr(self, name)))
+        if not isinstance(self.mask, Mask):
+            raise PlanError(f"mask={self.mask!r}: must be a Mask, such as Mask(causal=True)")
         for name in ("q_tokens", "kv_tokens"):
             if getattr(self, name) > MAX_TOKENS:
                 raise PlanError(f"{name}={getattr(self, name)}: at most {MAX_TOKENS} are supported")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.engine import Engine
 from mesh_attention.runtime.executor import Form
@@ -34,8 +34,13 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        # Gradients are recorded here only for create_graph=True. `once_differentiable` would not
+        # do: torch.autograd.grad passes its error node by and returns a wrong second derivative.
+        if torch.is_grad_enabled():
+            raise MeshAttentionError(
+                "second derivatives of attention are not supported; call with create_graph=False"
+            )
         q, k, v, out, lse = ctx.saved_tensors
         named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
         inputs = {name: rows_first(x) for name, x in named.items()}

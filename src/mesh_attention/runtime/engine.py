@@ -33,7 +33,7 @@ class Engine:
         parent: dist.ProcessGroup,
         make_plan: Callable[[int], Plan],
         *,
-        softmax_scale: float,
+        softmax_scale: float | None,
         kernel: str | None,
         timeout: timedelta | None,
     ) -> None:
@@ -60,22 +60,27 @@ class Engine:
     def _planned(self, element_bytes: int) -> tuple[Plan, str]:
         if element_bytes not in self._plans:
             plan = self._make_plan(element_bytes)
-            self._plans[element_bytes] = (plan, digest(plan))
+            self._plans[element_bytes] = (plan, f"{digest(plan)} ({_in_words(plan)})")
         return self._plans[element_bytes]
 
     def rank(self, plan: Plan) -> int:
         """The logical rank that this process plays."""
         return plan.devices.index(self.device_index)
 
-    def agree_on_plan(self, element_bytes: int) -> None:
-        """First meeting of all ranks: the same plan everywhere, or an error everywhere."""
+    def agree_on_plan(self, element_bytes: int, error: MeshAttentionError | None) -> None:
+        """First meeting of all ranks: the same plan everywhere, or an error everywhere.
+
+        `error` is what is wrong with this rank's other arguments.
+        """
         try:
+            if error is not None:
+                raise error
             statement = {
                 "plan": self._planned(element_bytes)[1],
                 "softmax_scale": self._softmax_scale,
             }
-        except MeshAttentionError as error:
-            self.handshake.agree({}, error)
+        except Exception as found:  # whatever it is, the others must not wait for us
+            self.handshake.agree({}, found)
             raise
         self.handshake.agree(statement)
 
@@ -141,10 +146,14 @@ class Engine:
                 transport,
                 self._workspace,
                 form,
-                softmax_scale=self._softmax_scale,
+                softmax_scale=self._scale(plan),
                 kernel=self._kernel,
             )
         return self._executors[key]
+
+    def _scale(self, plan: Plan) -> float:
+        given = self._softmax_scale
+        return float(plan.problem.head_dim) ** -0.5 if given is None else given
 
     def kernel_choices(self) -> dict[str, tuple[tuple[str, str], ...]]:
         return {
@@ -166,3 +175,12 @@ class Engine:
             self._executors.clear()
             self._workspace.release()
             self.groups.close(abort=self._broken)
+
+
+def _in_words(plan: Plan) -> str:
+    """Enough of a plan for people to see in what two of them differ."""
+    p = plan.problem
+    heads = f"{p.num_heads} heads of {p.head_dim}, {p.kv_heads} KV heads"
+    setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
+    tokens = f"{p.q_tokens} by {p.keys} tokens"
+    return f"{plan.method}, {tokens}, {heads}, {p.mask.describe()}, {plan.q_layout.kind}, {setting}"

@@ -174,4 +174,6 @@ def _verdict(said: dict[int, dict[str, Any]]) -> str:
     fields = [name for name in expected if expected[name] != found.get(name)]
     differ = "; ".join(f"{f} is {found.get(f)!r} there, {expected[f]!r} elsewhere" for f in fields)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
+    if 2 * len(odd) == len(said):  # no majority says who is right
+        who += f" (or {[rank for rank in said if rank not in odd]})"
     return f"{who} of the group {sorted(said)} disagrees: {differ}"

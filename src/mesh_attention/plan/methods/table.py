@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import flag, number, pair, real
 from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.candidates import (
@@ -211,10 +213,11 @@ def make_plan(
     >>> plan.num_ranks, plan.forward.setting["tile"]
     (4, '2x2')
     """
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
-    if num_ranks < 1:
-        raise PlanError(f"ranks={num_ranks}: must be at least 1")
+    num_ranks = number("ranks", num_ranks)
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
     chosen = METHODS[method]
     unknown = [name for name in options if name not in chosen.options()]
     if unknown:
@@ -228,12 +231,25 @@ def make_plan(
 
 
 def _as_declared(name: str, value: Any, kind: Any) -> Any:
-    """A closed choice from its text; anything else as it is."""
-    for choices in (kind, *get_args(kind)):
-        if isinstance(choices, type) and issubclass(choices, StrEnum) and value is not None:
-            try:
-                return choices(value)
-            except ValueError:
-                known = ", ".join(choice.value for choice in choices)
-                raise PlanError(f"{name}={value!r} is unknown; known: {known}") from None
+    """An option as its setting declares it, or a refusal that names it."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if value is None and NoneType in kinds:
+        return None
+    declared = next(one for one in kinds if one is not NoneType)
+    if get_origin(declared) is tuple:
+        return pair(name, value)
+    if declared is bool:
+        return flag(name, value)
+    if declared is int:
+        return number(name, value)
+    if declared is float:
+        return real(name, value)
+    if issubclass(declared, StrEnum):
+        try:
+            return declared(value)
+        except ValueError:
+            known = ", ".join(choice.value for choice in declared)
+            raise PlanError(f"{name}={value!r} is unknown; known: {known}") from None
+    if not isinstance(value, declared):
+        raise PlanError(f"{name}={value!r}: must be a {declared.__name__}")
     return value

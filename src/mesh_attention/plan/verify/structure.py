@@ -41,7 +41,7 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
     if findings:
         return findings
     for program in one.programs:
-        wrong = _caller_fault(plan, one, program) or _program_fault(one, program)
+        wrong = _caller_fault(plan, one, program) or _program_fault(plan, one, program)
         if wrong:
             findings.append(Finding(direction, program.rank, *wrong))
     return findings or _schedule_findings(one)
@@ -110,10 +110,15 @@ def _schedule_findings(one: Pass) -> list[Finding]:
     return []
 
 
-def _program_fault(one: Pass, program: Program) -> tuple[str, str] | None:
+def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
     table = program.buffer_table()
     if len(table) != len(program.buffers):
         return "buffers", "two buffers have the same name"
+    for buffer in program.buffers:
+        layout = plan.kv_layout if buffer.kind.is_key_side else plan.q_layout
+        places = layout.slots * layout.num_ranks
+        if any(not 0 <= start < stop <= places for start, stop in buffer.rows):
+            return buffer.name, f"has rows outside the {places} places of all ranks"
     sizes = {name: (b.num_rows, b.num_heads) for name, b in table.items()}
     names: set[str] = set()
     for op in program.operations:

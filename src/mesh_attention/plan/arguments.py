@@ -1,0 +1,63 @@
+"""What people write, made into what plans take: numbers, pairs and flags, or a clear refusal.
+
+A bool is not a number here and a string is not a flag: `causal="no"` must never mean True.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mesh_attention.errors import PlanError
+
+__all__ = ["flag", "number", "pair", "real"]
+
+
+def number(name: str, value: Any, *, least: int = 1) -> int:
+    """
+    >>> number("ranks", 4)
+    4
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}") from None
+    if found < least:
+        raise PlanError(f"{name}={found}: must be a whole number of at least {least}")
+    return found
+
+
+def real(name: str, value: Any) -> float:
+    """A finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlanError(f"{name}={value!r}: must be a number")
+    if not math.isfinite(value) or value <= 0:
+        raise PlanError(f"{name}={value!r}: must be finite and above 0")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r}: must be True or False")
+    return value
+
+
+def pair(name: str, value: Any) -> tuple[int, int]:
+    """
+    >>> pair("tile", "4x2"), pair("tile", [4, 2])
+    ((4, 2), (4, 2))
+    """
+    parts: Any = value.lower().split("x") if isinstance(value, str) else value
+    try:
+        if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
+            raise TypeError
+        a, b = (int(p) if isinstance(value, str) else operator.index(p) for p in parts)
+        if any(isinstance(p, bool) for p in parts):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise PlanError(f"{name}={value!r}: give two numbers, as in (4, 2) or '4x2'") from None
+    return a, b
