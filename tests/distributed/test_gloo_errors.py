@@ -152,8 +152,12 @@ def test_a_kernel_that_cannot_do_the_work_of_one_rank_is_refused_on_all(pool: Wo
     assert all("kernel 'cpu_flash' cannot do" in one.error for one in heard)
 
 
+def unknown_kernel(rank: int, world_size: int) -> Heard:
+    return listen(lambda: context(CASE, kernel="abacus"))
+
+
 def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
-    heard = [one for one, _ in pool.run(forced_kernel, RANKS, "abacus")]
+    heard = pool.run(unknown_kernel, RANKS)
     all_heard(heard)
     assert all("no kernel is named 'abacus'" in one.error for one in heard)
 

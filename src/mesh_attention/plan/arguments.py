@@ -15,19 +15,21 @@ from mesh_attention.errors import PlanError
 __all__ = ["flag", "number", "pair", "real"]
 
 
-def number(name: str, value: Any, *, least: int = 1) -> int:
-    """
+def number(name: str, value: Any, *, least: int | None = 1) -> int:
+    """A whole number; `least` None leaves the bound to the caller.
+
     >>> number("ranks", 4)
     4
     """
+    bound = "" if least is None else f" of at least {least}"
     try:
         if isinstance(value, bool):
             raise TypeError
         found = operator.index(value)
     except TypeError:
-        raise PlanError(f"{name}={value!r}: must be a whole number of at least {least}") from None
-    if found < least:
-        raise PlanError(f"{name}={found}: must be a whole number of at least {least}")
+        raise PlanError(f"{name}={value!r}: must be a whole number{bound}") from None
+    if least is not None and found < least:
+        raise PlanError(f"{name}={found}: must be a whole number{bound}")
     return found
 
 

@@ -61,7 +61,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         flag("causal", self.causal)
-        object.__setattr__(self, "prefix", number("prefix", self.prefix, least=0))
+        object.__setattr__(self, "prefix", number("prefix", self.prefix, least=None))
         if self.window is not None:
             object.__setattr__(self, "window", _window(self.window))
         for name in ("documents", "kv_documents"):
@@ -189,8 +189,8 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     except (TypeError, ValueError):
         raise PlanError(f"window={window!r}: give (left, right), None for no limit") from None
     return (
-        None if left is None else number("window", left, least=0),
-        None if right is None else number("window", right, least=0),
+        None if left is None else number("window", left, least=None),
+        None if right is None else number("window", right, least=None),
     )
 
 

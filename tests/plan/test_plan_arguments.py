@@ -1,0 +1,59 @@
+"""Nonsense from the caller is refused by name, never taken for something else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
+
+PROBLEM = Problem(64, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tile", 3), ("tile", (2, 2.0)), ("tile", (4, 1, 1)), ("tile", (True, 4)), ("tile", {4, 1}),
+        ("tile", "2"), ("chunks", 5), ("chunks", (2,)), ("chunks", ""), ("rotation", "no"),
+        ("gather_out", "x"), ("ranks_per_node", 1.5), ("alpha", "2"), ("stripe_block", 2.5),
+        ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", None),
+        ("layout", "diagonal"), ("max_buffer_bytes", "1GiB"), ("backward_tile", 3),
+    ],
+)  # fmt: skip
+def test_an_option_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(MeshAttentionError, match=name):
+        make_plan(PROBLEM, 4, **{name: value})
+
+
+@pytest.mark.parametrize("ranks", [4.0, "4", None, [4], True, 0, -1])
+def test_ranks_are_a_whole_number(ranks: Any) -> None:
+    with pytest.raises(MeshAttentionError, match="ranks"):
+        make_plan(PROBLEM, ranks)
+
+
+def test_a_pair_may_be_text_or_a_list_and_numbers_may_be_of_numpy() -> None:
+    plans = [make_plan(PROBLEM, 4, tile=tile) for tile in ("4x1", [4, 1], (np.int64(4), 1))]
+    assert plans[0] == plans[1] == plans[2] == make_plan(PROBLEM, 4, tile=(4, 1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"causal": "no"}, {"causal": None}, {"window": 5}, {"window": (5,)}, {"window": ("a", 1)},
+        {"prefix": 1.5, "causal": True}, {"documents": 5}, {"documents": ("a", 3)},
+    ],
+)  # fmt: skip
+def test_a_mask_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(MeshAttentionError):
+        Mask(**given)
+
+
+@pytest.mark.parametrize("documents", [[0, 64], (0, 64), np.array([0, 64])])
+def test_documents_may_be_any_sequence_of_numbers(documents: Any) -> None:
+    assert Mask(documents=documents) == Mask(documents=(0, 64))
+
+
+@pytest.mark.parametrize("given", [{"mask": None}, {"mask": "causal"}, {"q_tokens": True}])
+def test_a_problem_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(MeshAttentionError):
+        Problem(**({"q_tokens": 64, "num_heads": 2, "head_dim": 8} | given))
