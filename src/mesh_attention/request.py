@@ -68,7 +68,6 @@ def build_plan(problem: Problem, num_ranks: int, method: str, given: Mapping[str
         options["tile"] = pair("tile", options["tile"])
     chunked = method in METHODS and "chunks" in METHODS[method].options()
     if chunked and "chunks" not in options:
-        units = num_ranks // options["ulysses"] if options.get("ulysses") else num_ranks
-        tile = options.get("tile") or best_tile(max(units, 1), problem)
+        tile = options.get("tile") or best_tile(num_ranks, problem)
         options["chunks"] = suggested_chunks(problem, num_ranks, tile)
     return make_plan(problem, num_ranks, method=method, **options)
