@@ -88,12 +88,15 @@ class Node:
 class Network:
     """Rates of the collective are per NIC; ranks share the NICs of their node in equal blocks.
 
-    `peer_node_gb_per_second` is what all point-to-point flows of a node carry together.
+    `peer_node_gb_per_second` is what all point-to-point flows of a node carry together, one way.
+    `flows_of_a_pair`: flows between the same two ranks that run at full speed at once. 2 is full
+    duplex; 1 means that sending to and receiving from one peer take turns.
     """
 
     nics: int
     peer: PeerLink
     peer_node_gb_per_second: float
+    flows_of_a_pair: float
     collective: CollectiveLink
 
 

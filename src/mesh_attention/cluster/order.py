@@ -78,11 +78,7 @@ def _signature(program: Program, problem: Problem) -> Signature:
 
 def _by_steps(program: Program, schedule: Schedule, waits: WaitsOfOps) -> WaitsOfOps:
     """Each operation also waits for the last ones, on either lane, of the steps before its own."""
-    step_of = {
-        task: number
-        for number, step in enumerate(schedule.steps)
-        for task in (*([step.communication] if step.communication else []), *step.compute)
-    }
+    step_of = {task: number for number, step in enumerate(schedule.steps) for task in step.tasks()}
     before: dict[bool, int] = {}  # by lane: the last operation of earlier steps
     latest: dict[bool, int] = {}  # by lane: the last operation so far
     now = -1

@@ -282,6 +282,7 @@ class _Simulation:
         keys: list[tuple[object, float]] = [
             (("out", cluster.node_of(source)), room),
             (("in", cluster.node_of(target)), room),
+            (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
         ]
         if cluster.ranks_share_nics:
             flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
