@@ -65,6 +65,7 @@ class Block:
         self._name = f"mesh_attention/symmetric/{uuid.uuid4()}"  # of this process alone
         self._group: Any = None
         self._store: Store | None = None
+        self._registered = False
         self._handle: Any = None
         self._peers: dict[int, Tensor] = {}
         self._timeout_ms = 0
@@ -81,6 +82,7 @@ class Block:
         kind = binding.ProcessGroup.BackendType.CUSTOM
         self._group._register_backend(torch.device("cpu"), kind, _backend_of(parent))
         binding._register_process_group(_group_name(self._name), self._group)
+        self._registered = True
         self._handle = _binding().rendezvous(self.own, _group_name(self._name))
         self._timeout_ms = int(timeout.total_seconds() * 1000)
         for peer in range(size):
@@ -106,7 +108,8 @@ class Block:
 
     def release(self) -> None:
         """Waits for the device: others may still read, and what they do is signalled on it."""
-        if self._group is not None:
+        if self._registered:
+            self._registered = False
             binding: Any = torch._C._distributed_c10d
             binding._unregister_process_group(_group_name(self._name))
         self._peers.clear()
