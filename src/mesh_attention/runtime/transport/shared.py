@@ -112,7 +112,7 @@ class SharedMemory:
         failure = ""
         try:
             block = Block(max(workspace_bytes + staging_bytes, 1), device)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the others must not wait for us
             failure = _in_short("no symmetric memory could be allocated", error)
         if not self._all_well(failure):
             if block is not None:
@@ -124,7 +124,7 @@ class SharedMemory:
         place = self.members.index(self._me)
         try:
             block.connect(self._groups.parent, store, place, len(self.members), self._timeout)
-        except RuntimeError as error:
+        except Exception as error:
             failure = _in_short("the ranks could not map each other's memory", error)
         if not self._all_well(failure):
             block.release()
@@ -143,7 +143,7 @@ def _first(said: dict[int, str]) -> str:
     return next((f"rank {rank}: {text}" for rank, text in said.items() if text), "")
 
 
-def _in_short(what: str, error: RuntimeError) -> str:
+def _in_short(what: str, error: Exception) -> str:
     told = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = ""
     if "overlapping devices" in told:

@@ -2,13 +2,15 @@
 
 They are private, so they are looked for before use and a missing one is named. A rendezvous numbers
 its messages by how many a process has made before, in any group (pytorch#196082), so ranks with
-different histories would wait for each other for ever; the store below numbers them afresh.
+different histories would wait for each other for ever; the store below numbers them afresh. It also
+tells those who wait when another has failed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+import time
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -19,10 +21,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["BARRIER", "DONE", "READY", "Block", "obstacle"]
+__all__ = ["DONE", "READY", "Block", "RendezvousStore", "obstacle"]
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
-READY, DONE, BARRIER = range(3)
+READY, DONE, _BARRIER = range(3)
 
 _CLASS = "torch._C._distributed_c10d._SymmetricMemory"
 _WANTED = (
@@ -64,7 +66,7 @@ class Block:
         self.own: Tensor = _binding().empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         self._name = f"mesh_attention/symmetric/{uuid.uuid4()}"  # of this process alone
         self._group: Any = None
-        self._store: Store | None = None
+        self._store: RendezvousStore | None = None
         self._registered = False
         self._handle: Any = None
         self._peers: dict[int, Tensor] = {}
@@ -77,13 +79,17 @@ class Block:
         binding: Any = torch._C._distributed_c10d
         # A group without connections of its own: the rendezvous asks it for store, rank and size.
         # Its backend lends a name to log records; C++ holds the store, but not its Python part.
-        self._store = _Renumbered(store)
+        self._store = RendezvousStore(store, timeout)
         self._group = binding.ProcessGroup(self._store, member, size)
         kind = binding.ProcessGroup.BackendType.CUSTOM
         self._group._register_backend(torch.device("cpu"), kind, _backend_of(parent))
         binding._register_process_group(_group_name(self._name), self._group)
         self._registered = True
-        self._handle = _binding().rendezvous(self.own, _group_name(self._name))
+        try:
+            self._handle = _binding().rendezvous(self.own, _group_name(self._name))
+        except Exception:
+            self._store.tell_failure()
+            raise
         self._timeout_ms = int(timeout.total_seconds() * 1000)
         for peer in range(size):
             shape = (self.own.numel(),)
@@ -104,7 +110,7 @@ class Block:
 
     def barrier(self) -> None:
         """`put` to and `wait` for all members at once."""
-        self._handle.barrier(BARRIER, self._timeout_ms)
+        self._handle.barrier(_BARRIER, self._timeout_ms)
 
     def release(self) -> None:
         """Waits for the device: others may still read, and what they do is signalled on it."""
@@ -121,23 +127,21 @@ class Block:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
-class _Renumbered(Store):
-    """Passes everything on to a store, with message numbers that begin at 0."""
+class RendezvousStore(Store):
+    """The store of one rendezvous, on top of a store that has served no other."""
 
     _NUMBERED = re.compile(r"(.*/)(\d+)(/\d+)")
+    _FAILED = "a member has failed"
+    _LOOK_AROUND_AFTER = timedelta(seconds=1)
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, timeout: timedelta) -> None:
         super().__init__()
         self._inner = store
+        self._timeout = timeout
         self._first: int | None = None
 
-    def _key(self, key: str) -> str:
-        found = self._NUMBERED.fullmatch(key)
-        if found is None:
-            return key
-        if self._first is None:
-            self._first = int(found[2])
-        return f"{found[1]}{int(found[2]) - self._first}{found[3]}"
+    def tell_failure(self) -> None:
+        self._inner.set(self._FAILED, "")
 
     def set(self, key: str, value: str) -> None:
         self._inner.set(self._key(key), value)
@@ -150,13 +154,28 @@ class _Renumbered(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         wanted = [self._key(key) for key in keys]
-        if timeout is None:
-            self._inner.wait(wanted)
-        else:
-            self._inner.wait(wanted, timeout)
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        while True:
+            try:
+                self._inner.wait(wanted, self._LOOK_AROUND_AFTER)
+                return
+            except RuntimeError:
+                if self._inner.check([self._FAILED]):
+                    raise RuntimeError("another rank failed in the rendezvous") from None
+                if time.monotonic() > deadline:
+                    raise
 
     def add(self, key: str, value: int) -> int:
         return self._inner.add(self._key(key), value)
+
+    def _key(self, key: str) -> str:
+        """With message numbers that begin at 0."""
+        found = self._NUMBERED.fullmatch(key)
+        if found is None:
+            return key
+        if self._first is None:
+            self._first = int(found[2])
+        return f"{found[1]}{int(found[2]) - self._first}{found[3]}"
 
 
 def _binding() -> Any:
