@@ -36,6 +36,7 @@ from mesh_attention.runtime.executor import Form
 from mesh_attention.runtime.gather_shards import unshard
 from mesh_attention.runtime.sharding import take_shard
 from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transports import TransportName
 
 __all__ = ["ContextParallel"]
 
@@ -52,6 +53,8 @@ class ContextParallel:
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for; other dtypes get a plan of their own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
+    transport       "auto": shared (symmetric) memory among the ranks of a node where it works, and
+                    torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class ContextParallel:
         chunks: tuple[int, int] | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
+        transport: Literal["auto", "distributed", "symmetric"] = "auto",
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -94,13 +98,14 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _argument_fault(softmax_scale, dtype, kernel, timeout)
+        error = _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
             make_plan,
             softmax_scale=softmax_scale,
             kernel=kernel,
+            transport=TransportName(transport if transport in list(TransportName) else "auto"),
             timeout=timeout if isinstance(timeout, timedelta) else None,
         )
         self._engine.agree_on_plan(self._dtype.itemsize, error)
@@ -135,6 +140,10 @@ class ContextParallel:
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """For each kind of call made so far: which kernels were asked, and why one was chosen."""
         return self._engine.kernel_choices()
+
+    def transports(self) -> dict[str, tuple[str, str]]:
+        """For each group of ranks in the calls made so far: its transport, and why that one."""
+        return self._engine.transport_choices()
 
     # Attention.
 
@@ -246,7 +255,7 @@ class ContextParallel:
 
 
 def _argument_fault(
-    softmax_scale: Any, dtype: Any, kernel: Any, timeout: Any
+    softmax_scale: Any, dtype: Any, kernel: Any, transport: Any, timeout: Any
 ) -> MeshAttentionError | None:
     """What is wrong with arguments that the planner does not see."""
     try:
@@ -259,6 +268,9 @@ def _argument_fault(
     if kernel is not None and kernel not in kernel_names():
         known = ", ".join(kernel_names())
         return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
+    if transport not in list(TransportName):
+        known = ", ".join(TransportName)
+        return MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
         return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
     return None

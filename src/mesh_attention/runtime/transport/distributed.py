@@ -138,16 +138,20 @@ class DistributedTransport:
     def start(self, op: Communication, view: View, after: object) -> Handle:
         members = self._one.groups[op.group]
         self.meter.count(op, members.index(self._rank), len(members), view)
+        return self.begin(op, view, after)
+
+    def begin(self, op: Communication, view: View, after: object) -> Handle:
+        """`start` for an operation, or a part of one, that has been counted."""
         if self._stream is None:
-            return self._begin(op, view)
+            return self._hand_over(op, view)
         with torch.cuda.stream(self._stream):
             assert isinstance(after, tuple)
             for event in after:
                 self._stream.wait_event(event)
-            started = self._begin(op, view)
+            started = self._hand_over(op, view)
         return _OnStream(started, self._stream, lazy=self._host_driven)
 
-    def _begin(self, op: Communication, view: View) -> _Started:
+    def _hand_over(self, op: Communication, view: View) -> _Started:
         works: list[Any] = []
         finish: list[Callable[[], object]] = []
         ranks = self._global[op.group]
