@@ -1,4 +1,4 @@
-"""Work on rows in plain PyTorch: any device, dtype and shape. The truth beside the fused kernels."""
+"""Work on rows in plain PyTorch, on any device, dtype and shape: the truth beside the fused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Work on rows between the attention calls: merging, adding, rescaling, and what backward needs.
 
-`RowKernels` is what the runtime asks for. `PlainRows` answers with PyTorch operations, on any device
-and dtype, and is the truth; `fused.rows.FusedRows` answers with one Triton kernel each, on CUDA.
-The choice is made once and can say why.
+`RowKernels` is what the runtime asks for. `PlainRows` answers with PyTorch operations, on any
+device and dtype, and is the truth; `fused.rows.FusedRows` answers with one Triton kernel each, on
+CUDA. The choice is made once and can say why.
 
 Shapes as in `interface.py`: tokens are (B, S, H, E), statistics (B, H, S), both strided views.
 """

@@ -156,11 +156,12 @@ class Engine:
         return float(plan.problem.head_dim) ** -0.5 if given is None else given
 
     def kernel_choices(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        return {
-            f"{direction} {kind}": choice.reasons
-            for (direction, _), executor in self._executors.items()
-            for kind, choice in executor.choices.items()
-        }
+        found = {}
+        for (direction, _), executor in self._executors.items():
+            for kind, choice in executor.choices.items():
+                found[f"{direction} {kind}"] = choice.reasons
+            found[f"{direction} rows"] = executor.row_choice.reasons
+        return found
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Sums of copies, in fp32 and rounded once: gradients that are added up, and changes of precision."""
+"""Sums of copies in fp32, rounded once: gradients that are added up, and changes of precision."""
 
 from __future__ import annotations
 

@@ -26,24 +26,26 @@ class Meter:
         self.counters = Counters()
 
     def count(self, op: Communication, member: int, num_members: int, view: View) -> None:
+        self.counters.add(op, self.measure(op, member, num_members, view))
+
+    def measure(self, op: Communication, member: int, num_members: int, view: View) -> Traffic:
         match op:
             case AllGather() | ReduceScatter():
                 moved, tokens = self._sizes((move.part for move in op.moves), view)
                 others = num_members - 1
-                traffic = Traffic(others * moved, others * moved, others * tokens)
+                return Traffic(others * moved, others * moved, others * tokens)
             case AllToAll():
-                traffic = self._pieces(
+                return self._pieces(
                     (p for m, pieces in enumerate(op.sends) if m != member for p in pieces),
                     (p for m, pieces in enumerate(op.receives) if m != member for p in pieces),
                     view,
                 )
             case SendRecv():
-                traffic = self._pieces(
+                return self._pieces(
                     op.sends if op.to_member != member else (),
                     op.receives if op.from_member != member else (),
                     view,
                 )
-        self.counters.add(op, traffic)
 
     def _pieces(self, sends: Iterable[Piece], receives: Iterable[Piece], view: View) -> Traffic:
         return Traffic(self._sizes(sends, view)[0], *self._sizes(receives, view))
