@@ -52,6 +52,8 @@ class ContextParallel:
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for; other dtypes get a plan of their own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
+    cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only
+    nvtx            name every operation for profilers
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class ContextParallel:
         chunks: tuple[int, int] | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
+        cuda_graph: bool = False,
+        nvtx: bool = False,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -94,7 +98,9 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _argument_fault(softmax_scale, dtype, kernel, timeout)
+        error = _argument_fault(softmax_scale, dtype, kernel, timeout) or _graph_fault(
+            group, cuda_graph, nvtx
+        )
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
@@ -102,6 +108,8 @@ class ContextParallel:
             softmax_scale=softmax_scale,
             kernel=kernel,
             timeout=timeout if isinstance(timeout, timedelta) else None,
+            cuda_graph=cuda_graph is True,
+            nvtx=nvtx is True,
         )
         self._engine.agree_on_plan(self._dtype.itemsize, error)
 
@@ -261,6 +269,19 @@ def _argument_fault(
         return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
         return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    return None
+
+
+def _graph_fault(group: dist.ProcessGroup, cuda_graph: Any, nvtx: Any) -> MeshAttentionError | None:
+    for name, value in (("cuda_graph", cuda_graph), ("nvtx", nvtx)):
+        if not isinstance(value, bool):
+            return MeshAttentionError(f"{name}={value!r}: must be True or False")
+    backend = dist.get_backend(group)
+    if cuda_graph and backend != dist.Backend.NCCL:
+        return MeshAttentionError(
+            f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
+            "only what lives on CUDA streams can be captured; leave cuda_graph out"
+        )
     return None
 
 

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import Choice, Kernel, MaskKind, Request, choose, choose_rows
+from mesh_attention.kernels import (
+    Choice,
+    Kernel,
+    MaskKind,
+    Request,
+    RowKernels,
+    choose,
+    choose_rows,
+)
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -28,6 +36,7 @@ from mesh_attention.runtime.binding import Bindings, CallViews, Form, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks
+from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.transport.interface import Handle, Transport, View
 from mesh_attention.runtime.workspace import Block, Workspace
 
@@ -63,6 +72,7 @@ class Executor:
         *,
         softmax_scale: float,
         kernel: str | None = None,
+        rows: RowKernels | None = None,
         trace: Trace | None = None,
     ) -> None:
         program = one.programs[rank]
@@ -73,6 +83,7 @@ class Executor:
             )
         self.form = form
         self._memory = workspace_map(program, plan.problem)
+        self._scratch_bytes = scratch_bytes(program, plan.problem)
         self._bindings = Bindings(program, plan.problem, self._memory, form)
         self._transport = transport
         self._workspace = workspace
@@ -81,7 +92,7 @@ class Executor:
         self.choices = _choose(plan, form, masks, one.direction, kernel)
         self.row_choice = choose_rows(form.device.type, form.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
-        self._compute = Compute(kernels, masks, self.row_choice.rows, softmax_scale)
+        self._compute = Compute(kernels, masks, rows or self.row_choice.rows, softmax_scale)
         self._lanes = Lanes(form.device)
         waits = dependencies(program, self._memory)
         self._steps = self._make_steps(program.operations, waits)
@@ -89,6 +100,17 @@ class Executor:
     @property
     def workspace_bytes(self) -> int:
         return self._memory.total_bytes * self.form.batch
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the results of kernel calls take on top of the workspace, at most."""
+        return self._scratch_bytes * self.form.batch
+
+    @property
+    def why_not_captured(self) -> str | None:
+        if MaskKind.RANGE in self.choices:
+            return "this mask needs row ranges, whose positions come from the host in every call"
+        return None
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""

@@ -1,0 +1,53 @@
+"""What the kernels of a program hold besides its buffers: the results of the call under way.
+
+Kernels return new tensors, which are merged into the buffers and dropped. The largest operation
+decides, so this too is known before anything runs; what a kernel library takes for itself is not.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.plan.buffers import Buffer, Piece
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attend, AttendBackward, Call, Program
+
+__all__ = ["scratch_bytes"]
+
+
+def scratch_bytes(program: Program, problem: Problem) -> int:
+    """For one batch element, with kernels that return elements (the ready-made ones do)."""
+    table = program.buffer_table()
+    largest = 0
+    for op in program.operations:
+        if isinstance(op, Attend):
+            largest = max([largest, *(_forward(op, call, table, problem) for call in op.calls)])
+        elif isinstance(op, AttendBackward):
+            largest = max(largest, _backward(op, table, problem))
+    return largest
+
+
+def _forward(op: Attend, call: Call, table: dict[str, Buffer], problem: Problem) -> int:
+    rows = call.q_stop - call.q_start
+    heads = _heads(op.q, table)
+    return rows * heads * (problem.v_dim * problem.element_bytes + problem.accumulate_bytes)
+
+
+def _backward(op: AttendBackward, table: dict[str, Buffer], problem: Problem) -> int:
+    if not op.calls:
+        return 0
+    heads, kv_heads = _heads(op.q, table), _heads(op.k, table)
+    first, last = min(c.q_start for c in op.calls), max(c.q_stop for c in op.calls)
+    runs = {(c.q_start, c.q_stop) for c in op.calls}
+    statistics = sum(stop - start for start, stop in runs) * heads * problem.accumulate_bytes
+    stand_in = 0 if op.out is not None else (last - first) * heads * problem.v_dim
+    gradients = max(
+        (c.q_stop - c.q_start) * heads * problem.head_dim
+        + (c.k_stop - c.k_start) * kv_heads * (problem.head_dim + problem.v_dim)
+        for c in op.calls
+    )
+    return statistics + (stand_in + gradients) * problem.element_bytes
+
+
+def _heads(piece: Piece, table: dict[str, Buffer]) -> int:
+    if piece.heads is not None:
+        return piece.heads[1] - piece.heads[0]
+    return table[piece.buffer].num_heads
