@@ -17,6 +17,7 @@ from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward, Communication
+from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import Compute, Work
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.interface import Handle, View
@@ -47,15 +48,19 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
     attend_backward = Compute.attend_backward
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: Compute, op: AttendBackward, view: View) -> Work:
-        def old(piece: Piece) -> Tensor:
-            rows = view(piece)
-            if piece not in (op.k, op.v):
-                return rows
-            before = stale.setdefault(piece.buffer, rows.roll(1, 0).clone())
-            return before if before.shape == rows.shape else rows
+    def with_stale_keys(self: Compute, op: AttendBackward, views: Views) -> Work:
+        class Stale(Views):
+            def tokens(self, piece: Piece) -> Tensor:
+                rows = views.tokens(piece)
+                if piece not in (op.k, op.v):
+                    return rows
+                before = stale.setdefault(piece.buffer, rows.roll(1, 1).clone())
+                return before if before.shape == rows.shape else rows
 
-        return lambda: attend_backward(self, op, old)()  # bound when the keys have arrived
+            def statistics(self, piece: Piece) -> Tensor:
+                return views.statistics(piece)
+
+        return lambda: attend_backward(self, op, Stale({}))()  # bound when the keys are there
 
     monkeypatch.setattr(Compute, "attend_backward", with_stale_keys)
     found = distances(CASE)

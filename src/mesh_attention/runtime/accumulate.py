@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels import RowKernels
+from mesh_attention.runtime.binding import cut
 from mesh_attention.runtime.coverage import Stretch
 
 __all__ = ["MergedRows", "SummedRows", "clear"]
@@ -26,8 +27,8 @@ class MergedRows:
         start = stretches[0].start if stretches else 0
         self._parts = [
             (
-                out[:, s.start : s.stop],
-                lse[:, :, s.start : s.stop],
+                cut(out, 1, s.start, s.stop),
+                cut(lse, 2, s.start, s.stop),
                 None if len(stretches) == 1 else slice(s.start - start, s.stop - start),
                 s.fresh,
             )
@@ -51,7 +52,7 @@ class SummedRows:
         start = stretches[0].start if stretches else 0
         self._parts = [
             (
-                total[:, s.start : s.stop],
+                cut(total, 1, s.start, s.stop),
                 None if len(stretches) == 1 else slice(s.start - start, s.stop - start),
                 s.fresh,
             )

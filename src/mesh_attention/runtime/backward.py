@@ -15,6 +15,7 @@ from mesh_attention.kernels import BlockMask, Kernel, RowKernels
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.unseen import require_delta
 from mesh_attention.runtime.accumulate import SummedRows
+from mesh_attention.runtime.binding import cut
 
 __all__ = ["BackwardCall", "BackwardWork"]
 
@@ -47,24 +48,28 @@ class BackwardWork:
         self._softmax_scale = softmax_scale
         self._tensors = [
             (
-                grad_out_BSHE[:, slice(*call.queries)],
-                q_BSHD[:, slice(*call.queries)],
-                k_BTGD[:, slice(*call.keys)],
-                v_BTGE[:, slice(*call.keys)],
+                cut(grad_out_BSHE, 1, *call.queries),
+                cut(q_BSHD, 1, *call.queries),
+                cut(k_BTGD, 1, *call.keys),
+                cut(v_BTGE, 1, *call.keys),
             )
             for call in calls
         ]
-        self._lse = [lse_BHS[:, :, slice(*call.queries)] for call in calls]
-        self._out = out_BSHE
-        self._delta = delta_BHS
+        self._lse = [cut(lse_BHS, 2, *call.queries) for call in calls]
+        self._out = [
+            None if out_BSHE is None else cut(out_BSHE, 1, *call.queries) for call in calls
+        ]
+        self._delta = [
+            None if delta_BHS is None else cut(delta_BHS, 2, *call.queries) for call in calls
+        ]
         # The rows of all calls whose kernels need `out`.
         ready_made = [call.queries for call in calls if isinstance(call.kernel, DenseKernel)]
         self._first = min((a for a, _ in ready_made), default=0)
         self._last = max((b for _, b in ready_made), default=0)
         self._makes_out = bool(ready_made) and out_BSHE is None
-        hull = slice(self._first, self._last)
-        self._grad_out_rows = grad_out_BSHE[:, hull]
-        self._delta_rows = None if delta_BHS is None else delta_BHS[:, :, hull]
+        hull = (self._first, self._last)
+        self._grad_out_rows = cut(grad_out_BSHE, 1, *hull)
+        self._delta_rows = None if delta_BHS is None else cut(delta_BHS, 2, *hull)
 
     def __call__(self) -> None:
         scale = self._softmax_scale
@@ -77,12 +82,12 @@ class BackwardWork:
                 lse = finite.get(call.queries)
                 if lse is None:
                     lse = finite[call.queries] = self._rows.finite_lse(self._lse[at])
-                out = self._rows_of(stand_in, call)
+                out = self._out_of(at, stand_in)
                 grads = call.kernel.backward_prepared(
                     *(*self._tensors[at], out, lse), mask=call.mask, softmax_scale=scale
                 )
             else:
-                state = (self._out_of(call), self._lse[at], self._delta_of(call))
+                state = (self._out[at], self._lse[at], self._delta[at])
                 grads = call.kernel.backward(
                     *(*self._tensors[at], *state), mask=call.mask, softmax_scale=scale
                 )
@@ -90,18 +95,10 @@ class BackwardWork:
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
 
-    def _rows_of(self, stand_in: Tensor | None, call: BackwardCall) -> Tensor:
+    def _out_of(self, at: int, stand_in: Tensor | None) -> Tensor:
         if stand_in is None:
-            out = self._out_of(call)
+            out = self._out[at]
             assert out is not None
             return out
-        start, stop = call.queries
-        if (start, stop) == (self._first, self._last):
-            return stand_in
-        return stand_in[:, start - self._first : stop - self._first]
-
-    def _out_of(self, call: BackwardCall) -> Tensor | None:
-        return None if self._out is None else self._out[:, slice(*call.queries)]
-
-    def _delta_of(self, call: BackwardCall) -> Tensor | None:
-        return None if self._delta is None else self._delta[:, :, slice(*call.queries)]
+        start, stop = self._calls[at].queries
+        return cut(stand_in, 1, start - self._first, stop - self._first)

@@ -6,7 +6,7 @@ The caller's tensors come and go with every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from mesh_attention.plan.offsets import WorkspaceMap
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program, reads, writes
 
-__all__ = ["Bindings", "CallViews", "Form", "Views"]
+__all__ = ["Bindings", "Form", "Views", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +86,66 @@ class Bindings:
 
 
 class Views:
-    """The rows of pieces. Those of the workspace are kept, by the piece's identity."""
+    """The tensors of pieces: the caller's anew in every call, those of the workspace once.
 
-    def __init__(self, workspace: Mapping[str, Tensor]) -> None:
+    Pieces are known by their identity: they live as long as the program.
+    """
+
+    def __init__(
+        self,
+        workspace: Mapping[str, Tensor],
+        passed: Mapping[str, Tensor] | None = None,
+        kept: tuple[dict[int, Tensor], ...] | None = None,
+    ) -> None:
         self._workspace = workspace
-        self._kept: dict[int, Tensor] = {}
+        self._passed = passed or {}
+        self._kept = kept or ({}, {}, {})
 
-    def of_workspace(self, piece: Piece) -> Tensor:
-        found = self._kept.get(id(piece))
+    def with_passed(self, passed: Mapping[str, Tensor]) -> Views:
+        """The same with the caller's tensors of one call."""
+        return Views(self._workspace, passed, self._kept)
+
+    def rows(self, piece: Piece) -> Tensor:
+        """(rows, batch, heads, width)"""
+        return self._find(piece, self._kept[0], _as_they_lie)
+
+    def tokens(self, piece: Piece) -> Tensor:
+        """(batch, rows, heads, width)"""
+        return self._find(piece, self._kept[1], _batch_first)
+
+    def statistics(self, piece: Piece) -> Tensor:
+        """(batch, heads, rows)"""
+        return self._find(piece, self._kept[2], _statistic)
+
+    def _find(
+        self, piece: Piece, kept: dict[int, Tensor], form: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        found = kept.get(id(piece))
         if found is None:
-            found = self._kept[id(piece)] = _rows(self._workspace[piece.buffer], piece)
+            whole = self._passed.get(piece.buffer)
+            if whole is not None:
+                return form(_rows(whole, piece))
+            found = kept[id(piece)] = form(_rows(self._workspace[piece.buffer], piece))
         return found
 
 
-class CallViews:
-    """The same with the caller's tensors of one call."""
-
-    def __init__(self, views: Views, passed: Mapping[str, Tensor]) -> None:
-        self._views = views
-        self._passed = passed
-
-    def __call__(self, piece: Piece) -> Tensor:
-        whole = self._passed.get(piece.buffer)
-        return self._views.of_workspace(piece) if whole is None else _rows(whole, piece)
+def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """`start..stop` of a dimension; the tensor itself where that is all of it, as most often."""
+    return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 def _rows(whole: Tensor, piece: Piece) -> Tensor:
-    rows = whole
-    if piece.start or piece.stop != len(whole):
-        rows = whole[piece.start : piece.stop]
-    return rows if piece.heads is None else rows[:, :, piece.heads[0] : piece.heads[1]]
+    rows = cut(whole, 0, piece.start, piece.stop)
+    return rows if piece.heads is None else cut(rows, 2, *piece.heads)
+
+
+def _as_they_lie(x_SBHD: Tensor) -> Tensor:
+    return x_SBHD
+
+
+def _batch_first(x_SBHD: Tensor) -> Tensor:
+    return x_SBHD.transpose(0, 1)
+
+
+def _statistic(x_SBH1: Tensor) -> Tensor:
+    return x_SBH1.squeeze(-1).permute(1, 2, 0)

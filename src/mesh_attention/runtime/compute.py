@@ -20,9 +20,9 @@ from mesh_attention.kernels import Kernel, MaskKind, RowKernels, kind_of, merge_
 from mesh_attention.plan.program import Attend, AttendBackward, Merge, MergeRule
 from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
 from mesh_attention.runtime.backward import BackwardCall, BackwardWork
-from mesh_attention.runtime.coverage import coverage
+from mesh_attention.runtime.binding import Views, cut
+from mesh_attention.runtime.coverage import Coverage, coverage
 from mesh_attention.runtime.masks import BlockMasks
-from mesh_attention.runtime.transport.interface import View
 
 __all__ = ["Compute", "Work"]
 
@@ -41,47 +41,45 @@ class Compute:
         self._masks = masks
         self._rows = rows
         self._softmax_scale = softmax_scale
+        self._covered: dict[tuple[int, str], Coverage] = {}  # by operation and side
 
-    def work(self, op: Attend | AttendBackward | Merge, view: View) -> Work:
+    def work(self, op: Attend | AttendBackward | Merge, views: Views) -> Work:
         match op:
             case Attend():
-                return self.attend(op, view)
+                return self.attend(op, views)
             case AttendBackward():
-                return self.attend_backward(op, view)
+                return self.attend_backward(op, views)
             case Merge():
-                return self.merge(op, view)
+                return self.merge(op, views)
 
-    def attend(self, op: Attend, view: View) -> Work:
-        q, k, v, out = (_batch_first(view(p)) for p in (op.q, op.k, op.v, op.out))
-        lse = _statistic(view(op.lse))
-        queries = [(call.q_start, call.q_stop) for call in op.calls]
-        covered = coverage(queries, q.shape[1], fresh=op.fresh)
+    def attend(self, op: Attend, views: Views) -> Work:
+        q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
+        lse = views.statistics(op.lse)
+        covered = self._coverage(op, "q", q.shape[1], op.fresh)
         works: list[Work] = [
             partial(clear, out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched
         ]
         for call, stretches in zip(op.calls, covered.stretches, strict=True):
-            rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
             mask = self._masks.of(op, call)
             forward = partial(
                 self._kernels[kind_of(mask)].forward,
-                *(q[:, rows], k[:, keys], v[:, keys]),
+                cut(q, 1, call.q_start, call.q_stop),
+                *(cut(x, 1, call.k_start, call.k_stop) for x in (k, v)),
                 mask=mask,
                 softmax_scale=self._softmax_scale,
             )
             works.append(partial(_forward, forward, MergedRows(self._rows, out, lse, stretches)))
         return partial(_in_turn, works)
 
-    def attend_backward(self, op: AttendBackward, view: View) -> Work:
-        q, k, v, grad_out = (_batch_first(view(p)) for p in (op.q, op.k, op.v, op.grad_out))
-        lse = _statistic(view(op.lse))
-        out = None if op.out is None else _batch_first(view(op.out))
-        delta = None if op.delta is None else _statistic(view(op.delta))
-        queries = [(call.q_start, call.q_stop) for call in op.calls]
-        keys = [(call.k_start, call.k_stop) for call in op.calls]
-        by_query = coverage(queries, q.shape[1], fresh=op.fresh_q)
-        by_key = coverage(keys, k.shape[1], fresh=op.fresh_kv)
+    def attend_backward(self, op: AttendBackward, views: Views) -> Work:
+        q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
+        lse = views.statistics(op.lse)
+        out = None if op.out is None else views.tokens(op.out)
+        delta = None if op.delta is None else views.statistics(op.delta)
+        by_query = self._coverage(op, "q", q.shape[1], op.fresh_q)
+        by_key = self._coverage(op, "k", k.shape[1], op.fresh_kv)
         sums = [
-            (_batch_first(view(piece)), covered)
+            (views.tokens(piece), covered)
             for piece, covered in (
                 *((op.grad_q, by_query), (op.grad_k, by_key)),
                 (op.grad_v, by_key),
@@ -94,8 +92,8 @@ class Compute:
             BackwardCall(
                 self._kernels[kind_of(mask := self._masks.of(op, call))],
                 mask,
-                queries[at],
-                keys[at],
+                (call.q_start, call.q_stop),
+                (call.k_start, call.k_stop),
                 [SummedRows(self._rows, total, c.stretches[at]) for total, c in sums],
             )
             for at, call in enumerate(op.calls)
@@ -104,36 +102,40 @@ class Compute:
         works.append(BackwardWork(self._rows, calls, scale, q, k, v, grad_out, lse, out, delta))
         return partial(_in_turn, works)
 
-    def merge(self, op: Merge, view: View) -> Work:
-        inputs, outputs = ([view(piece) for piece in side] for side in (op.inputs, op.outputs))
-        rows = self._rows
+    def _coverage(
+        self, op: Attend | AttendBackward, side: str, length: int, fresh: bool
+    ) -> Coverage:
+        key = (id(op), side)
+        if key not in self._covered:
+            intervals = [
+                (c.q_start, c.q_stop) if side == "q" else (c.k_start, c.k_stop) for c in op.calls
+            ]
+            self._covered[key] = coverage(intervals, length, fresh=fresh)
+        return self._covered[key]
+
+    def merge(self, op: Merge, views: Views) -> Work:
+        rows, tokens, statistics = self._rows, views.tokens, views.statistics
+        inputs, outputs = op.inputs, op.outputs
         match op.rule:
-            case MergeRule.SOFTMAX if not inputs:
-                return partial(clear, outputs[0], outputs[1])
             case MergeRule.SOFTMAX:
-                outs, lses = map(_batch_first, inputs[::2]), map(_statistic, inputs[1::2])
-                target, lse = _batch_first(outputs[0]), _statistic(outputs[1])
-                return partial(rows.merge_all, tuple(outs), tuple(lses), target, lse)
+                out, lse = tokens(outputs[0]), statistics(outputs[1])
+                if not inputs:
+                    return partial(clear, out, lse)
+                outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+                return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
             case MergeRule.LSE:
-                return partial(_merge_lse, [_statistic(x) for x in inputs], _statistic(outputs[0]))
+                return partial(_merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
-                out, own, everywhere = _batch_first(inputs[0]), *map(_statistic, inputs[1:])
-                return partial(rows.rescale, out, own, everywhere, _batch_first(outputs[0]))
-            case MergeRule.SUM if not inputs:
-                return partial(clear, outputs[0])
+                out, own, everywhere = tokens(inputs[0]), *map(statistics, inputs[1:])
+                return partial(rows.rescale, out, own, everywhere, tokens(outputs[0]))
             case MergeRule.SUM:
-                return partial(rows.sum, tuple(map(_batch_first, inputs)), _batch_first(outputs[0]))
+                total = tokens(outputs[0])
+                if not inputs:
+                    return partial(clear, total)
+                return partial(rows.sum, tuple(map(tokens, inputs)), total)
             case MergeRule.DELTA:
-                out, grad_out = map(_batch_first, inputs)
-                return partial(rows.delta, out, grad_out, _statistic(outputs[0]))
-
-
-def _batch_first(x_SBHD: Tensor) -> Tensor:
-    return x_SBHD.transpose(0, 1)
-
-
-def _statistic(x_SBH1: Tensor) -> Tensor:
-    return x_SBH1.squeeze(-1).permute(1, 2, 0)
+                out, grad_out = map(tokens, inputs)
+                return partial(rows.delta, out, grad_out, statistics(outputs[0]))
 
 
 def _forward(forward: Callable[[], tuple[Tensor, Tensor]], target: MergedRows) -> None:

@@ -32,12 +32,12 @@ from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
-from mesh_attention.runtime.binding import Bindings, CallViews, Form, Views
+from mesh_attention.runtime.binding import Bindings, Form, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks
 from mesh_attention.runtime.scratch import scratch_bytes
-from mesh_attention.runtime.transport.interface import Handle, Transport, View
+from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
 __all__ = ["Executor", "Form", "Trace", "run_to_end"]
@@ -117,7 +117,7 @@ class Executor:
         block = self._workspace.take(self.workspace_bytes, self.form.device)
         kept, works = block.bound.get(self) or self._bind(block)
         outputs = self._bindings.outputs()
-        view = CallViews(kept, self._bindings.inputs(inputs) | outputs)
+        views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
         self._workspace.poison(block.memory, outputs.values())
         self._lanes.begin()
         under_way: dict[int, Handle] = {}
@@ -128,7 +128,7 @@ class Executor:
                     while not handle.ready():
                         yield
                     handle.wait()
-            work = self._work(step.op, view) if fixed is None else fixed
+            work = self._work(step.op, views) if fixed is None else fixed
             if self._trace is not None:
                 work = _Traced(work, self._trace(step.op))
             if step.communicates:
@@ -143,19 +143,17 @@ class Executor:
             handle.wait()
         return outputs
 
-    def _work(self, op: Operation, view: View) -> Callable[..., Any]:
+    def _work(self, op: Operation, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
         if isinstance(op, Attend | AttendBackward | Merge):
-            return self._compute.work(op, view)
+            return self._compute.work(op, views)
         assert not isinstance(op, Free)
-        return self._transport.prepare(op, view)
+        return self._transport.prepare(op, views.rows)
 
     def _bind(self, block: Block) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
         kept = Views(self._bindings.workspace(block.memory))
-        works = [
-            self._work(step.op, kept.of_workspace) if step.fixed else None for step in self._steps
-        ]
+        works = [self._work(step.op, kept) if step.fixed else None for step in self._steps]
         block.bound[self] = kept, works
         return kept, works
 
