@@ -6,8 +6,6 @@ which is the order in which buffers lie in memory, so neighbours in a block are 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +17,7 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def place(row: Any, batch: Any, heads: Any, stride: Any) -> Any:
+def place(row: tl.tensor, batch: tl.tensor, heads: tl.tensor, stride: tl.tensor) -> tl.tensor:
     """Offset of a row; `stride` is (batch, sequence, head). 64-bit: buffers pass 2 GiB easily."""
     head = row % heads
     rest = row // heads

@@ -5,8 +5,6 @@ A row without weight (lse = -inf) is never loaded, so whatever it holds, NaN too
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -17,17 +15,17 @@ __all__ = ["merge_into_kernel", "merge_loose_kernel", "merge_stacked_kernel"]
 
 @triton.jit
 def merge_into_kernel(
-    acc: Any,
-    acc_lse: Any,
-    out: Any,
-    lse: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    acc_stride: Any,
-    acc_lse_stride: Any,
-    out_stride: Any,
-    lse_stride: Any,
+    acc: tl.tensor,
+    acc_lse: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    acc_stride: tl.tensor,
+    acc_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
     WIDTH: tl.constexpr,
     FRESH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,7 +55,15 @@ def merge_into_kernel(
 
 
 @triton.jit
-def _join(value: Any, best: Any, weight: Any, part: Any, part_lse: Any, inside: Any, cells: Any):  # type: ignore[no-untyped-def]
+def _join(
+    value: tl.tensor,
+    best: tl.tensor,
+    weight: tl.tensor,
+    part: tl.tensor,
+    part_lse: tl.tensor,
+    inside: tl.tensor,
+    cells: tl.tensor,
+) -> tl.tensor:
     """One more partial result into the running (sum of weighted values, largest lse, weight)."""
     new = tl.load(part_lse, inside, other=-float("inf"))
     top = tl.maximum(best, new)
@@ -71,7 +77,13 @@ def _join(value: Any, best: Any, weight: Any, part: Any, part_lse: Any, inside: 
 
 @triton.jit
 def _finish(
-    value: Any, best: Any, weight: Any, out: Any, lse: Any, inside: Any, cells: Any
+    value: tl.tensor,
+    best: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    inside: tl.tensor,
+    cells: tl.tensor,
 ) -> None:
     seen = weight > 0
     value = value / tl.where(seen, weight, 1.0)[:, None]
@@ -81,20 +93,20 @@ def _finish(
 
 @triton.jit
 def merge_stacked_kernel(
-    parts: Any,
-    lses: Any,
-    out: Any,
-    lse: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    count: Any,
-    part_step: Any,
-    lse_step: Any,
-    part_stride: Any,
-    part_lse_stride: Any,
-    out_stride: Any,
-    lse_stride: Any,
+    parts: tl.tensor,
+    lses: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    part_step: tl.tensor,
+    lse_step: tl.tensor,
+    part_stride: tl.tensor,
+    part_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -120,17 +132,17 @@ def merge_stacked_kernel(
 
 @triton.jit
 def merge_loose_kernel(
-    parts: Any,
-    lses: Any,
-    out: Any,
-    lse: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    part_stride: Any,
-    part_lse_stride: Any,
-    out_stride: Any,
-    lse_stride: Any,
+    parts: tl.tensor,
+    lses: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    part_stride: tl.tensor,
+    part_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -14,15 +12,15 @@ __all__ = ["delta_kernel", "finite_lse_kernel", "rescale_kernel", "stand_in_kern
 
 @triton.jit
 def delta_kernel(
-    out: Any,
-    grad_out: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    out_stride: Any,
-    grad_stride: Any,
-    target_stride: Any,
+    out: tl.tensor,
+    grad_out: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    out_stride: tl.tensor,
+    grad_stride: tl.tensor,
+    target_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -41,17 +39,17 @@ def delta_kernel(
 
 @triton.jit
 def rescale_kernel(
-    out: Any,
-    own: Any,
-    everywhere: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    out_stride: Any,
-    own_stride: Any,
-    everywhere_stride: Any,
-    target_stride: Any,
+    out: tl.tensor,
+    own: tl.tensor,
+    everywhere: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    out_stride: tl.tensor,
+    own_stride: tl.tensor,
+    everywhere_stride: tl.tensor,
+    target_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -72,15 +70,15 @@ def rescale_kernel(
 
 @triton.jit
 def stand_in_kernel(
-    grad_out: Any,
-    delta: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    grad_stride: Any,
-    delta_stride: Any,
-    target_stride: Any,
+    grad_out: tl.tensor,
+    delta: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    grad_stride: tl.tensor,
+    delta_stride: tl.tensor,
+    target_stride: tl.tensor,
     LIMIT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -112,13 +110,13 @@ def stand_in_kernel(
 
 @triton.jit
 def finite_lse_kernel(
-    lse: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    lse_stride: Any,
-    target_stride: Any,
+    lse: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    lse_stride: tl.tensor,
+    target_stride: tl.tensor,
     UNSEEN: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -14,15 +12,15 @@ __all__ = ["sum_loose_kernel", "sum_stacked_kernel"]
 
 @triton.jit
 def sum_stacked_kernel(
-    parts: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    count: Any,
-    step: Any,
-    part_stride: Any,
-    target_stride: Any,
+    parts: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    step: tl.tensor,
+    part_stride: tl.tensor,
+    target_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -42,13 +40,13 @@ def sum_stacked_kernel(
 
 @triton.jit
 def sum_loose_kernel(
-    parts: Any,
-    target: Any,
-    num_rows: Any,
-    batch: Any,
-    heads: Any,
-    part_strides: Any,
-    target_stride: Any,
+    parts: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    part_strides: tl.tensor,
+    target_stride: tl.tensor,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
