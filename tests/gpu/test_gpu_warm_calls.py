@@ -216,7 +216,7 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     print(
         f"{direction} causal={causal}: peak {found / mib:.1f} MiB, planned {planned / mib:.1f} = "
         f"workspace {executor.workspace_bytes / mib:.1f} + outputs {made / mib:.1f} + "
-        f"results of kernels {executor.scratch_bytes / mib:.1f}"
+        f"scratch of kernel calls {executor.scratch_bytes / mib:.1f}"
     )
     assert found <= 1.02 * planned
     assert found >= 0.98 * planned
