@@ -55,6 +55,9 @@ class ContextParallel:
     kernel          force an attention kernel by name; None: chosen by capability
     transport       "auto": shared (symmetric) memory among the ranks of a node where it works, and
                     torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
+    cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only, and
+                    never through shared memory
+    nvtx            name every operation for profilers
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class ContextParallel:
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
+        cuda_graph: bool = False,
+        nvtx: bool = False,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -99,6 +104,7 @@ class ContextParallel:
             return build_plan(problem, size, method, given)
 
         error = _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
+        error = error or _graph_fault(group, transport, cuda_graph, nvtx)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
@@ -107,6 +113,8 @@ class ContextParallel:
             kernel=kernel,
             transport=TransportName(transport if transport in list(TransportName) else "auto"),
             timeout=timeout if isinstance(timeout, timedelta) else None,
+            cuda_graph=cuda_graph is True,
+            nvtx=nvtx is True,
         )
         self._engine.agree_on_plan(self._dtype.itemsize, error)
 
@@ -273,6 +281,25 @@ def _argument_fault(
         return MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
         return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    return None
+
+
+def _graph_fault(
+    group: dist.ProcessGroup, transport: Any, cuda_graph: Any, nvtx: Any
+) -> MeshAttentionError | None:
+    for name, value in (("cuda_graph", cuda_graph), ("nvtx", nvtx)):
+        if not isinstance(value, bool):
+            return MeshAttentionError(f"{name}={value!r}: must be True or False")
+    backend = dist.get_backend(group)
+    if cuda_graph and backend != dist.Backend.NCCL:
+        return MeshAttentionError(
+            f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
+            "only what lives on CUDA streams can be captured; leave cuda_graph out"
+        )
+    if cuda_graph and transport == TransportName.SYMMETRIC:
+        return MeshAttentionError(
+            "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
+        )
     return None
 
 

@@ -35,6 +35,8 @@ WRONG_ARGUMENTS = {
     "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
     "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
     "alpha": ({"alpha": 2}, "alpha needs ranks_per_node"),
+    "graph": ({"cuda_graph": True}, "cuda_graph=True needs a group over nccl"),
+    "graph-text": ({"cuda_graph": "yes"}, "cuda_graph='yes': must be True or False"),
     "memory": ({"max_buffer_bytes": 10}, "10"),
 }
 

@@ -15,8 +15,9 @@ import torch
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.plan.program import Communication
+from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.distributed import DistributedTransport
-from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.transport.interface import Handle, Start, View
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import Ended, WorkerPool
@@ -39,19 +40,22 @@ def hang() -> NoReturn:
 
 def stop_at(number: int, how: str) -> None:
     """Let this process stop when it starts its `number`-th communication."""
-    start = DistributedTransport.start
+    prepare = DistributedTransport.prepare
     begun = 0
 
-    def stopping(
-        self: DistributedTransport, op: Communication, view: View, after: object
-    ) -> Handle:
-        nonlocal begun
-        begun += 1
-        if begun == number:
-            end() if how == "ends" else hang()
-        return start(self, op, view, after)
+    def stopping(self: DistributedTransport, op: Communication, view: View) -> Start:
+        start = prepare(self, op, view)
 
-    DistributedTransport.start = stopping  # type: ignore[method-assign]
+        def stop_or_start(after: Marks) -> Handle:
+            nonlocal begun
+            begun += 1
+            if begun == number:
+                end() if how == "ends" else hang()
+            return start(after)
+
+        return stop_or_start
+
+    DistributedTransport.prepare = stopping  # type: ignore[method-assign]
 
 
 def train(cp: ContextParallel) -> None:

@@ -17,7 +17,9 @@ from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward, Communication
-from mesh_attention.runtime.compute import Compute
+from mesh_attention.runtime.binding import Views
+from mesh_attention.runtime.compute import Compute, Work
+from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local
@@ -46,15 +48,19 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
     attend_backward = Compute.attend_backward
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: Compute, op: AttendBackward, view: View) -> None:
-        def old(piece: Piece) -> Tensor:
-            rows = view(piece)
-            if piece not in (op.k, op.v):
-                return rows
-            before = stale.setdefault(piece.buffer, rows.roll(1, 0).clone())
-            return before if before.shape == rows.shape else rows
+    def with_stale_keys(self: Compute, op: AttendBackward, views: Views) -> Work:
+        class Stale(Views):
+            def tokens(self, piece: Piece) -> Tensor:
+                rows = views.tokens(piece)
+                if piece not in (op.k, op.v):
+                    return rows
+                before = stale.setdefault(piece.buffer, rows.roll(1, 1).clone())
+                return before if before.shape == rows.shape else rows
 
-        attend_backward(self, op, old)
+            def statistics(self, piece: Piece) -> Tensor:
+                return views.statistics(piece)
+
+        return lambda: attend_backward(self, op, Stale({}))()  # bound when the keys are there
 
     monkeypatch.setattr(Compute, "attend_backward", with_stale_keys)
     found = distances(CASE)
@@ -100,7 +106,7 @@ def test_a_gather_that_never_arrives_is_found(monkeypatch: pytest.MonkeyPatch) -
 
         def wait(self) -> None: ...
 
-    def lose(self: LocalTransport, op: Communication, view: View, after: object) -> Handle:
+    def lose(self: LocalTransport, op: Communication, view: View, after: Marks) -> Handle:
         if isinstance(op, AllGather) and "Q" in op.name:
             return Done()
         return start(self, op, view, after)

@@ -16,8 +16,9 @@ from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.executor import Executor, Form
+from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.copies import Copies
-from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
 from mesh_attention.runtime.transport.pulls import Steps, steps_of
 from mesh_attention.runtime.transport.regions import Owner
 
@@ -75,12 +76,12 @@ class _World:
         meeting.done = True
 
 
-class _Transport:
+class _Transport(UnpreparedTransport):
     def __init__(self, world: _World, rank: int) -> None:
         self._arrive: Callable[[int, Communication, View], _Meeting] = world.arrive
         self._rank = rank
 
-    def start(self, op: Communication, view: View, after: object) -> Handle:
+    def start(self, op: Communication, view: View, after: Marks) -> Handle:
         return self._arrive(self._rank, op, view)
 
 

@@ -24,6 +24,7 @@ from mesh_attention.kernels.registry import (
     register,
     unregister,
 )
+from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
 
 __all__ = [
     "BlockMask",
@@ -34,9 +35,12 @@ __all__ = [
     "KernelRefusedError",
     "MaskKind",
     "Request",
+    "RowChoice",
+    "RowKernels",
     "RowRange",
     "UnknownKernelError",
     "choose",
+    "choose_rows",
     "delta",
     "kernel_names",
     "kind_of",

@@ -47,6 +47,10 @@ class DenseKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); grad_out, out and lse are contiguous and lse is finite."""
 
+    def backward_workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
+        """What the library takes for itself during a backward call, as far as it is known."""
+        return 0
+
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         """Whether a block has too few rows for this kernel; the blockwise one then does it."""
         return False
@@ -85,10 +89,6 @@ class DenseKernel(ABC):
         mask: BlockMask,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal = self._is_causal(mask, q_BSHD, k_BTGD)
-        if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
-            zeros = torch.zeros_like
-            return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)
         if self.too_thin(q_BSHD, k_BTGD):
             state = (out_BSHE, lse_BHS, delta_BHS)
             return Blockwise().backward(
@@ -96,16 +96,47 @@ class DenseKernel(ABC):
                 mask=mask,
                 softmax_scale=softmax_scale,
             )
+        if out_BSHE is None:
+            out_BSHE = surrogate_out(grad_out_BSHE, require_delta(delta_BHS))
+        lse_BHS = without_unseen(lse_BHS.to(accumulator_dtype(q_BSHD.dtype)))
+        return self.backward_prepared(
+            *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS),
+            mask=mask,
+            softmax_scale=softmax_scale,
+        )
+
+    def backward_prepared(
+        self,
+        grad_out_BSHE: Tensor,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        out_BSHE: Tensor,
+        lse_BHS: Tensor,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with `out`, or a stand-in for it, and an lse that is finite for unseen rows:
+        what blocks that share rows can prepare together."""
+        causal = self._is_causal(mask, q_BSHD, k_BTGD)
+        if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
+            zeros = torch.zeros_like
+            return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)
+        if self.too_thin(q_BSHD, k_BTGD):
+            return Blockwise().backward(
+                *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS, None),
+                mask=mask,
+                softmax_scale=softmax_scale,
+            )
         # Contiguous always: PyTorch has cached cuDNN's plans by the layouts of q, k and v alone,
         # and a plan made for one layout of `out` would silently misread another.
-        grad_out_BSHE = grad_out_BSHE.to(q_BSHD.dtype).contiguous()
-        if out_BSHE is not None:
-            out_BSHE = out_BSHE.to(q_BSHD.dtype).contiguous()
-        else:
-            out_BSHE = surrogate_out(grad_out_BSHE, require_delta(delta_BHS))
-        lse_BHS = without_unseen(lse_BHS.to(accumulator_dtype(q_BSHD.dtype))).contiguous()
         return self.run_backward(
-            grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS, causal, softmax_scale
+            grad_out_BSHE.to(q_BSHD.dtype).contiguous(),
+            *(q_BSHD, k_BTGD, v_BTGE),
+            out_BSHE.to(q_BSHD.dtype).contiguous(),
+            lse_BHS.contiguous(),
+            *(causal, softmax_scale),
         )
 
     def _is_causal(self, mask: BlockMask, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:

@@ -27,7 +27,7 @@ class _Attention(torch.autograd.Function):
         inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
         result = engine.run(Direction.FORWARD, form, inputs)
         out = result["out"].transpose(0, 1).contiguous()
-        lse = result["lse"].squeeze(-1).permute(1, 2, 0).contiguous()
+        lse = result["lse"].squeeze(-1).permute(1, 2, 0)  # a view: backward wants rows first again
         ctx.engine, ctx.form = engine, form
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)

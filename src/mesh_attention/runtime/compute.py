@@ -1,5 +1,9 @@
 """The compute operations on real tensors: attention by kernel calls, and merges.
 
+Each method takes an operation and the tensors behind its pieces, and returns the work as a function
+without arguments: what can be known before the tensors hold anything is done once, and an operation
+on workspace buffers keeps its function from call to call.
+
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
 (batch, heads, rows).
@@ -7,179 +11,141 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from mesh_attention.kernels import (
-    BlockMask,
-    Causal,
-    Full,
-    Kernel,
-    MaskKind,
-    RowRange,
-    delta,
-    kind_of,
-    merge_into,
-    merge_lse,
-    rescale,
-)
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import (
-    Attend,
-    AttendBackward,
-    Call,
-    CallKind,
-    Merge,
-    MergeRule,
-    Program,
-)
-from mesh_attention.runtime.transport.interface import View
+from mesh_attention.kernels import Kernel, MaskKind, RowKernels, kind_of, merge_lse
+from mesh_attention.plan.program import Attend, AttendBackward, Merge, MergeRule
+from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
+from mesh_attention.runtime.backward import BackwardCall, BackwardWork
+from mesh_attention.runtime.binding import Views, cut
+from mesh_attention.runtime.coverage import Coverage, coverage
+from mesh_attention.runtime.masks import BlockMasks
 
-__all__ = ["BlockMasks", "Compute"]
+__all__ = ["Compute", "Work"]
+
+Work = Callable[[], None]
 
 
-class BlockMasks:
-    """The mask of every kernel call of a program, worked out once."""
-
-    def __init__(self, plan: Plan, program: Program) -> None:
-        self._plan = plan
-        self._table = program.buffer_table()
-        self._masks: dict[tuple[int, Call], BlockMask] = {}
-        self.kinds: set[MaskKind] = set()
-        for op in program.operations:
-            if isinstance(op, Attend | AttendBackward):
-                for call in op.calls:
-                    mask = self._make(op.q, op.k, call)
-                    self._masks[id(op), call] = mask
-                    self.kinds.add(kind_of(mask))
-
-    def of(self, op: Attend | AttendBackward, call: Call) -> BlockMask:
-        return self._masks[id(op), call]
-
-    def _make(self, q: Piece, k: Piece, call: Call) -> BlockMask:
-        if call.kind is CallKind.FULL:
-            return Full()
-        if call.kind is CallKind.CAUSAL:
-            return Causal()
-        plan = self._plan
-        queries = plan.q_layout.positions_of(q.spans(self._table[q.buffer]))
-        keys = plan.kv_layout.positions_of(k.spans(self._table[k.buffer]))
-        lo, hi = plan.problem.rows.bounds(queries[call.q_start : call.q_stop])
-        # They stay on the CPU: kernels then skip hidden blocks without asking the device.
-        return RowRange(
-            torch.from_numpy(lo.copy()),
-            torch.from_numpy(hi.copy()),
-            torch.from_numpy(keys[call.k_start : call.k_stop].copy()),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Compute:
-    kernels: Mapping[MaskKind, Kernel]
-    masks: BlockMasks
-    softmax_scale: float
+    def __init__(
+        self,
+        kernels: Mapping[MaskKind, Kernel],
+        masks: BlockMasks,
+        rows: RowKernels,
+        softmax_scale: float,
+    ) -> None:
+        self._kernels = kernels
+        self._masks = masks
+        self._rows = rows
+        self._softmax_scale = softmax_scale
+        self._covered: dict[tuple[int, str], Coverage] = {}  # by operation and side
 
-    def attend(self, op: Attend, view: View) -> None:
-        q, k, v, out = (_batch_first(view(p)) for p in (op.q, op.k, op.v, op.out))
-        lse = _statistic(view(op.lse))
-        if op.fresh:
-            out.zero_()
-            lse.fill_(-torch.inf)
-        for call in op.calls:
-            rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-            mask = self.masks.of(op, call)
-            part_out, part_lse = self.kernels[kind_of(mask)].forward(
-                q[:, rows], k[:, keys], v[:, keys], mask=mask, softmax_scale=self.softmax_scale
-            )
-            merge_into(out[:, rows], lse[:, :, rows], part_out, part_lse)
+    def work(self, op: Attend | AttendBackward | Merge, views: Views) -> Work:
+        match op:
+            case Attend():
+                return self.attend(op, views)
+            case AttendBackward():
+                return self.attend_backward(op, views)
+            case Merge():
+                return self.merge(op, views)
 
-    def attend_backward(self, op: AttendBackward, view: View) -> None:
-        q, k, v, grad_out = (_batch_first(view(p)) for p in (op.q, op.k, op.v, op.grad_out))
-        grad_q, grad_k, grad_v = (_batch_first(view(p)) for p in (op.grad_q, op.grad_k, op.grad_v))
-        lse = _statistic(view(op.lse))
-        out = None if op.out is None else _batch_first(view(op.out))
-        row_sums = None if op.delta is None else _statistic(view(op.delta))
-        if op.fresh_q:
-            grad_q.zero_()
-        if op.fresh_kv:
-            grad_k.zero_()
-            grad_v.zero_()
-        for call in op.calls:
-            rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-            mask = self.masks.of(op, call)
-            dq, dk, dv = self.kernels[kind_of(mask)].backward(
-                grad_out[:, rows],
-                q[:, rows],
-                k[:, keys],
-                v[:, keys],
-                None if out is None else out[:, rows],
-                lse[:, :, rows],
-                None if row_sums is None else row_sums[:, :, rows],
+    def attend(self, op: Attend, views: Views) -> Work:
+        q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
+        lse = views.statistics(op.lse)
+        covered = self._coverage(op, "q", q.shape[1], op.fresh)
+        works: list[Work] = [
+            partial(clear, out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched
+        ]
+        for call, stretches in zip(op.calls, covered.stretches, strict=True):
+            mask = self._masks.of(op, call)
+            forward = partial(
+                self._kernels[kind_of(mask)].forward,
+                cut(q, 1, call.q_start, call.q_stop),
+                *(cut(x, 1, call.k_start, call.k_stop) for x in (k, v)),
                 mask=mask,
-                softmax_scale=self.softmax_scale,
+                softmax_scale=self._softmax_scale,
             )
-            grad_q[:, rows] += dq
-            grad_k[:, keys] += dk
-            grad_v[:, keys] += dv
+            works.append(partial(_forward, forward, MergedRows(self._rows, out, lse, stretches)))
+        return partial(_in_turn, works)
 
-    def merge(self, op: Merge, view: View) -> None:
-        inputs = [view(piece) for piece in op.inputs]
-        outputs = [view(piece) for piece in op.outputs]
+    def attend_backward(self, op: AttendBackward, views: Views) -> Work:
+        q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
+        lse = views.statistics(op.lse)
+        out = None if op.out is None else views.tokens(op.out)
+        delta = None if op.delta is None else views.statistics(op.delta)
+        by_query = self._coverage(op, "q", q.shape[1], op.fresh_q)
+        by_key = self._coverage(op, "k", k.shape[1], op.fresh_kv)
+        sums = [
+            (views.tokens(piece), covered)
+            for piece, covered in (
+                *((op.grad_q, by_query), (op.grad_k, by_key)),
+                (op.grad_v, by_key),
+            )
+        ]
+        works: list[Work] = [
+            partial(clear, total[:, a:b]) for total, covered in sums for a, b in covered.untouched
+        ]
+        calls = [
+            BackwardCall(
+                self._kernels[kind_of(mask := self._masks.of(op, call))],
+                mask,
+                (call.q_start, call.q_stop),
+                (call.k_start, call.k_stop),
+                [SummedRows(self._rows, total, c.stretches[at]) for total, c in sums],
+            )
+            for at, call in enumerate(op.calls)
+        ]
+        scale = self._softmax_scale
+        works.append(BackwardWork(self._rows, calls, scale, q, k, v, grad_out, lse, out, delta))
+        return partial(_in_turn, works)
+
+    def _coverage(
+        self, op: Attend | AttendBackward, side: str, length: int, fresh: bool
+    ) -> Coverage:
+        key = (id(op), side)
+        if key not in self._covered:
+            intervals = [
+                (c.q_start, c.q_stop) if side == "q" else (c.k_start, c.k_stop) for c in op.calls
+            ]
+            self._covered[key] = coverage(intervals, length, fresh=fresh)
+        return self._covered[key]
+
+    def merge(self, op: Merge, views: Views) -> Work:
+        rows, tokens, statistics = self._rows, views.tokens, views.statistics
+        inputs, outputs = op.inputs, op.outputs
         match op.rule:
             case MergeRule.SOFTMAX:
-                _softmax(inputs[::2], inputs[1::2], *outputs)
+                out, lse = tokens(outputs[0]), statistics(outputs[1])
+                if not inputs:
+                    return partial(clear, out, lse)
+                outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+                return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
             case MergeRule.LSE:
-                merged = merge_lse([_statistic(lse) for lse in inputs])
-                _statistic(outputs[0]).copy_(merged)
+                return partial(_merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
-                out, own, everywhere = inputs
-                scaled = rescale(_batch_first(out), _statistic(own), _statistic(everywhere))
-                _batch_first(outputs[0]).copy_(scaled)
+                out, own, everywhere = tokens(inputs[0]), *map(statistics, inputs[1:])
+                return partial(rows.rescale, out, own, everywhere, tokens(outputs[0]))
             case MergeRule.SUM:
-                _sum(inputs, outputs[0])
+                total = tokens(outputs[0])
+                if not inputs:
+                    return partial(clear, total)
+                return partial(rows.sum, tuple(map(tokens, inputs)), total)
             case MergeRule.DELTA:
-                out, grad_out = (_batch_first(x) for x in inputs)
-                _statistic(outputs[0]).copy_(delta(out, grad_out))
+                out, grad_out = map(tokens, inputs)
+                return partial(rows.delta, out, grad_out, statistics(outputs[0]))
 
 
-def _batch_first(x_SBHD: Tensor) -> Tensor:
-    return x_SBHD.transpose(0, 1)
+def _forward(forward: Callable[[], tuple[Tensor, Tensor]], target: MergedRows) -> None:
+    target.take(*forward())
 
 
-def _statistic(x_SBH1: Tensor) -> Tensor:
-    return x_SBH1.squeeze(-1).permute(1, 2, 0)
+def _merge_lse(partials: Sequence[Tensor], target: Tensor) -> None:
+    target.copy_(merge_lse(partials))
 
 
-def _softmax(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-    if not outs:
-        out.zero_()
-        lse.fill_(-torch.inf)
-        return
-    if len(outs) == 1:
-        out.copy_(outs[0])
-        lse.copy_(lses[0])
-        return
-    # Merged one by one in the accumulator's precision, and rounded once.
-    total = torch.zeros(out.shape, dtype=lse.dtype, device=out.device)
-    lse.fill_(-torch.inf)
-    for part, part_lse in zip(outs, lses, strict=True):
-        merge_into(_batch_first(total), _statistic(lse), _batch_first(part), _statistic(part_lse))
-    out.copy_(total)
-
-
-def _sum(inputs: Sequence[Tensor], output: Tensor) -> None:
-    if not inputs:
-        output.zero_()
-        return
-    if len(inputs) == 1:
-        output.copy_(inputs[0])
-        return
-    wide = torch.float64 if output.dtype == torch.float64 else torch.float32
-    total = inputs[0].to(wide, copy=True)
-    for part in inputs[1:]:
-        total += part
-    output.copy_(total)
+def _in_turn(works: Sequence[Work]) -> None:
+    for work in works:
+        work()

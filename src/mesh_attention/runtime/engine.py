@@ -5,9 +5,11 @@ Executors are kept by the form of the tensors (batch, dtype, device), so a warm 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +17,9 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.text import digest
 from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.handshake import Handshake
+from mesh_attention.runtime.profile import nvtx_span
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transports import TransportName, Transports
@@ -36,6 +40,8 @@ class Engine:
         kernel: str | None,
         transport: TransportName = TransportName.AUTO,
         timeout: timedelta | None,
+        cuda_graph: bool = False,
+        nvtx: bool = False,
     ) -> None:
         self.groups = Groups(parent, timeout)
         self.handshake = Handshake(self.groups, timeout)
@@ -44,11 +50,16 @@ class Engine:
         self._make_plan = make_plan
         self._softmax_scale = softmax_scale
         self._kernel = kernel
+        self._cuda_graph = cuda_graph
+        self._nvtx = nvtx
         self._wanted_transport = transport
-        self._transports = Transports(transport, self.groups, self._look_around)
+        # Signals between blocks of shared memory have not been captured; NCCL's operations are.
+        usable = TransportName.DISTRIBUTED if cuda_graph else transport
+        self._transports = Transports(usable, self.groups, self._look_around)
         self._workspace = Workspace()
         self._plans: dict[int, tuple[Plan, str]] = {}
         self._executors: dict[tuple[Direction, Form], Executor] = {}
+        self._captured: dict[tuple[Direction, Form], CapturedCall] = {}
         self._agreed: dict[object, dict[str, object]] = {}
         self._calls = 0
         self._statement: dict[str, object] = {}
@@ -80,6 +91,7 @@ class Engine:
                 "plan": self._planned(element_bytes)[1],
                 "softmax_scale": self._softmax_scale,
                 "transport": self._wanted_transport.value,
+                "cuda_graph": self._cuda_graph,
             }
         except Exception as found:  # whatever it is, the others must not wait for us
             self.handshake.agree({}, found)
@@ -107,9 +119,10 @@ class Engine:
                     "needs_grad": needs_grad,
                 }
                 # A kernel may refuse what only some ranks have to do: all must hear of it.
-                for direction in directions:
-                    self.executor(direction, form)
+                executors = [self.executor(direction, form) for direction in directions]
                 self._transports.check(self.plan(form.dtype.itemsize), form.device)
+                if self._cuda_graph:
+                    self._reserve(executors)
         except MeshAttentionError as refused:
             error = refused
         self.handshake.agree(statement, error, call=self._calls)
@@ -137,14 +150,42 @@ class Engine:
         if self.handshake.is_called_for(self._calls):
             self.handshake.agree(self._statement, call=self._calls)
 
+    def _reserve(self, executors: Sequence[Executor]) -> None:
+        """A graph replays on the memory it was captured with, so that must not grow later."""
+        for executor in executors:
+            if executor.form.device.type != "cuda":
+                device = executor.form.device.type
+                raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
+            if executor.why_not_captured is not None:
+                raise MeshAttentionError(f"cuda_graph=True: {executor.why_not_captured}")
+        most = max(executor.workspace_bytes for executor in executors)
+        self._workspace.take(most, executors[0].form.device)
+
     def run(
         self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        executor = self.executor(direction, form)
+        # Triton launches on the current device, which need not be that of the tensors.
+        cuda = form.device.type == "cuda"
         try:
-            return run_to_end(self.executor(direction, form).run(inputs))
+            with torch.cuda.device(form.device) if cuda else nullcontext():
+                if self._cuda_graph:
+                    return self._replay(direction, executor, inputs)
+                return run_to_end(executor.run(inputs))
         except MeshAttentionError:
             self._broken = True
             raise
+
+    def _replay(
+        self, direction: Direction, executor: Executor, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        key = (direction, executor.form)
+        if key not in self._captured:
+            block = self._workspace.take(executor.workspace_bytes, executor.form.device)
+            self._captured[key] = CapturedCall(
+                lambda static: run_to_end(executor.run(static)), inputs, block
+            )
+        return self._captured[key](inputs)
 
     def executor(self, direction: Direction, form: Form) -> Executor:
         if self._closed:
@@ -165,6 +206,7 @@ class Engine:
                 form,
                 softmax_scale=self._scale(plan),
                 kernel=self._kernel,
+                trace=nvtx_span if self._nvtx and form.device.type == "cuda" else None,
             )
         return self._executors[key]
 
@@ -173,11 +215,12 @@ class Engine:
         return float(plan.problem.head_dim) ** -0.5 if given is None else given
 
     def kernel_choices(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        return {
-            f"{direction} {kind}": choice.reasons
-            for (direction, _), executor in self._executors.items()
-            for kind, choice in executor.choices.items()
-        }
+        found = {}
+        for (direction, _), executor in self._executors.items():
+            for kind, choice in executor.choices.items():
+                found[f"{direction} {kind}"] = choice.reasons
+            found[f"{direction} rows"] = executor.row_choice.reasons
+        return found
 
     def transport_choices(self) -> dict[str, tuple[str, str]]:
         found: dict[str, tuple[str, str]] = {}
@@ -189,6 +232,7 @@ class Engine:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._captured.clear()  # before the groups: graphs hold on to communicators
             self._executors.clear()
             self._workspace.release()
             self._transports.close(abandon=self._broken)

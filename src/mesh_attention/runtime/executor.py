@@ -3,45 +3,59 @@
 `run` is a generator that yields while it has to wait for ranks of the same process, so the same
 loop serves all ranks in one process and one rank of many processes. Communication is started in
 program order and waited for only by the operations that need it.
+
+A warm call decides nothing: operations on workspace buffers were bound to their tensors when the
+workspace was taken, and only those that touch the caller's tensors are bound again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import Choice, Kernel, MaskKind, Request, choose
-from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
+from mesh_attention.kernels import (
+    Choice,
+    Kernel,
+    MaskKind,
+    Request,
+    RowKernels,
+    choose,
+    choose_rows,
+)
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
-from mesh_attention.runtime.compute import BlockMasks, Compute
-from mesh_attention.runtime.lanes import Lanes
-from mesh_attention.runtime.transport.interface import Handle, Transport, View
-from mesh_attention.runtime.workspace import Workspace
+from mesh_attention.runtime.binding import Bindings, Form, Views
+from mesh_attention.runtime.compute import Compute
+from mesh_attention.runtime.lanes import Lanes, Marks
+from mesh_attention.runtime.masks import BlockMasks
+from mesh_attention.runtime.scratch import scratch_bytes
+from mesh_attention.runtime.transport.interface import Handle, Transport
+from mesh_attention.runtime.workspace import Block, Workspace
 
-__all__ = ["Executor", "Form", "run_to_end"]
+__all__ = ["Executor", "Form", "Trace", "run_to_end"]
+
+Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What the tensors of a call have in common."""
+class _Step:
+    """One operation, with all that is known of it before any tensor is there."""
 
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def accumulate_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    def dtype_of(self, buffer: Buffer) -> torch.dtype:
-        return self.dtype if buffer.precision is Precision.ELEMENT else self.accumulate_dtype
+    at: int
+    op: Operation
+    communicates: bool
+    waits: tuple[int, ...]  # communications
+    after: Marks  # on the compute lane, for a communication
+    marked: bool  # a communication waits for this computation
+    fixed: bool  # touches nothing of the caller's
 
 
 class Executor:
@@ -58,6 +72,8 @@ class Executor:
         *,
         softmax_scale: float,
         kernel: str | None = None,
+        rows: RowKernels | None = None,
+        trace: Trace | None = None,
     ) -> None:
         program = one.programs[rank]
         if form.dtype.itemsize != plan.problem.element_bytes:
@@ -66,90 +82,114 @@ class Executor:
                 f"but the tensors are {form.dtype}"
             )
         self.form = form
-        self._problem = plan.problem
-        self._operations = program.operations
-        self._table = program.buffer_table()
         self._memory = workspace_map(program, plan.problem)
-        self._waits = dependencies(program, self._memory)
+        self._bindings = Bindings(program, plan.problem, self._memory, form)
         self._transport = transport
         self._workspace = workspace
+        self._trace = trace
         masks = BlockMasks(plan, program)
         self.choices = _choose(plan, form, masks, one.direction, kernel)
+        self.row_choice = choose_rows(form.device.type, form.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
-        self._compute = Compute(kernels, masks, softmax_scale)
-        awaited = {i for waits in self._waits for i in waits}
-        self._marks = {i for i in awaited if not is_communication(self._operations[i])}
+        self._scratch_bytes = scratch_bytes(program, plan.problem, kernels)
+        self._compute = Compute(kernels, masks, rows or self.row_choice.rows, softmax_scale)
+        self._lanes = Lanes(form.device)
+        waits = dependencies(program, self._memory)
+        self._steps = self._make_steps(program.operations, waits)
 
     @property
     def workspace_bytes(self) -> int:
         return self._memory.total_bytes * self.form.batch
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What kernel calls take on top of the workspace, at most: results, libraries' own."""
+        return self._scratch_bytes * self.form.batch
+
+    @property
+    def why_not_captured(self) -> str | None:
+        if MaskKind.RANGE in self.choices:
+            return "this mask needs row ranges, whose positions come from the host in every call"
+        return None
+
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
-        tensors, outputs = self._bind(inputs)
-
-        def view(piece: Piece) -> Tensor:
-            rows = tensors[piece.buffer][piece.start : piece.stop]
-            return rows if piece.heads is None else rows[:, :, piece.heads[0] : piece.heads[1]]
-
-        lanes = Lanes(self.form.device)
-        handles: dict[int, Handle] = {}
-        for at, op in enumerate(self._operations):
-            for before in self._waits[at]:
-                handle = handles.get(before)
+        block = self._workspace.take(self.workspace_bytes, self.form.device)
+        kept, works = block.bound.get(self) or self._bind(block)
+        outputs = self._bindings.outputs()
+        views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
+        self._workspace.poison(block.memory, outputs.values())
+        self._lanes.begin()
+        under_way: dict[int, Handle] = {}
+        for step, fixed in zip(self._steps, works, strict=True):
+            for before in step.waits:
+                handle = under_way.pop(before, None)
                 if handle is not None:
                     while not handle.ready():
                         yield
                     handle.wait()
-            if isinstance(op, Attend | AttendBackward | Merge | Free):
-                self._run_compute(op, view)
-                if at in self._marks:
-                    lanes.mark(at)
+            work = self._work(step.op, views) if fixed is None else fixed
+            if self._trace is not None:
+                work = _Traced(work, self._trace(step.op))
+            if step.communicates:
+                under_way[step.at] = work(step.after)
             else:
-                after = lanes.after(i for i in self._waits[at] if i not in handles)
-                handles[at] = self._transport.start(op, view, after)
-        for handle in handles.values():
+                work()
+                if step.marked:
+                    self._lanes.mark(step.at)
+        for handle in under_way.values():
             while not handle.ready():
                 yield
             handle.wait()
         return outputs
 
-    def _run_compute(self, op: Operation, view: View) -> None:
-        match op:
-            case Attend():
-                self._compute.attend(op, view)
-            case AttendBackward():
-                self._compute.attend_backward(op, view)
-            case Merge():
-                self._compute.merge(op, view)
-            case Free():
-                pass  # offsets were planned from it; `dependencies` guards the reuse
+    def _work(self, op: Operation, views: Views) -> Callable[..., Any]:
+        """The operation on its tensors: computations take nothing, communications their marks."""
+        if isinstance(op, Attend | AttendBackward | Merge):
+            return self._compute.work(op, views)
+        assert not isinstance(op, Free)
+        return self._transport.prepare(op, views.rows)
 
-    def _bind(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        form = self.form
-        memory = self._workspace.take(self.workspace_bytes, form.device)
-        tensors: dict[str, Tensor] = {}
-        outputs: dict[str, Tensor] = {}
-        for name, buffer in self._table.items():
-            dtype = form.dtype_of(buffer)
-            width = buffer.kind.width(self._problem)
-            shape = (buffer.num_rows, form.batch, buffer.num_heads, width)
-            match buffer.role:
-                case Role.INPUT:
-                    given = inputs[name]
-                    assert given.shape == shape, (name, given.shape, shape)
-                    assert given.dtype == dtype, (name, given.dtype, dtype)
-                    tensors[name] = given
-                case Role.OUTPUT:
-                    tensors[name] = outputs[name] = torch.empty(
-                        shape, dtype=dtype, device=form.device
-                    )
-                case Role.WORKSPACE:
-                    start = self._memory.offsets[name] * form.batch
-                    size = buffer.num_bytes(self._problem) * form.batch
-                    tensors[name] = memory[start : start + size].view(dtype).view(shape)
-        self._workspace.poison(memory, outputs.values())
-        return tensors, outputs
+    def _bind(self, block: Block) -> tuple[Views, list[Callable[..., Any] | None]]:
+        """Everything that can be done once for a block of workspace."""
+        kept = Views(self._bindings.workspace(block.memory))
+        works = [self._work(step.op, kept) if step.fixed else None for step in self._steps]
+        block.bound[self] = kept, works
+        return kept, works
+
+    def _make_steps(
+        self, operations: tuple[Operation, ...], waits: tuple[tuple[int, ...], ...]
+    ) -> tuple[_Step, ...]:
+        communicates = [is_communication(op) for op in operations]
+        marked = {i for at, before in enumerate(waits) if communicates[at] for i in before} - {
+            i for i, c in enumerate(communicates) if c
+        }
+        steps: list[_Step] = []
+        for at, op in enumerate(operations):
+            if isinstance(op, Free):
+                continue  # offsets were planned from it; `dependencies` guards the reuse
+            others = [i for i in waits[at] if communicates[i]]
+            if communicates[at] and self._transport.in_order:
+                others = []  # it follows them by itself; the compute lane need not wait
+            first = communicates[at] and not any(step.communicates for step in steps)
+            before = [i for i in waits[at] if not communicates[i]] if communicates[at] else []
+            after = self._lanes.after(before, begin=first)
+            steps.append(
+                _Step(
+                    *(at, op, communicates[at], tuple(others), after, at in marked),
+                    fixed=self._bindings.in_workspace(op),
+                )
+            )
+        return tuple(steps)
+
+
+class _Traced:
+    def __init__(self, work: Callable[..., Any], span: AbstractContextManager[Any]) -> None:
+        self._work, self._span = work, span
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self._span:
+            return self._work(*arguments)
 
 
 def run_to_end(

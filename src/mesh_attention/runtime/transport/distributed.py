@@ -7,14 +7,14 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Piece
@@ -27,10 +27,11 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.runtime.collectives import all_gather, reduce_scatter
+from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Handle, View
-from mesh_attention.runtime.transport.sizes import Meter
+from mesh_attention.runtime.transport.interface import Handle, Start, View
+from mesh_attention.runtime.transport.messages import Exchange, Gather, Message, Reduce
+from mesh_attention.runtime.transport.sizes import Counted, Meter
 
 __all__ = ["CommunicationError", "DistributedTransport"]
 
@@ -88,27 +89,28 @@ class _Started:
 class _OnStream:
     """The same on a communication stream; what waits is the compute stream, through an event."""
 
-    def __init__(self, started: _Started, stream: torch.cuda.Stream, *, lazy: bool) -> None:
-        self._started = started
+    def __init__(
+        self, started: _Started, stream: torch.cuda.Stream, event: torch.cuda.Event
+    ) -> None:
+        self._started: _Started | None = started
         self._stream = stream
-        self._event: torch.cuda.Event | None = None
-        if not lazy:
-            self._finish()
+        self._event = event
 
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        if self._event is None:
-            self._finish()
-        assert self._event is not None
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+    def finish(self) -> None:
+        """On the communication stream, which must be the current one."""
+        assert self._started is not None
+        self._started.wait()
+        self._started = None
+        self._event.record(self._stream)
 
-    def _finish(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._started.wait()
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._stream)
+    def wait(self) -> None:
+        if self._started is not None:  # gloo: the host has to drive it
+            with torch.cuda.stream(self._stream):
+                self.finish()
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
 class DistributedTransport:
@@ -133,148 +135,106 @@ class DistributedTransport:
         }
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
+        # By group and name of the operation; recorded in every call.
+        self._events: dict[tuple[str, str], torch.cuda.Event] = {}
+        self.in_order = stream is not None and not self._host_driven
         self.meter = Meter(one.programs[rank].buffer_table())
 
-    def start(self, op: Communication, view: View, after: object) -> Handle:
+    def prepare(self, op: Communication, view: View) -> Start:
         members = self._one.groups[op.group]
-        self.meter.count(op, members.index(self._rank), len(members), view)
-        return self.begin(op, view, after)
+        traffic = self.meter.measure(op, members.index(self._rank), len(members), view)
+        return Counted(self.ready(op, view), self.meter, op, traffic)
 
-    def begin(self, op: Communication, view: View, after: object) -> Handle:
-        """`start` for an operation, or a part of one, that has been counted."""
+    def ready(self, op: Communication, view: View) -> Start:
+        """`prepare` for an operation, or a part of one, that is counted elsewhere."""
+        ready = self._ready(op, view)
         if self._stream is None:
-            return self._hand_over(op, view)
-        with torch.cuda.stream(self._stream):
-            assert isinstance(after, tuple)
-            for event in after:
-                self._stream.wait_event(event)
-            started = self._hand_over(op, view)
-        return _OnStream(started, self._stream, lazy=self._host_driven)
+            return partial(self._start, op, ready)
+        key = (op.group, op.name)
+        if key not in self._events:
+            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return partial(self._start_on_stream, op, ready, self._stream, self._events[key])
 
-    def _hand_over(self, op: Communication, view: View) -> _Started:
+    def _start(
+        self, op: Communication, ready: Sequence[Gather | Reduce | Exchange], after: Marks
+    ) -> _Started:
         works: list[Any] = []
         finish: list[Callable[[], object]] = []
-        ranks = self._global[op.group]
-        what = f"{op.name} among ranks {ranks}"
+        what = f"{op.name} among ranks {self._global[op.group]}"
         try:
-            match op:
-                case AllGather():
-                    self._collect(op.moves, ranks, view, works, finish, gather=True)
-                case ReduceScatter():
-                    self._collect(op.moves, ranks, view, works, finish, gather=False)
-                case AllToAll():
-                    pairs = zip(ranks, op.sends, op.receives, strict=True)
-                    self._exchange(list(pairs), view, works, finish)
-                case SendRecv():
-                    to, source = ranks[op.to_member], ranks[op.from_member]
-                    self._exchange(
-                        [(to, op.sends, ()), (source, (), op.receives)], view, works, finish
-                    )
+            for one in ready:
+                one.begin(works, finish)
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(f"{what} could not begin: {error}") from error
         # Collectives on the CPU can be waited for in turns; point-to-point would break off.
         turns = isinstance(op, AllGather | ReduceScatter) and self._stream is None
         return _Started(what, works, finish, self._look_around if turns else None)
 
-    def _collect(
+    def _start_on_stream(
         self,
+        op: Communication,
+        ready: Sequence[Gather | Reduce | Exchange],
+        stream: torch.cuda.Stream,
+        event: torch.cuda.Event,
+        after: Marks,
+    ) -> Handle:
+        with torch.cuda.stream(stream):
+            for mark in after:
+                stream.wait_event(mark)
+            handle = _OnStream(self._start(op, ready, ()), stream, event)
+            if not self._host_driven:
+                handle.finish()
+        return handle
+
+    def _ready(self, op: Communication, view: View) -> Sequence[Gather | Reduce | Exchange]:
+        ranks = self._global[op.group]
+        match op:
+            case AllGather():
+                return self._collectives(Gather, op.moves, ranks, view)
+            case ReduceScatter():
+                return self._collectives(Reduce, op.moves, ranks, view)
+            case AllToAll():
+                return [self._exchange(zip(ranks, op.sends, op.receives, strict=True), view)]
+            case SendRecv():
+                to, source = ranks[op.to_member], ranks[op.from_member]
+                return [self._exchange([(to, op.sends, ()), (source, (), op.receives)], view)]
+
+    def _collectives(
+        self,
+        kind: type[Gather | Reduce],
         moves: tuple[Move, ...],
         ranks: list[int],
         view: View,
-        works: list[Any],
-        finish: list[Callable[[], object]],
-        *,
-        gather: bool,
-    ) -> None:
+    ) -> list[Gather | Reduce]:
         group = self._groups.of(ranks)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
-        in_order = order == sorted(order)
+        ready = []
         for move in moves:
             part, whole = view(move.part), view(move.whole)
             done = 0
             for a, b in pairwise(move.cuts):
                 rows = whole[done : done + (b - a) * len(ranks)]
                 done += len(rows)
-                own = part[a:b].contiguous()  # a slice of rows is contiguous; of heads it is not
-                usable = in_order and rows.is_contiguous()
-                given = rows if usable else _permuted(rows, order, gather)
-                if gather:
-                    works.append(all_gather(given, own, group))
-                    if given is not rows:
-                        finish.append(_Unpermute(rows, given, order))
-                else:
-                    works.append(reduce_scatter(own, given, group))
-                    if own.data_ptr() != part[a:b].data_ptr():
-                        finish.append(_Copy(part[a:b], own))
+                ready.append(kind(part[a:b], rows, group, order))
+        return ready
 
     def _exchange(
-        self,
-        peers: list[tuple[int, tuple[Piece, ...], tuple[Piece, ...]]],
-        view: View,
-        works: list[Any],
-        finish: list[Callable[[], object]],
-    ) -> None:
+        self, peers: Iterable[tuple[int, tuple[Piece, ...], tuple[Piece, ...]]], view: View
+    ) -> Exchange:
         me = self._groups.global_rank_of_self
-        operations: list[dist.P2POp] = []
-        own_sends: list[Tensor] = []
-        own_receives: list[Tensor] = []
+        messages: list[Message] = []
+        own_sends: list[Piece] = []
+        own_receives: list[Piece] = []
         for peer, sends, receives in peers:
             if peer == me:
-                own_sends += map(view, sends)
-                own_receives += map(view, receives)
+                own_sends += sends
+                own_receives += receives
                 continue
-            # Both sides number the pieces between them alike; gloo matches messages by this tag.
-            for tag, piece in enumerate(sends):
-                message = self._sendable(view(piece))
-                operations.append(dist.P2POp(dist.isend, message, peer, self._groups.parent, tag))
-            for tag, piece in enumerate(receives):
-                target = view(piece)
-                landing = self._landing(target)
-                operations.append(dist.P2POp(dist.irecv, landing, peer, self._groups.parent, tag))
-                if landing is not target:
-                    finish.append(_Copy(target, landing))
-        if operations:
-            works += dist.batch_isend_irecv(operations)
-        for source, target in zip(own_sends, own_receives, strict=True):
-            target.copy_(source)
-
-    def _sendable(self, x: Tensor) -> Tensor:
-        # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
-        return x.cpu().contiguous() if self._host_driven else x.contiguous()
-
-    def _landing(self, target: Tensor) -> Tensor:
-        """Where a message is received: the target itself if the transport can write to it."""
-        device = "cpu" if self._host_driven else target.device
-        if target.is_contiguous() and target.device.type == torch.device(device).type:
-            return target
-        return torch.empty(target.shape, dtype=target.dtype, device=device)
-
-
-class _Copy:
-    def __init__(self, target: Tensor, source: Tensor) -> None:
-        self._target, self._source = target, source
-
-    def __call__(self) -> None:
-        self._target.copy_(self._source)
-
-
-def _permuted(rows: Tensor, order: list[int], gather: bool) -> Tensor:
-    """A buffer in the order of the process group, where the plan's order of members differs."""
-    if gather:
-        return torch.empty_like(rows, memory_format=torch.contiguous_format)
-    size = len(rows) // len(order)
-    result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    for member, place in enumerate(order):
-        result[place * size : (place + 1) * size] = rows[member * size : (member + 1) * size]
-    return result
-
-
-class _Unpermute:
-    def __init__(self, rows: Tensor, given: Tensor, order: list[int]) -> None:
-        self._rows, self._given, self._order = rows, given, order
-
-    def __call__(self) -> None:
-        size = len(self._rows) // len(self._order)
-        for member, place in enumerate(self._order):
-            source = self._given[place * size : (place + 1) * size]
-            self._rows[member * size : (member + 1) * size].copy_(source)
+            # gloo matches the messages between two ranks by these tags.
+            messages += [Message(view(p), peer, tag, sent=True) for tag, p in enumerate(sends)]
+            messages += [Message(view(p), peer, tag, sent=False) for tag, p in enumerate(receives)]
+        own = [
+            (view(source), view(target))
+            for source, target in zip(own_sends, own_receives, strict=True)
+        ]
+        return Exchange(messages, own, self._groups.parent, host_driven=self._host_driven)

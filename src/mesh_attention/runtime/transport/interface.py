@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.program import Communication
 from mesh_attention.plan.traffic import Traffic
+from mesh_attention.runtime.lanes import Marks
 
-__all__ = ["Counters", "Handle", "Transport", "View"]
+__all__ = ["Counters", "Handle", "Start", "Transport", "UnpreparedTransport", "View"]
 
 View = Callable[[Piece], Tensor]  # the rows of a piece, (rows, batch, heads, width)
 
@@ -29,10 +32,34 @@ class Handle(Protocol):
         ...
 
 
+Start = Callable[[Marks], Handle]  # begins an operation once these marks are passed
+
+
 class Transport(Protocol):
-    def start(self, op: Communication, view: View, after: object) -> Handle:
-        """Begin an operation of this rank. `after` marks the computation it must follow."""
+    @property
+    def in_order(self) -> bool:
+        """Whether operations follow each other without anybody waiting for the one before."""
         ...
+
+    def prepare(self, op: Communication, view: View) -> Start:
+        """All of an operation of this rank that can be done before its tensors hold anything.
+
+        What is returned is started once in every call for as long as the tensors stay the same.
+        """
+        ...
+
+
+class UnpreparedTransport(ABC):
+    """For transports that have nothing to prepare."""
+
+    in_order = False
+
+    @abstractmethod
+    def start(self, op: Communication, view: View, after: Marks) -> Handle:
+        """Begin an operation of this rank. `after` marks the computation it must follow."""
+
+    def prepare(self, op: Communication, view: View) -> Start:
+        return partial(self.start, op, view)
 
 
 class Counters:

@@ -23,7 +23,8 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
 from mesh_attention.runtime.transport.sizes import Meter
 
 __all__ = ["LocalTransport", "LocalWorld"]
@@ -70,13 +71,13 @@ class LocalWorld:
         return self._groups[group]
 
 
-class LocalTransport:
+class LocalTransport(UnpreparedTransport):
     def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
         self._rank = program.rank
         self.meter = Meter(program.buffer_table())
 
-    def start(self, op: Communication, view: View, after: object) -> Handle:
+    def start(self, op: Communication, view: View, after: Marks) -> Handle:
         members = self._world.members(op.group)
         self.meter.count(op, members.index(self._rank), len(members), view)
         return self._world.arrive(self._rank, op, view)

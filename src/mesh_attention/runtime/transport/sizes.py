@@ -13,9 +13,10 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 from mesh_attention.plan.traffic import Traffic
-from mesh_attention.runtime.transport.interface import Counters, View
+from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.transport.interface import Counters, Handle, Start, View
 
-__all__ = ["Meter"]
+__all__ = ["Counted", "Meter"]
 
 
 class Meter:
@@ -26,24 +27,26 @@ class Meter:
         self.counters = Counters()
 
     def count(self, op: Communication, member: int, num_members: int, view: View) -> None:
+        self.counters.add(op, self.measure(op, member, num_members, view))
+
+    def measure(self, op: Communication, member: int, num_members: int, view: View) -> Traffic:
         match op:
             case AllGather() | ReduceScatter():
                 moved, tokens = self._sizes((move.part for move in op.moves), view)
                 others = num_members - 1
-                traffic = Traffic(others * moved, others * moved, others * tokens)
+                return Traffic(others * moved, others * moved, others * tokens)
             case AllToAll():
-                traffic = self._pieces(
+                return self._pieces(
                     (p for m, pieces in enumerate(op.sends) if m != member for p in pieces),
                     (p for m, pieces in enumerate(op.receives) if m != member for p in pieces),
                     view,
                 )
             case SendRecv():
-                traffic = self._pieces(
+                return self._pieces(
                     op.sends if op.to_member != member else (),
                     op.receives if op.from_member != member else (),
                     view,
                 )
-        self.counters.add(op, traffic)
 
     def _pieces(self, sends: Iterable[Piece], receives: Iterable[Piece], view: View) -> Traffic:
         return Traffic(self._sizes(sends, view)[0], *self._sizes(receives, view))
@@ -57,3 +60,14 @@ class Meter:
             everything += size
             tokens += 0 if self._table[piece.buffer].kind.is_statistic else size
         return everything, tokens
+
+
+class Counted:
+    """A prepared operation whose bytes are added up each time it is started."""
+
+    def __init__(self, start: Start, meter: Meter, op: Communication, traffic: Traffic) -> None:
+        self._start, self._meter, self._op, self._traffic = start, meter, op, traffic
+
+    def __call__(self, after: Marks) -> Handle:
+        self._meter.counters.add(self._op, self._traffic)
+        return self._start(after)

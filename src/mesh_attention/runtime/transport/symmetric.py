@@ -15,6 +15,7 @@ import torch
 
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Communication
+from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, View
@@ -50,23 +51,24 @@ class SymmetricTransport:
         self._stream = stream
         self._owners: dict[int, Owner] = {}
         self._steps: dict[tuple[str, str], _Ready] = {}
+        self._events: dict[tuple[str, str], torch.cuda.Event] = {}
 
-    def begin(self, op: Communication, view: View, after: object) -> Handle:
+    def begin(self, op: Communication, view: View, after: Marks) -> Handle:
         key = (op.group, op.name)
         if key not in self._steps:
             self._steps[key] = self._prepare(op)
+            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         known = self._steps[key]
         block = self._memory.block
         assert block is not None
         with torch.cuda.stream(self._stream):
-            assert isinstance(after, tuple)
             for event in after:
                 self._stream.wait_event(event)
             copies = Copies(known.steps, view, self._dtypes, self._memory.staging_offset)
             copies.show(block.own)
             known.perform(block, copies)
             copies.finish()
-            return _Recorded(self._stream)
+            return _Recorded(self._stream, self._events[key])
 
     def _prepare(self, op: Communication) -> _Ready:
         members = self._one.groups[op.group]
@@ -115,9 +117,9 @@ class _Ready:
 class _Recorded:
     """What is on the stream so far."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         self._device = stream.device
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = event
         self._event.record(stream)
 
     def ready(self) -> bool:

@@ -1,0 +1,352 @@
+"""One rank's computation against one kernel of the same mask area, on a GPU.
+
+    python benchmarks/kernels_against_limits.py --json results.json
+
+The tile of one rank of a large plan (256 ranks, 512K tokens, 64 heads of 128, mesh 16x16) is run by
+the real executor, real operations and real kernels; only communications are left out (a stand-in
+writes random data where messages would land, outside the timed parts). Time is the sum over the
+compute operations (attention, merges, casts), each between two CUDA events. Beside it stands one
+cuDNN call on as many queries and keys: without a mask the same pairs, with a causal mask a square
+causal call of the same size, compared by TFLOP/s (their pairs differ by less than 1 %).
+
+FLOP are counted by mask area: 4 * pairs * heads * head size forward, 2.5 times that backward.
+The two are timed in turns and without a pause, so that both see the same clocks; medians are shown.
+The host's own time is measured with kernels that do nothing. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.kernels import BlockMask, Causal, Full, Request, register, unregister
+from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.plan.buffers import Buffer, Kind, Role
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Free, Merge, Operation
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.workspace import Workspace
+
+PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, by its datasheet
+CHUNKS = ((1, 1), (2, 2), (2, 4), (4, 2), (4, 4))
+DEVICE = torch.device("cuda", 0)
+FORM = Form(1, torch.bfloat16, DEVICE)
+
+
+@dataclass(frozen=True)
+class Row:
+    mask: str
+    direction: str
+    chunks: str
+    calls: int
+    tile_ms: float
+    merge_ms: float  # the part of it that is not attention calls and their merging
+    tile_tflops: float
+    one_kernel_ms: float
+    one_kernel_tflops: float
+    percent_of_one_kernel: float
+    percent_of_peak: float
+    goal_percent: float
+    operations_ms: dict[str, float]
+
+    @property
+    def reached(self) -> bool:
+        return self.percent_of_one_kernel >= self.goal_percent
+
+
+class Stopwatch:
+    """CUDA events around operations, read when all is done: nothing waits in between."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[tuple[Operation | None, torch.cuda.Event, torch.cuda.Event]]] = []
+
+    def new_run(self) -> None:
+        self._runs.append([])
+
+    @contextmanager
+    def span(self, op: Operation | None = None) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._runs[-1].append((op, begin, end))
+
+    def read(self) -> list[list[tuple[Operation | None, float]]]:
+        """Milliseconds of the spans of all runs; communications are left out."""
+        torch.cuda.synchronize()
+        return [
+            [(op, begin.elapsed_time(end)) for op, begin, end in run if not is_message(op)]
+            for run in self._runs
+        ]
+
+
+def is_message(op: Operation | None) -> bool:
+    return op is not None and not isinstance(op, Attend | AttendBackward | Merge)
+
+
+def receive(buffer: Buffer, tensor: Tensor) -> None:
+    """What a message might bring: random tokens, statistics of the right size."""
+    if buffer.kind is Kind.LSE:
+        tensor.fill_(13.0)
+    else:
+        tensor.normal_(std=0.1 if buffer.kind is Kind.DELTA else 1.0)
+
+
+def inputs_of(plan: Plan, direction: Direction, rank: int) -> dict[str, Tensor]:
+    given = {}
+    for buffer in plan.direction(direction).programs[rank].buffers:
+        if buffer.role is Role.INPUT:
+            shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
+            given[buffer.name] = torch.empty(shape, dtype=FORM.dtype_of(buffer), device=DEVICE)
+            receive(buffer, given[buffer.name])
+    return given
+
+
+def pairs_of(plan: Plan, direction: Direction, rank: int) -> tuple[int, int]:
+    """Visible pairs of a rank's calls, and the number of calls."""
+    total = calls = 0
+    for op in plan.direction(direction).programs[rank].operations:
+        if isinstance(op, Attend | AttendBackward):
+            for call in op.calls:
+                rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+                total += rows * (rows + 1) // 2 if call.kind is CallKind.CAUSAL else rows * keys
+                calls += 1
+    return total, calls
+
+
+def tflops(pairs: int, problem: Problem, direction: Direction, ms: float) -> float:
+    factor = 4 if direction is Direction.FORWARD else 10
+    return factor * pairs * problem.num_heads * problem.head_dim / ms / 1e9
+
+
+def one_kernel(problem: Problem, rows: int, direction: Direction) -> Callable[[], object]:
+    """One cuDNN call on as many queries and keys as the tile has."""
+    q, k, v, out, grad = (
+        torch.randn(1, rows, problem.num_heads, problem.head_dim, device=DEVICE).bfloat16()
+        for _ in range(5)
+    )
+    mask: BlockMask = Causal() if problem.mask.causal else Full()
+    scale = problem.head_dim**-0.5
+    kernel = Cudnn()
+    if direction is Direction.FORWARD:
+        return lambda: kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
+    _, lse = kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
+    return lambda: kernel.backward_prepared(grad, q, k, v, out, lse, mask=mask, softmax_scale=scale)
+
+
+def measure(
+    problem: Problem, ranks: int, tile: tuple[int, int], rank: int, repeats: int
+) -> list[Row]:
+    plans = {chunks: make_plan(problem, ranks, tile=tile, chunks=chunks) for chunks in CHUNKS}
+    rows_in_tile = problem.q_tokens // ranks * tile[0]
+    found = []
+    for direction in Direction:
+        tracer = Tracer()
+        workspace = Workspace()
+        executors = {}
+        for chunks, plan in plans.items():
+            one = plan.direction(direction)
+            executors[chunks] = Executor(
+                *(plan, one, rank, AloneTransport(one.programs[rank], receive), workspace, FORM),
+                softmax_scale=problem.head_dim**-0.5,
+                trace=tracer.span,
+            )
+        workspace.take(max(e.workspace_bytes for e in executors.values()), DEVICE)
+        inputs = inputs_of(plans[CHUNKS[0]], direction, rank)
+        alone = one_kernel(problem, rows_in_tile, direction)
+        watches = {chunks: Stopwatch() for chunks in CHUNKS}
+        alone_watch = Stopwatch()
+        for turn in range(repeats + 1):
+            for chunks in CHUNKS:
+                tracer.watch = watches[chunks]
+                alone_watch.new_run()
+                with alone_watch.span():
+                    alone()
+                watches[chunks].new_run()
+                run_to_end(executors[chunks].run(inputs))
+            if turn == 0:
+                torch.cuda.synchronize()  # kernels were compiled; the rest runs without a pause
+        # The first two turns warm up: compilation, then clocks.
+        lone_runs = alone_watch.read()[2 * len(CHUNKS) :]
+        lone = statistics.median(t for run in lone_runs for _, t in run)
+        causal = problem.mask.causal
+        lone_pairs = rows_in_tile * (rows_in_tile + 1) // 2 if causal else rows_in_tile**2
+        lone_tflops = tflops(lone_pairs, problem, direction, lone)
+        for chunks, watch in watches.items():
+            runs = watch.read()[2:]
+            pairs, calls = pairs_of(plans[chunks], direction, rank)
+            total = statistics.median(sum(t for _, t in run) for run in runs)
+            merges = [sum(t for op, t in run if isinstance(op, Merge)) for run in runs]
+            speed = tflops(pairs, problem, direction, total)
+            found.append(
+                Row(
+                    mask="causal zigzag" if causal else "full",
+                    direction=direction.value,
+                    chunks=f"{chunks[0]}x{chunks[1]}",
+                    calls=calls,
+                    tile_ms=total,
+                    merge_ms=statistics.median(merges),
+                    tile_tflops=speed,
+                    one_kernel_ms=lone,
+                    one_kernel_tflops=lone_tflops,
+                    percent_of_one_kernel=100 * speed / lone_tflops,
+                    percent_of_peak=100 * speed / PEAK_TFLOPS,
+                    goal_percent=95.0 if math.prod(chunks) <= 8 else 90.0,
+                    operations_ms={op.name: round(t, 3) for op, t in runs[-1] if op is not None},
+                )
+            )
+            print_row(found[-1])
+    return found
+
+
+class Tracer:
+    """Hands the operations of a run to the stopwatch of that run."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+
+    def span(self, op: Operation) -> AbstractContextManager[None]:
+        return self.watch.span(op)
+
+
+class NoWork:
+    """Attention and row kernels that return their inputs: what is left is the host's own time."""
+
+    name = "no_work"
+
+    def refuses(self, request: Request) -> str | None:
+        return None
+
+    def forward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return tensors[0], tensors[0]
+
+    def backward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return tensors[1], tensors[2], tensors[3]
+
+    def merge_into(self, *tensors: Tensor, fresh: bool) -> None: ...
+
+    def merge_all(self, *tensors: Any) -> None: ...
+
+    def rescale(self, *tensors: Tensor) -> None: ...
+
+    def sum(self, parts: Sequence[Tensor], target: Tensor) -> None: ...
+
+    def delta(self, *tensors: Tensor) -> None: ...
+
+    def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
+        return grad_out
+
+    def finite_lse(self, lse: Tensor) -> Tensor:
+        return lse
+
+
+def host_microseconds(problem: Problem, ranks: int, tile: tuple[int, int]) -> dict[str, float]:
+    """The executor's own time for each operation, without kernels and without messages."""
+    no_work = NoWork()
+    register(no_work)
+    found = {}
+    try:
+        for chunks in CHUNKS:
+            plan = make_plan(problem, ranks, tile=tile, chunks=chunks)
+            for direction in Direction:
+                one = plan.direction(direction)
+                executor = Executor(
+                    *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), FORM),
+                    softmax_scale=1.0,
+                    kernel=no_work.name,
+                    rows=no_work,
+                )
+                inputs = inputs_of(plan, direction, 0)
+                count = sum(not isinstance(op, Free) for op in one.programs[0].operations)
+                times = []
+                for _ in range(200):
+                    begin = time.perf_counter()
+                    run_to_end(executor.run(inputs))
+                    times.append((time.perf_counter() - begin) / count * 1e6)
+                torch.cuda.synchronize()
+                found[f"{direction} {chunks[0]}x{chunks[1]}"] = statistics.median(times[20:])
+    finally:
+        unregister(no_work.name)
+    return found
+
+
+def print_row(row: Row) -> None:
+    verdict = "reached" if row.reached else "MISSED"
+    print(
+        f"{row.mask:13} {row.direction:8} {row.chunks:4} {row.calls:3} calls"
+        f" {row.tile_ms:8.2f} ms (merges {row.merge_ms:5.2f})"
+        f" {row.tile_tflops:6.1f} TFLOP/s | one kernel {row.one_kernel_ms:8.2f} ms"
+        f" {row.one_kernel_tflops:6.1f} | {row.percent_of_one_kernel:5.1f} % of it,"
+        f" {row.percent_of_peak:4.1f} % of {PEAK_TFLOPS:.0f} |"
+        f" goal {row.goal_percent:.0f} {verdict}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=524288)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--tile", type=int, nargs=2, default=(16, 16))
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--json", type=Path, help="write the raw results here")
+    given = parser.parse_args()
+    tile = (given.tile[0], given.tile[1])
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for causal in (False, True):
+        problem = Problem(given.tokens, given.heads, given.head_dim, mask=Mask(causal=causal))
+        rows += measure(problem, given.ranks, tile, given.rank, given.repeats)
+    host = host_microseconds(problem, given.ranks, tile)
+    for name, value in host.items():
+        print(f"host time of the executor, {name}: {value:.1f} us an operation (goal 15)")
+    setting = {name: value for name, value in vars(given).items() if name != "json"}
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "setting": setting,
+        "rows": [asdict(row) for row in rows],
+        "host_microseconds_per_operation": host,
+        "reached": all(row.reached for row in rows),
+    }
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    short = {f"{r.mask} {r.direction} {r.chunks}": round(r.percent_of_one_kernel, 1) for r in rows}
+    print(json.dumps({"percent_of_one_kernel": short, "host_us": max(host.values())}))
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    told = here.parent / "COMMIT"  # where the code was copied without its history
+    if told.exists():
+        return told.read_text().strip()
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

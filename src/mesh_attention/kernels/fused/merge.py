@@ -1,0 +1,167 @@
+"""Softmax merges (see `merge.py` beside this package for the plain form and the reasons).
+
+A row without weight (lse = -inf) is never loaded, so whatever it holds, NaN too, cannot matter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mesh_attention.kernels.fused.addressing import place
+
+__all__ = ["merge_into_kernel", "merge_loose_kernel", "merge_stacked_kernel"]
+
+
+@triton.jit
+def merge_into_kernel(
+    acc: tl.tensor,
+    acc_lse: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    acc_stride: tl.tensor,
+    acc_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    FRESH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = row < num_rows
+    acc_lse += place(row, batch, heads, acc_lse_stride)
+    acc += place(row, batch, heads, acc_stride)[:, None] + column
+    out += place(row, batch, heads, out_stride)[:, None] + column
+    new = tl.load(lse + place(row, batch, heads, lse_stride), inside, other=-float("inf"))
+    cells = inside[:, None] & (column < WIDTH)
+    value = tl.load(out, cells & (new != -float("inf"))[:, None], other=0.0).to(tl.float32)
+    if not FRESH:
+        old = tl.load(acc_lse, inside, other=-float("inf"))
+        # Weights from the difference: they add up to one even where adding to the lse is lost.
+        advantage = new - old
+        advantage = tl.where(advantage == advantage, advantage, 0.0)  # both -inf
+        total = tl.load(acc, cells & (old != -float("inf"))[:, None], other=0.0)
+        new_weight = 1.0 / (1.0 + tl.exp(-advantage))
+        old_weight = 1.0 / (1.0 + tl.exp(advantage))
+        value = total * old_weight[:, None] + value * new_weight[:, None]
+        new = tl.maximum(old, new) + tl.log(1.0 + tl.exp(-tl.abs(advantage)))
+    tl.store(acc, value, cells)
+    tl.store(acc_lse, new, inside)
+
+
+@triton.jit
+def _join(
+    value: tl.tensor,
+    best: tl.tensor,
+    weight: tl.tensor,
+    part: tl.tensor,
+    part_lse: tl.tensor,
+    inside: tl.tensor,
+    cells: tl.tensor,
+) -> tl.tensor:
+    """One more partial result into the running (sum of weighted values, largest lse, weight)."""
+    new = tl.load(part_lse, inside, other=-float("inf"))
+    top = tl.maximum(best, new)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    shrink = tl.exp(best - base)
+    share = tl.exp(new - base)
+    # Unseen rows are not read; neither are those whose share is lost in rounding to zero.
+    more = tl.load(part, cells & (share > 0)[:, None], other=0.0).to(tl.float32)
+    return value * shrink[:, None] + more * share[:, None], top, weight * shrink + share
+
+
+@triton.jit
+def _finish(
+    value: tl.tensor,
+    best: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    inside: tl.tensor,
+    cells: tl.tensor,
+) -> None:
+    seen = weight > 0
+    value = value / tl.where(seen, weight, 1.0)[:, None]
+    tl.store(out, value.to(out.dtype.element_ty), cells)
+    tl.store(lse, tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best), inside)
+
+
+@triton.jit
+def merge_stacked_kernel(
+    parts: tl.tensor,
+    lses: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    part_step: tl.tensor,
+    lse_step: tl.tensor,
+    part_stride: tl.tensor,
+    part_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Partial results that lie in memory at equal distances, any number of them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = row < num_rows
+    cells = inside[:, None] & (column < WIDTH)
+    parts += place(row, batch, heads, part_stride)[:, None] + column
+    lses += place(row, batch, heads, part_lse_stride)
+    value = tl.zeros([ROWS, COLUMNS], tl.float32)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for _ in range(count):
+        value, best, weight = _join(value, best, weight, parts, lses, inside, cells)
+        parts += part_step
+        lses += lse_step
+    out += place(row, batch, heads, out_stride)[:, None] + column
+    lse += place(row, batch, heads, lse_stride)
+    _finish(value, best, weight, out, lse, inside, cells)
+
+
+@triton.jit
+def merge_loose_kernel(
+    parts: tl.tensor,
+    lses: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    part_stride: tl.tensor,
+    part_lse_stride: tl.tensor,
+    out_stride: tl.tensor,
+    lse_stride: tl.tensor,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Partial results anywhere in memory and of any dtypes; `parts` and `lses` are tuples."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = row < num_rows
+    cells = inside[:, None] & (column < WIDTH)
+    at = place(row, batch, heads, part_stride)[:, None] + column
+    lse_at = place(row, batch, heads, part_lse_stride)
+    value = tl.zeros([ROWS, COLUMNS], tl.float32)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for i in tl.static_range(COUNT):
+        value, best, weight = _join(
+            value, best, weight, parts[i] + at, lses[i] + lse_at, inside, cells
+        )
+    out += place(row, batch, heads, out_stride)[:, None] + column
+    lse += place(row, batch, heads, lse_stride)
+    _finish(value, best, weight, out, lse, inside, cells)

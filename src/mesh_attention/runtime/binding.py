@@ -1,0 +1,152 @@
+"""The tensors behind a program's buffers.
+
+Workspace buffers lie at planned offsets of a block; views of them are made once and kept with it.
+The caller's tensors come and go with every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
+from mesh_attention.plan.offsets import WorkspaceMap
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Operation, Program, reads, writes
+
+__all__ = ["Bindings", "Form", "Views", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the tensors of a call have in common."""
+
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def dtype_of(self, buffer: Buffer) -> torch.dtype:
+        return self.dtype if buffer.precision is Precision.ELEMENT else self.accumulate_dtype
+
+
+class Bindings:
+    """How the buffers of a program become tensors."""
+
+    def __init__(
+        self, program: Program, problem: Problem, memory: WorkspaceMap, form: Form
+    ) -> None:
+        self._form = form
+        self._memory = memory
+        self._sizes = {b.name: b.num_bytes(problem) * form.batch for b in program.buffers}
+        self._forms: dict[Role, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+            role: {
+                b.name: (
+                    (b.num_rows, form.batch, b.num_heads, b.kind.width(problem)),
+                    form.dtype_of(b),
+                )
+                for b in program.buffers
+                if b.role is role
+            }
+            for role in Role
+        }
+
+    def workspace(self, memory: Tensor) -> dict[str, Tensor]:
+        tensors = {}
+        for name, (shape, dtype) in self._forms[Role.WORKSPACE].items():
+            start = self._memory.offsets[name] * self._form.batch
+            tensors[name] = memory[start : start + self._sizes[name]].view(dtype).view(shape)
+        return tensors
+
+    def inputs(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {}
+        for name, (shape, dtype) in self._forms[Role.INPUT].items():
+            x = tensors[name] = given[name]
+            assert x.shape == shape, (name, x.shape, shape)
+            assert x.dtype == dtype, (name, x.dtype, dtype)
+        return tensors
+
+    def outputs(self) -> dict[str, Tensor]:
+        device = self._form.device
+        return {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self._forms[Role.OUTPUT].items()
+        }
+
+    def in_workspace(self, op: Operation) -> bool:
+        """Whether an operation touches nothing of the caller's."""
+        known = self._forms[Role.WORKSPACE]
+        return all(p.buffer in known for side in (reads(op), writes(op)) for p in side)
+
+
+_Kept = dict[int, tuple[Piece, Tensor]]
+
+
+class Views:
+    """The tensors of pieces: the caller's anew in every call, those of the workspace once.
+
+    Pieces are known by their identity (and kept, so that it stays theirs).
+    """
+
+    def __init__(
+        self,
+        workspace: Mapping[str, Tensor],
+        passed: Mapping[str, Tensor] | None = None,
+        kept: tuple[_Kept, ...] | None = None,
+    ) -> None:
+        self._workspace = workspace
+        self._passed = passed or {}
+        self._kept = kept or ({}, {}, {})
+
+    def with_passed(self, passed: Mapping[str, Tensor]) -> Views:
+        """The same with the caller's tensors of one call."""
+        return Views(self._workspace, passed, self._kept)
+
+    def rows(self, piece: Piece) -> Tensor:
+        """(rows, batch, heads, width)"""
+        return self._find(piece, self._kept[0], _as_they_lie)
+
+    def tokens(self, piece: Piece) -> Tensor:
+        """(batch, rows, heads, width)"""
+        return self._find(piece, self._kept[1], _batch_first)
+
+    def statistics(self, piece: Piece) -> Tensor:
+        """(batch, heads, rows)"""
+        return self._find(piece, self._kept[2], _statistic)
+
+    def _find(self, piece: Piece, kept: _Kept, form: Callable[[Tensor], Tensor]) -> Tensor:
+        found = kept.get(id(piece))
+        if found is None:
+            whole = self._passed.get(piece.buffer)
+            if whole is not None:
+                return form(_rows(whole, piece))
+            found = kept[id(piece)] = piece, form(_rows(self._workspace[piece.buffer], piece))
+        return found[1]
+
+
+def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """`start..stop` of a dimension; the tensor itself where that is all of it, as most often."""
+    return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
+def _rows(whole: Tensor, piece: Piece) -> Tensor:
+    rows = cut(whole, 0, piece.start, piece.stop)
+    return rows if piece.heads is None else cut(rows, 2, *piece.heads)
+
+
+def _as_they_lie(x_SBHD: Tensor) -> Tensor:
+    return x_SBHD
+
+
+def _batch_first(x_SBHD: Tensor) -> Tensor:
+    return x_SBHD.transpose(0, 1)
+
+
+def _statistic(x_SBH1: Tensor) -> Tensor:
+    return x_SBH1.squeeze(-1).permute(1, 2, 0)
