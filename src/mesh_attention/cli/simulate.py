@@ -20,7 +20,7 @@ from mesh_attention.cli.simulated import Simulated, for_people, list_clusters
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.gantt import check_gantt, draw_gantt
 from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.order import Overlap
 from mesh_attention.cluster.planning import plan_on
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.clusters:
         return _show_clusters(args)
     cluster = load_cluster(args.cluster or DEFAULT_CLUSTER)
+    if args.gantt:
+        check_gantt(args.gantt, args.gantt_ranks)
     try:
         found = _search(args, cluster) if args.best else _simulate(args, cluster)
     except (ValueError, OverflowError) as error:
