@@ -1,6 +1,6 @@
-"""Fit the `paper` cluster to the paper's 128-GPU table (algorithm.md, section 10), or check the fit.
+"""Fit the `paper` cluster to the paper's 128-GPU table (algorithm.md, section 10), or check it.
 
-    python benchmarks/calibrate_paper.py     # simulate all cells, print them side by side
+    python benchmarks/calibrate_paper.py  # simulate all cells, print them side by side
     python benchmarks/calibrate_paper.py --fit --write
 
 One set of constants serves all rows and methods. The authors' settings: striped causal layout, O
