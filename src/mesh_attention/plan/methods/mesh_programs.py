@@ -96,7 +96,8 @@ class MeshInner(OnMesh):
 
     @property
     def hold(self) -> int:
-        return 0 if self.capped else HOLD
+        alone = self._mesh.tile.num_ranks == 1
+        return 0 if self.capped or alone else HOLD
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         return _buffers(self._mesh, unit)
