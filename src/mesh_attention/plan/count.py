@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -91,7 +91,7 @@ def _mean_and_max(values: list[Any]) -> dict[str, Any]:
 
 
 def count(plan: Plan) -> dict[Direction, PassCount]:
-    return {one.direction: count_pass(plan, one) for one in plan.passes}
+    return {one.direction: count_pass(plan, one) for one in a_plan(plan).passes}
 
 
 def count_pass(plan: Plan, one: Pass) -> PassCount:

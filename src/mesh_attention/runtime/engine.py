@@ -86,8 +86,7 @@ class Engine:
 
     def prepare(self, form: Form, needs_grad: bool, error: MeshAttentionError | None) -> None:
         """Agree on a kind of call once; afterwards nothing is exchanged."""
-        if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self.refuse_if_closed()
         self._calls += 1
         key = (form, needs_grad)
         if error is None and key in self._agreed:
@@ -128,8 +127,7 @@ class Engine:
             raise
 
     def executor(self, direction: Direction, form: Form) -> Executor:
-        if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self.refuse_if_closed()
         key = (direction, form)
         if key not in self._executors:
             plan = self.plan(form.dtype.itemsize)
@@ -168,6 +166,10 @@ class Engine:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
+
+    def refuse_if_closed(self) -> None:
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
 
     def close(self) -> None:
         if not self._closed:
