@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind, Spans
+from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.methods.circulate import Route, hop, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -37,26 +37,13 @@ __all__ = ["AgkvRingQoSetting", "RingQSetting", "plan_q_ring"]
 
 
 @dataclass(frozen=True, slots=True)
-class RingQSetting:
+class RingQSetting(Setting):
     """Queries wander in one ring; partial outputs go home by all-to-all."""
-
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AgkvRingQoSetting:
+class AgkvRingQoSetting(TileSetting):
     """A mesh whose KV is gathered; Q with its partial output wanders inside the Q group."""
-
-    tile: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    combine: Combine = Combine.AUTO
-    ranks_per_node: int | None = None
-    alpha: int | None = None
 
 
 class QRingInner(OnMesh):

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, tiles_of
 from mesh_attention.plan.buffers import Buffer, Kind
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.circulate import Route, double_ring, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing, QueryPieces
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation
@@ -28,40 +27,25 @@ __all__ = ["AgqRingKvSetting", "DoubleRingSetting", "RingSetting", "plan_kv_ring
 
 
 @dataclass(frozen=True, slots=True)
-class RingSetting:
+class RingSetting(Setting):
     """Keys wander in one ring. `gradients`: how dK and dV come home."""
 
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
     gradients: Gradients = Gradients.TRAVEL
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class DoubleRingSetting:
+class DoubleRingSetting(Setting):
     """Rings of `inner` ranks (None: the ranks of a node), and one ring of such rings."""
 
     inner: int | None = None
     ulysses: int = 1
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AgqRingKvSetting:
+class AgqRingKvSetting(TileSetting):
     """A mesh whose Q is gathered and whose KV wanders inside the KV group."""
 
-    tile: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    combine: Combine = Combine.AUTO
     gradients: Gradients = Gradients.TRAVEL
-    ranks_per_node: int | None = None
-    alpha: int | None = None
 
 
 class KvRingInner(OnMesh):

@@ -17,13 +17,14 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.chunks import stack_rows
 from mesh_attention.plan.home import Combine, Home, bring_sum_home
-from mesh_attention.plan.layout import LayoutKind, Spans
+from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.methods.circulate import ring
-from mesh_attention.plan.methods.frame import Frame, plan_by
+from mesh_attention.plan.methods.frame import frame_of, plan_by
 from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
+from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv
@@ -42,17 +43,13 @@ class FirstBlock(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StarTrailSetting:
+class StarTrailSetting(Setting):
     """team: C, with C^2 dividing the ranks; None takes the one that moves the fewest bytes."""
 
     team: int | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
     combine: Combine = Combine.AUTO
-    gather_out: bool = False
     gradients: Gradients = Gradients.TRAVEL
     first_block: FirstBlock = FirstBlock.NEAR
-    ranks_per_node: int | None = None
 
 
 def team_sizes(num_ranks: int) -> list[int]:
@@ -256,18 +253,10 @@ def plan_startrail(
         )
     width = num_ranks // (team * team)
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
-    frame = Frame(
-        "startrail",
-        setting.layout,
-        setting.stripe_block,
-        setting.combine,
-        setting.gather_out,
-        setting.ranks_per_node,
-    )
     return plan_by(
         problem,
         num_ranks,
-        frame,
+        frame_of("startrail", setting),
         Tile(team, num_ranks // team),
         directions,
         lambda mesh, low: StarInner(mesh, low, _Star(team, width, shift), setting.gradients),
