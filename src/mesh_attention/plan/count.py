@@ -8,11 +8,13 @@ while every number in bytes includes them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.names import NamesOf, written
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -21,8 +23,8 @@ from mesh_attention.plan.program import (
     Program,
     ReduceScatter,
     SendRecv,
-    writes,
 )
+from mesh_attention.plan.sizes import BufferSizes
 from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 
 __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
@@ -103,7 +105,8 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
         for name, ranks in one.groups.items()
     }
     meter = TrafficMeter(plan.problem)
-    ranks = tuple(_count_rank(plan, p, group_nodes, member_of, meter) for p in one.programs)
+    peaks = _Peaks(meter.sizes)
+    ranks = tuple(_count_rank(p, group_nodes, member_of, meter, peaks) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -116,11 +119,11 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
 
 
 def _count_rank(
-    plan: Plan,
     program: Program,
     group_nodes: dict[str, tuple[int, ...]],
     member_of: dict[str, dict[int, int]],
     meter: TrafficMeter,
+    peaks: _Peaks,
 ) -> RankCount:
     table = program.buffer_table()
     by_operation: dict[str, Traffic] = defaultdict(Traffic)
@@ -137,7 +140,7 @@ def _count_rank(
         else:
             calls += len(getattr(op, "calls", ()))
     total = sum(by_operation.values(), Traffic())
-    peak = peak_buffer_bytes(plan, program)
+    peak = peaks.of(program)
     return RankCount(
         program.rank,
         total,
@@ -152,18 +155,42 @@ def _count_rank(
 
 def peak_buffer_bytes(plan: Plan, program: Program) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    size = {b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE}
-    live: set[str] = set()
-    held = peak = 0
-    for op in program.operations:
-        if isinstance(op, Free):
-            for name in live.intersection(op.buffers):
-                held -= size[name]
-                live.discard(name)
-            continue
-        for piece in writes(op):
-            if piece.buffer in size and piece.buffer not in live:
-                live.add(piece.buffer)
-                held += size[piece.buffer]
-        peak = max(peak, held)
-    return peak
+    return _Peaks(BufferSizes(plan.problem)).of(program)
+
+
+class _Peaks:
+    """Programs that write and free the same names of the same sizes have one peak."""
+
+    def __init__(self, sizes: BufferSizes) -> None:
+        self._sizes = sizes
+        self._written = NamesOf(written)
+        self._known: dict[tuple[object, ...], int] = {}
+        self._kept: list[Program] = []  # ids of frees stay unique while their programs live
+
+    def of(self, program: Program) -> int:
+        size = {
+            b.name: self._sizes.num_bytes(b) for b in program.buffers if b.role is Role.WORKSPACE
+        }
+        steps = [op if isinstance(op, Free) else self._written(op) for op in program.operations]
+        key = (tuple(map(id, steps)), tuple(size.items()))
+        if key not in self._known:
+            self._known[key] = self._find(steps, size)
+            self._kept.append(program)
+        return self._known[key]
+
+    @staticmethod
+    def _find(steps: list[Free | Sequence[str]], size: dict[str, int]) -> int:
+        live: set[str] = set()
+        held = peak = 0
+        for step in steps:
+            if isinstance(step, Free):
+                for name in live.intersection(step.buffers):
+                    held -= size[name]
+                    live.discard(name)
+                continue
+            for name in step:
+                if name in size and name not in live:
+                    live.add(name)
+                    held += size[name]
+            peak = max(peak, held)
+        return peak

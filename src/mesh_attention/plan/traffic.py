@@ -16,6 +16,7 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
+from mesh_attention.plan.sizes import BufferSizes
 
 __all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes", "traffic_of"]
 
@@ -51,7 +52,7 @@ class TrafficMeter:
     """Sizes of operations. Ranks share operations, so each is measured once for like buffers."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.sizes = BufferSizes(problem)
         self._known: dict[tuple[object, ...], Flows] = {}
         self._names: dict[int, tuple[str, ...]] = {}
         self._alive: list[Communication] = []
@@ -64,7 +65,7 @@ class TrafficMeter:
             pieces = (*reads(op), *writes(op))
             names = self._names[id(op)] = tuple({piece.buffer for piece in pieces})
             self._alive.append(op)  # ids stay unique while we hold the object
-        sizes = tuple((table[n].row_bytes(self._problem), table[n].num_heads) for n in names)
+        sizes = tuple((self.sizes.row(table[n]), table[n].heads) for n in names)
         key = (id(op), sizes)
         found = self._known.get(key)
         if found is None:
@@ -81,9 +82,11 @@ class TrafficMeter:
             everything = tokens = 0
             for piece in pieces:
                 buffer = table[piece.buffer]
-                num_bytes = piece.num_bytes(buffer, self._problem)
+                row_bytes, statistic = self.sizes.row(buffer)
+                first, last = piece.heads or buffer.heads
+                num_bytes = (piece.stop - piece.start) * (last - first) * row_bytes
                 everything += num_bytes
-                tokens += 0 if buffer.kind.is_statistic else num_bytes
+                tokens += 0 if statistic else num_bytes
             return everything, tokens
 
         match op:
@@ -104,11 +107,15 @@ def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -
         # A collective passes each part on once per other member.
         moved, tokens = ((num_members - 1) * size for size in flows.received[0])
         return Traffic(moved, moved, tokens)
-    received = [flow for other, flow in flows.received.items() if other != member]
+    if isinstance(op, SendRecv):
+        received, tokens = flows.received[op.from_member] if op.from_member != member else (0, 0)
+        sent = flows.sent[op.to_member] if op.to_member != member else 0
+        return Traffic(sent, received, tokens)
+    arriving = [flow for other, flow in flows.received.items() if other != member]
     return Traffic(
         sum(size for other, size in flows.sent.items() if other != member),
-        sum(size for size, _ in received),
-        sum(tokens for _, tokens in received),
+        sum(size for size, _ in arriving),
+        sum(tokens for _, tokens in arriving),
     )
 
 
@@ -129,5 +136,7 @@ def entering_bytes(
             times = len(set(nodes)) - 1
         everything, tokens = flows.received[0]
         return times * everything, times * tokens
+    if isinstance(op, SendRecv):
+        return flows.received[op.from_member] if nodes[op.from_member] != here else (0, 0)
     crossing = [flow for other, flow in flows.received.items() if nodes[other] != here]
     return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from mesh_attention.plan.assemble import touched
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.chunks import Chunk
 from mesh_attention.plan.cost import Costs
@@ -19,6 +18,7 @@ from mesh_attention.plan.lower import Queries, RowList
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.names import touched
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
     AllGather,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
@@ -20,7 +21,8 @@ from mesh_attention.plan.home import Combine, Home, bring_sum_home
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.methods.circulate import ring
 from mesh_attention.plan.methods.frame import frame_of, plan_by
-from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing
+from mesh_attention.plan.methods.key_steps import Gradients, KeySteps
+from mesh_attention.plan.methods.kv_ring import KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
@@ -98,6 +100,9 @@ class StarInner(OnMesh):
         self.lowerings = lowerings
         self.star = star
         self.gradients = gradients
+        self._queries = query_pieces(mesh)
+        self._block = cache(self._block_rows)
+        self._steps = cache(self._steps_from)
         self._made: dict[int, KeyRing] = {}
 
     @property
@@ -127,8 +132,11 @@ class StarInner(OnMesh):
                     groups[f"S{u}.{j}"] = members[first : first + star.width]
         return groups
 
-    def _block(self, team: int) -> Spans:
+    def _block_rows(self, team: int) -> Spans:
         return self.mesh.kv_rows_of(self.mesh.tile.q_group(team))
+
+    def _steps_from(self, own: tuple[str, str]) -> KeySteps:
+        return KeySteps(own, self.star.size * self.strand.size(Kind.K), self._queries)
 
     def _places(self, unit: int) -> bool:
         """Does this member get its first block from another?"""
@@ -144,9 +152,10 @@ class StarInner(OnMesh):
                 f"S{u}.{j}",
                 ring(w, star.width),
                 lambda member: self._block(star.team(u + j, member + star.shift)),
-                own,
                 self.strand.heads(Kind.K),
-                query_pieces(self.mesh, unit),
+                self.mesh.q_spans(unit // star.size, 0),
+                self._queries,
+                self._steps(own),
                 self.lowerings,
             )
         return self._made[unit]

@@ -25,7 +25,7 @@ from mesh_attention.plan.methods.candidates import (
     unit_tiles,
 )
 from mesh_attention.plan.methods.frame import frame_of
-from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
 from mesh_attention.plan.methods.q_ring import AgkvRingQoSetting, RingQSetting, plan_q_ring
 from mesh_attention.plan.methods.ring import (

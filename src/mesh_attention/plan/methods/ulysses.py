@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.frame import check_ranks, frame_of
-from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.ring import plan_kv_ring
 from mesh_attention.plan.methods.setting import Setting
