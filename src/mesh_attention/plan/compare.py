@@ -34,11 +34,8 @@ class Counts:
     point_to_point: int
 
     @staticmethod
-    def of(plan: Plan, direction: Direction, counted: PassCount) -> Counts:
-        shifts = max(
-            sum(isinstance(op, SendRecv) for op in program.operations)
-            for program in plan.direction(direction).programs
-        )
+    def of(counted: PassCount) -> Counts:
+        shifts = max(rank.times.get(SendRecv.__name__, 0) for rank in counted.ranks)
         numbers = counted.to_json()
         return Counts(
             numbers["bytes_per_rank"]["max"],
@@ -117,7 +114,7 @@ def compare(
 
 
 def _counts(plan: Plan, direction: Direction) -> Counts:
-    return Counts.of(plan, direction, count(plan)[direction])
+    return Counts.of(count(plan)[direction])
 
 
 def _score(found: Counts, several_nodes: bool) -> tuple[float, float]:

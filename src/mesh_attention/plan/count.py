@@ -8,23 +8,24 @@ while every number in bytes includes them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.names import NamesOf, written
+from mesh_attention.plan.peak import Peaks, workspace_sizes
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
-    Free,
+    Attend,
+    AttendBackward,
     Program,
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.plan.sizes import BufferSizes
 from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 
 __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
@@ -32,7 +33,8 @@ __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic."""
+    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic, and
+    `times` to how many there are."""
 
     rank: int
     total: Traffic
@@ -40,8 +42,12 @@ class RankCount:
     entering_node_bytes: int
     entering_node_token_bytes: int
     peak_buffer_bytes: int
-    num_communications: int
+    times: dict[str, int]
     num_kernel_calls: int
+
+    @property
+    def num_communications(self) -> int:
+        return sum(self.times.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,8 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
-    meter = TrafficMeter(plan.problem)
-    peaks = _Peaks(meter.sizes)
-    ranks = tuple(_count_rank(p, group_nodes, member_of, meter, peaks) for p in one.programs)
+    forms = _Forms(plan.problem)
+    ranks = tuple(_count_rank(p, group_nodes, member_of, forms.of(p)) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -118,79 +123,74 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
     return PassCount(ranks, tuple(entering), tuple(tokens), min(per_node, plan.num_ranks), unit)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is known of programs whose buffers are alike in all but the places of their rows."""
+
+    meter: TrafficMeter
+    peaks: Peaks
+
+
+class _Forms:
+    """All ranks of a ring have one form, and it would take long to measure each of them anew."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[tuple[object, ...], _Form] = {}
+        self._num_rows: dict[int, int] = {}  # by id of the spans, which live as long as the plan
+        self._written = NamesOf(written)
+
+    def of(self, program: Program) -> _Form:
+        # Members of an enumeration are single objects, quicker to tell apart by id than by hash.
+        key = tuple(
+            (b.name, id(b.kind), id(b.precision), id(b.role), b.heads, self._rows_of(b))
+            for b in program.buffers
+        )
+        found = self._known.get(key)
+        if found is None:
+            sizes = workspace_sizes(program, self._problem)
+            meter = TrafficMeter(self._problem, program.buffer_table())
+            found = self._known[key] = _Form(meter, Peaks(sizes, self._written))
+        return found
+
+    def _rows_of(self, buffer: Buffer) -> int:
+        found = self._num_rows.get(id(buffer.rows))
+        if found is None:
+            found = self._num_rows[id(buffer.rows)] = buffer.num_rows
+        return found
+
+
 def _count_rank(
     program: Program,
     group_nodes: dict[str, tuple[int, ...]],
     member_of: dict[str, dict[int, int]],
-    meter: TrafficMeter,
-    peaks: _Peaks,
+    form: _Form,
 ) -> RankCount:
-    table = program.buffer_table()
-    by_operation: dict[str, Traffic] = defaultdict(Traffic)
-    entering = entering_tokens = communications = calls = 0
+    moved: dict[str, list[Traffic]] = defaultdict(list)
+    entering = entering_tokens = calls = 0
     for op in program.operations:
         if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
-            flows = meter.flows(op, table)
-            by_operation[type(op).__name__] += traffic_of(op, flows, member, len(nodes))
+            flows = form.meter.flows(op)
+            moved[type(op).__name__].append(traffic_of(op, flows, member, len(nodes)))
             crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
             entering_tokens += crossing[1]
-            communications += 1
-        else:
-            calls += len(getattr(op, "calls", ()))
-    total = sum(by_operation.values(), Traffic())
-    peak = peaks.of(program)
+        elif isinstance(op, Attend | AttendBackward):
+            calls += len(op.calls)
+    by_operation = {kind: Traffic.sum(each) for kind, each in moved.items()}
     return RankCount(
         program.rank,
-        total,
-        dict(by_operation),
+        Traffic.sum(by_operation.values()),
+        by_operation,
         entering,
         entering_tokens,
-        peak,
-        communications,
+        form.peaks.of(program),
+        {kind: len(each) for kind, each in moved.items()},
         calls,
     )
 
 
 def peak_buffer_bytes(plan: Plan, program: Program) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    return _Peaks(BufferSizes(plan.problem)).of(program)
-
-
-class _Peaks:
-    """Programs that write and free the same names of the same sizes have one peak."""
-
-    def __init__(self, sizes: BufferSizes) -> None:
-        self._sizes = sizes
-        self._written = NamesOf(written)
-        self._known: dict[tuple[object, ...], int] = {}
-        self._kept: list[Program] = []  # ids of frees stay unique while their programs live
-
-    def of(self, program: Program) -> int:
-        size = {
-            b.name: self._sizes.num_bytes(b) for b in program.buffers if b.role is Role.WORKSPACE
-        }
-        steps = [op if isinstance(op, Free) else self._written(op) for op in program.operations]
-        key = (tuple(map(id, steps)), tuple(size.items()))
-        if key not in self._known:
-            self._known[key] = self._find(steps, size)
-            self._kept.append(program)
-        return self._known[key]
-
-    @staticmethod
-    def _find(steps: list[Free | Sequence[str]], size: dict[str, int]) -> int:
-        live: set[str] = set()
-        held = peak = 0
-        for step in steps:
-            if isinstance(step, Free):
-                for name in live.intersection(step.buffers):
-                    held -= size[name]
-                    live.discard(name)
-                continue
-            for name in step:
-                if name in size and name not in live:
-                    live.add(name)
-                    held += size[name]
-            peak = max(peak, held)
-        return peak
+    return Peaks(workspace_sizes(program, plan.problem)).of(program)

@@ -42,9 +42,6 @@ class Lowerings:
             known = self._keys_of[id(spans)] = (spans, self._keys[spans])
         return known[1]
 
-    def between(self, q: Spans, k: Spans) -> tuple[Call, ...]:
-        return self.calls(self.queries(q), self.keys(k))
-
     def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
         """Equal calls are the same object, so that tasks can be told apart by its id."""
         key = (id(q), id(k))  # both live as long as this object
