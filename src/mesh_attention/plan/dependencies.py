@@ -35,6 +35,13 @@ class _History:
     reads: list[tuple[Piece, int]] = field(default_factory=list)
     writes: list[tuple[Piece, int]] = field(default_factory=list)
 
+    def write(self, piece: Piece, at: int) -> None:
+        """Whoever overlaps what lies inside this piece overlaps the piece, and this write has
+        waited for those uses: they need not be remembered, or long programs take quadratic time."""
+        self.reads = [(old, i) for old, i in self.reads if not _inside(old, piece)]
+        self.writes = [(old, i) for old, i in self.writes if not _inside(old, piece)]
+        self.writes.append((piece, at))
+
 
 def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
     """For each operation, the indices of the operations it waits for, ascending."""
@@ -56,7 +63,7 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
         for piece in taken:
             history[piece.buffer].reads.append((piece, at))
         for piece in given:
-            history[piece.buffer].writes.append((piece, at))
+            history[piece.buffer].write(piece, at)
         result.append(tuple(sorted(i for i in waits if communicates[i] or communicates[at])))
     return tuple(result)
 
@@ -68,6 +75,10 @@ def _former_users(name: str, memory: WorkspaceMap, history: dict[str, _History])
         if other in memory.offsets and memory.overlap(name, other)
         for _, at in (*used.reads, *used.writes)
     }
+
+
+def _inside(one: Piece, other: Piece) -> bool:
+    return other.start <= one.start and one.stop <= other.stop
 
 
 def _overlap(one: Piece, other: Piece) -> bool:

@@ -18,7 +18,7 @@ from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
 from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.mesh_programs import MeshInner, Order, order_tasks
+from mesh_attention.plan.methods.mesh_programs import CAPPED, MeshInner, Order, order_tasks
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.methods.weave import weave
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -120,7 +120,7 @@ def plan_mesh(
             gamma=setting.gamma,
             max_buffer_bytes=setting.max_buffer_bytes,
         )
-        ordered_by = "capped" if setting.max_buffer_bytes is not None else setting.scheduler.value
+        ordered_by = CAPPED if setting.max_buffer_bytes is not None else setting.scheduler.value
         return weave([MeshInner(one, schedule, lowerings, ordered_by) for one in passes])
 
     return Plan(

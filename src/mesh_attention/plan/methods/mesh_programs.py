@@ -14,6 +14,7 @@ from mesh_attention.plan.assemble import touched
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.chunks import Chunk
 from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.lower import Queries, RowList
 from mesh_attention.plan.methods.lowerings import Lowerings
@@ -41,7 +42,9 @@ from mesh_attention.plan.schedule import (
 )
 from mesh_attention.plan.traffic import TrafficMeter
 
-__all__ = ["MeshInner", "Order", "order_tasks"]
+__all__ = ["CAPPED", "MeshInner", "Order", "order_tasks"]
+
+CAPPED = "capped"  # how an order under a memory cap calls itself
 
 
 class Order(StrEnum):
@@ -66,11 +69,11 @@ class MeshInner(OnMesh):
     def __init__(self, mesh: MeshPass, schedule: Schedule, lowerings: Lowerings, ordered_by: str):
         super().__init__(mesh)
         self.schedule = schedule
-        names = [name.rpartition("-") for name in schedule.order()]
-        self._order = [(f"{kind}-{index}", kind, int(index)) for kind, _, index in names]
+        self._steps = [[_parts(name) for name in step.tasks()] for step in schedule.steps]
         self._lowerings = lowerings
         self._ordered_by = ordered_by
-        self._fragments: dict[tuple[object, ...], list[Operation]] = {}
+        self._capped = ordered_by == CAPPED
+        self._fragments: dict[tuple[object, ...], tuple[list[Operation], list[Operation]]] = {}
         self._computes: dict[tuple[object, ...], Operation] = {}
         self._neutral_q = [mesh.empty_q(i) for i in range(len(mesh.q_chunks))]
         kv_chunks = range(len(mesh.kv_chunks)) if mesh.kv_return else ()
@@ -97,26 +100,34 @@ class MeshInner(OnMesh):
         operations: list[Operation] = []
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
-        for task, kind, index in self._order:
-            if not kind.startswith("C-"):
+        for step in self._steps:
+            later: list[Operation] = []
+            for kind, index in step:
+                if kind.startswith("C-"):
+                    i, j = int(kind[2:]), index
+                    calls = self._calls[row, i, column, j]
+                    if calls:
+                        fresh = (i not in begun_q, j not in begun_kv)
+                        operations.append(self._compute(i, j, calls, fresh))
+                        begun_q.add(i)
+                        begun_kv.add(j)
+                    continue
                 if kind == mesh.q_return and index not in begun_q:
                     operations.append(self._neutral_q[index])
                 if kind == mesh.kv_return and index not in begun_kv:
                     operations += self._neutral_kv[index]
-                operations += self._fragment(task, unit)
-                continue
-            i, j = int(kind[2:]), index
-            calls = self._calls[row, i, column, j]
-            if not calls:
-                continue
-            fresh = (i not in begun_q, j not in begun_kv)
-            key = (i, j, id(calls), *fresh)
-            if key not in self._computes:
-                self._computes[key] = mesh.compute(i, j, calls, *fresh)
-            operations.append(self._computes[key])
-            begun_q.add(i)
-            begun_kv.add(j)
+                now, later = self._fragment(f"{kind}-{index}", unit)
+                operations += now
+            operations += later
         return operations
+
+    def _compute(
+        self, i: int, j: int, calls: tuple[Call, ...], fresh: tuple[bool, bool]
+    ) -> Operation:
+        key = (i, j, id(calls), *fresh)
+        if key not in self._computes:
+            self._computes[key] = self._mesh.compute(i, j, calls, *fresh)
+        return self._computes[key]
 
     @cached_property
     def _calls(self) -> _CallTable:
@@ -133,13 +144,28 @@ class MeshInner(OnMesh):
         }
         return _CallTable(queries, keys, lowerings)
 
-    def _fragment(self, task: str, unit: int) -> list[Operation]:
+    def _fragment(self, task: str, unit: int) -> tuple[list[Operation], list[Operation]]:
+        """A communication task, and what it leaves to be computed from what it brought: computation
+        runs in program order, so that comes after the computation which hides the transfer. Under a
+        memory cap it comes at once, since until then its buffers are held."""
         mesh = self._mesh
         q_side = task.startswith(("AG-Q", mesh.q_return))
         key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
         if key not in self._fragments:
-            self._fragments[key] = _fragment(mesh, unit, task)
+            operations = _fragment(mesh, unit, task)
+            last = max((at for at, op in enumerate(operations) if is_communication(op)), default=-1)
+            cut = len(operations) if self._capped else last + 1
+            self._fragments[key] = (operations[:cut], operations[cut:])
         return self._fragments[key]
+
+
+def _parts(task: str) -> tuple[str, int]:
+    """
+    >>> _parts("AG-Q-3"), _parts("C-0-1")
+    (('AG-Q', 3), ('C-0', 1))
+    """
+    kind, _, index = task.rpartition("-")
+    return kind, int(index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,9 @@ class Step:
         if self.communication is None and not self.compute:
             raise ValueError("a step holds a communication task, compute tasks, or both")
 
+    def tasks(self) -> tuple[str, ...]:
+        return self.compute if self.communication is None else (self.communication, *self.compute)
+
     def text(self) -> str:
         compute = ", ".join(self.compute)
         if self.communication is None:
@@ -112,12 +115,7 @@ class Schedule:
 
     def order(self) -> tuple[str, ...]:
         """Every task once: in each step the communication first, then the compute tasks."""
-        names: list[str] = []
-        for step in self.steps:
-            if step.communication is not None:
-                names.append(step.communication)
-            names.extend(step.compute)
-        return tuple(names)
+        return tuple(task for step in self.steps for task in step.tasks())
 
     def text(self) -> str:
         return "\n".join(f"{number} {step.text()}" for number, step in enumerate(self.steps, 1))

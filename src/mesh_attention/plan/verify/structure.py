@@ -90,15 +90,19 @@ def _schedule_findings(one: Pass) -> list[Finding]:
     seen: set[str] = set()
     for program in one.programs:
         last = -1
+        begun: set[str] = set()
         for op in program.operations:
-            at = place.get(op.name.partition(".")[0])  # "RS-Q-0.merge" belongs to RS-Q-0
-            if at is None:
+            task = op.name.partition(".")[0]  # "RS-Q-0.merge" belongs to RS-Q-0
+            at = place.get(task)
+            # What a task leaves to be done once its data is there may come later.
+            if at is None or (op.name != task and task in begun):
                 continue
+            begun.add(op.name)
             if at < last:
                 message = "does not stand where the schedule has it"
                 return [Finding(str(one.direction), program.rank, op.name, message)]
             last = at
-            seen.add(op.name.partition(".")[0])
+            seen.add(task)
         attends = [op.name for op in program.operations if isinstance(op, Attend | AttendBackward)]
         strange = [name for name in attends if name not in place]
         if strange:

@@ -1,0 +1,8 @@
+"""Clusters as data, and the timeline of a plan on one of them. Nothing here imports torch."""
+
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.load import cluster_names, load_cluster
+from mesh_attention.cluster.simulate import Overlap, simulate
+from mesh_attention.cluster.timeline import Timeline
+
+__all__ = ["Cluster", "Overlap", "Timeline", "cluster_names", "load_cluster", "simulate"]

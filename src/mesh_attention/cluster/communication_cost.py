@@ -1,0 +1,100 @@
+"""Seconds of the communication operations when nothing disturbs them (algorithm.md, section 10).
+
+A collective is pipelined: what enters a node passes its NICs while it is handed on inside the node,
+so the slower of the two counts, after a latency for each hop of the ring. Each remote part enters a
+node once, spread over the NICs of the members there. An all-to-all is flows to all members at once:
+each no faster than point-to-point, all of them together no faster than the rank's share of a NIC.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mesh_attention.cluster.cluster import Cluster, PeerLink
+from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
+from mesh_attention.plan.traffic import Flows
+
+__all__ = ["CommunicationCosts", "GroupShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How a group lies on the nodes: what its costs depend on."""
+
+    nodes: tuple[int, ...]  # of each member
+    num_nodes: int
+    crossing: float  # of parts into the busiest NIC: remote parts / NICs of the members there
+    several_in_a_node: bool
+    nics: tuple[tuple[int, int], ...]  # all that its members use
+
+    @staticmethod
+    def of(cluster: Cluster, devices: tuple[int, ...]) -> GroupShape:
+        nodes = tuple(cluster.node_of(device) for device in devices)
+        members = Counter(nodes)
+        nics = sorted({cluster.nic_of(device) for device in devices})
+        per_node = Counter(node for node, _ in nics)
+        crossing = max((len(nodes) - members[node]) / per_node[node] for node in members)
+        return GroupShape(nodes, len(members), crossing, max(members.values()) > 1, tuple(nics))
+
+
+class CommunicationCosts:
+    def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
+        self._cluster = cluster
+        self.shapes = {
+            name: GroupShape.of(cluster, tuple(plan.devices[rank] for rank in ranks))
+            for name, ranks in one.groups.items()
+        }
+
+    def collective(
+        self, op: AllGather | ReduceScatter | AllToAll, flows: Flows, member: int
+    ) -> float:
+        """As this member sees it; the group is done when the slowest member is."""
+        shape = self.shapes[op.group]
+        if len(shape.nodes) == 1:
+            return 0.0
+        if isinstance(op, AllToAll):
+            return self._all_to_all(shape, flows, member)
+        return self._ring(shape, flows.received[0][0])
+
+    def _ring(self, shape: GroupShape, part_bytes: int) -> float:
+        inside, network = self._cluster.node.collective, self._cluster.network.collective
+        size = len(shape.nodes)
+        local_hops, network_hops = size - shape.num_nodes, shape.num_nodes - 1
+        base = network.base_microseconds if network_hops else inside.base_microseconds
+        latency = (
+            base + local_hops * inside.hop_microseconds + network_hops * network.hop_microseconds
+        )
+        crossing = shape.crossing * part_bytes / (network.gb_per_second * 1e9)
+        handing_on = 0.0
+        if shape.several_in_a_node:
+            handing_on = (size - 1) * part_bytes / (inside.gb_per_second * 1e9)
+        return latency * 1e-6 + max(crossing, handing_on)
+
+    def _all_to_all(self, shape: GroupShape, flows: Flows, member: int) -> float:
+        here = shape.nodes[member]
+        received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}
+        slowest = 0.0
+        for direction in (flows.sent, received):
+            others = {m: size for m, size in direction.items() if m != member}
+            crossing = [size for m, size in others.items() if shape.nodes[m] != here]
+            inside = sum(others.values()) - sum(crossing)
+            slowest = max(
+                slowest,
+                inside / (self._cluster.node.all_to_all_gb_per_second * 1e9),
+                sum(crossing) / (self._cluster.network.collective.gb_per_second * 1e9),
+                max(crossing, default=0) / (self._cluster.network.peer.gb_per_second * 1e9),
+            )
+        link = self._cluster.network if shape.num_nodes > 1 else self._cluster.node
+        return link.collective.base_microseconds * 1e-6 + slowest
+
+    def flow(self, source: int, target: int, num_bytes: int) -> float:
+        """Point-to-point between two devices."""
+        link = self.peer_link(source, target)
+        return link.latency_microseconds * 1e-6 + num_bytes / (link.gb_per_second * 1e9)
+
+    def peer_link(self, source: int, target: int) -> PeerLink:
+        if self._cluster.node_of(source) == self._cluster.node_of(target):
+            return self._cluster.node.peer
+        return self._cluster.network.peer

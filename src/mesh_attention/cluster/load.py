@@ -1,0 +1,126 @@
+"""Clusters from TOML: those that ship with the library by name, a person's own by path.
+
+Every field is required and nothing else is accepted, so that no constant is left to a default
+nobody chose.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.program import CallKind
+
+__all__ = ["ClusterError", "cluster_names", "load_cluster", "parse_cluster"]
+
+
+class ClusterError(MeshAttentionError, ValueError):
+    """A cluster that does not exist, or a description of one that does not hold together."""
+
+
+_FOLDER = resources.files("mesh_attention.cluster") / "clusters"
+# Fields that may be zero: what does not cost anything, or does not disturb.
+_MAY_BE_ZERO = ("microseconds", "half_rows", "half_columns", "slowdown")
+
+
+def cluster_names() -> tuple[str, ...]:
+    files = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml")))
+
+
+def load_cluster(name_or_file: str | Path) -> Cluster:
+    """
+    >>> load_cluster("hgx-h100").node.ranks
+    8
+    """
+    if not isinstance(name_or_file, str | Path):
+        raise ClusterError(f"{name_or_file!r} is not a cluster; give a name or a TOML file")
+    name = str(name_or_file)
+    if name in cluster_names():
+        return parse_cluster((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), name)
+    path = Path(name_or_file)
+    if not path.is_file():
+        close = get_close_matches(name, cluster_names(), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ClusterError(
+            f"no cluster {name!r}{hint}: it is neither a file nor one of "
+            f"{', '.join(cluster_names())}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{path} is not text: {error}") from error
+    return parse_cluster(text, str(path))
+
+
+def parse_cluster(text: str, source: str) -> Cluster:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{source} is not TOML: {error}") from error
+    cluster: Cluster = _read(Cluster, table, source, ())
+    if cluster.node.ranks % cluster.network.nics:
+        raise ClusterError(
+            f"{source}: network.nics = {cluster.network.nics} does not divide "
+            f"node.ranks = {cluster.node.ranks}; ranks share NICs in equal blocks"
+        )
+    return cluster
+
+
+def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
+    where = ".".join(path) or "the file"
+
+    def refuse(why: str) -> ClusterError:
+        return ClusterError(f"{source}: {where} {why}")
+
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        names = [field.name for field in fields(kind)]
+        return kind(**_read_table(names, lambda n: hints[n], value, source, path, refuse))
+    if get_origin(kind) is dict:
+        inner = get_args(kind)[1]
+        table = _read_table(list(CallKind), lambda _: inner, value, source, path, refuse)
+        return {CallKind(name): entry for name, entry in table.items()}
+    if kind is str:
+        if not isinstance(value, str) or not value:
+            raise refuse(f"= {value!r} must be text")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise refuse(f"= {value!r} must be a number")
+    if kind is int:
+        if not isinstance(value, int) or value < 1:
+            raise refuse(f"= {value!r} must be a whole number of at least 1")
+        return value
+    name = path[-1]
+    if value < 0 or (value == 0 and not name.endswith(_MAY_BE_ZERO)):
+        raise refuse(f"= {value!r} must be above 0")
+    if name.endswith("slowdown") and value >= 1:
+        raise refuse(f"= {value!r} must be below 1: it is the part of the speed that is lost")
+    return float(value)
+
+
+def _read_table(
+    names: list[str],
+    kind_of: Callable[[str], Any],
+    value: Any,
+    source: str,
+    path: tuple[str, ...],
+    refuse: Callable[[str], ClusterError],
+) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(f"= {value!r} must be a table")
+    unknown = [name for name in value if name not in names]
+    if unknown:
+        raise refuse(f"has no field {unknown[0]!r}; its fields: {', '.join(names)}")
+    missing = [name for name in names if name not in value]
+    if missing:
+        raise refuse(f"lacks {missing[0]!r}; its fields: {', '.join(names)}")
+    return {name: _read(kind_of(name), value[name], source, (*path, name)) for name in names}

@@ -1,0 +1,334 @@
+"""The simulator: discrete events over the real programs of all ranks (design.md, "five readers").
+
+Each rank has two lanes, as in the executor: computation in program order, communication in program
+order, and between them the dependencies that follow from buffers and workspace offsets. A
+collective begins when its last member has come to it, a point-to-point flow when both ends have.
+While both lanes of a rank are busy each slows the other, as the cluster says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from mesh_attention.cluster.clock import Activity, Clock, Shared
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.communication_cost import CommunicationCosts
+from mesh_attention.cluster.compute_cost import ComputeCosts
+from mesh_attention.cluster.lanes import Lanes
+from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.order import Overlap, Waits
+from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import AllGather, AllToAll, Operation, ReduceScatter, SendRecv
+from mesh_attention.plan.traffic import TrafficMeter
+
+__all__ = ["OperationCosts", "Overlap", "simulate"]
+
+
+class OperationCosts(Protocol):
+    """Seconds of operations when nothing disturbs them. Tests put their own here."""
+
+    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float: ...
+
+    def collective(self, op: Collective, table: Mapping[str, Buffer], member: int) -> float: ...
+
+    def flow(self, source: int, target: int, num_bytes: int) -> float: ...
+
+
+class ClusterCosts:
+    """What the cluster's description says."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
+        self._compute = ComputeCosts(cluster, plan, one.direction)
+        self._communication = CommunicationCosts(cluster, plan, one)
+        self._meter = TrafficMeter(plan.problem)
+
+    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
+        return self._compute.seconds(op, table)
+
+    def collective(self, op: Collective, table: Mapping[str, Buffer], member: int) -> float:
+        return self._communication.collective(op, self._meter.flows(op, table), member)
+
+    def flow(self, source: int, target: int, num_bytes: int) -> float:
+        return self._communication.flow(source, target, num_bytes)
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    direction: Direction | str = Direction.FORWARD,
+    *,
+    overlap: Overlap | str = Overlap.EVENTS,
+    costs: OperationCosts | None = None,
+) -> Timeline:
+    """When everything happens if `plan` runs on `cluster`."""
+    if plan.num_ranks > cluster.num_ranks:
+        raise ClusterError(
+            f"the plan has {plan.num_ranks} ranks, but {cluster.name} has "
+            f"{cluster.num_ranks} ({cluster.nodes} nodes of {cluster.node.ranks})"
+        )
+    one = plan.direction(direction)
+    given = costs or ClusterCosts(cluster, plan, one)
+    return _Simulation(plan, one, cluster, given, Overlap(overlap)).run()
+
+
+_Flow = tuple[str, int, int]  # group, sending rank, receiving rank
+_Place = tuple[int, int]  # rank, index of the operation
+Collective = AllGather | ReduceScatter | AllToAll
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """A collective that waits for its members."""
+
+    arrived: list[_Place]
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _End:
+    """One end of a flow that waits for the other."""
+
+    rank: int
+    at: int
+    num_bytes: int
+
+
+class Transfer:
+    """A communication under way. Computation of any member slows all of it."""
+
+    __slots__ = ("activity", "computing")
+
+    def __init__(self, activity: Activity) -> None:
+        self.activity = activity
+        self.computing = 0  # members that compute at the same time
+
+
+class _Simulation:
+    def __init__(
+        self, plan: Plan, one: Pass, cluster: Cluster, costs: OperationCosts, overlap: Overlap
+    ) -> None:
+        self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
+        self._overlap = overlap
+        self._clock = Clock()
+        self._meter = TrafficMeter(plan.problem)
+        self._tables = [program.buffer_table() for program in one.programs]
+        self._member = {
+            name: {rank: member for member, rank in enumerate(ranks)}
+            for name, ranks in one.groups.items()
+        }
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._met: dict[tuple[str, int], int] = {}
+        self._senders: dict[_Flow, deque[_End]] = {}
+        self._receivers: dict[_Flow, deque[_End]] = {}
+        self._halves: dict[_Place, int] = {}
+        self._shared: dict[object, Shared] = {}
+        self._received = [0] * plan.num_ranks
+        self._waits = waits = Waits(plan, one, overlap)
+        self._lanes = [
+            Lanes(rank, waits.of(rank), program.operations)
+            for rank, program in enumerate(one.programs)
+        ]
+
+    def run(self) -> Timeline:
+        for lanes in self._lanes:
+            self._advance(lanes)
+        self._clock.run()
+        stuck = [lanes.rank for lanes in self._lanes if not lanes.finished]
+        if stuck:
+            raise ClusterError(
+                f"ranks {stuck[:4]} never finish: this plan waits for itself; `verify` says why"
+            )
+        times = tuple(lanes.times for lanes in self._lanes)
+        return Timeline(
+            self._plan,
+            self._one,
+            self._cluster,
+            self._overlap,
+            times,
+            self._waits.workspace_bytes,
+            tuple(self._received),
+        )
+
+    def _advance(self, lanes: Lanes) -> None:
+        """Begin whatever this rank can begin now, then let each lane know of the other."""
+        while True:
+            at = lanes.take_computation()
+            if at is not None:
+                self._compute(lanes, at)
+                continue
+            at = lanes.take_communication()
+            if at is None:
+                break
+            self._arrive(lanes, at)
+        disturbance = self._cluster.disturbance
+        if lanes.computation is not None:
+            # A communication kernel that waits for other ranks occupies its SMs too.
+            lost = disturbance.compute_slowdown if lanes.communicating else 0.0
+            self._clock.set_speed(lanes.computation, 1.0 - lost)
+        computing = lanes.computation is not None
+        if computing != lanes.known_computing:
+            lanes.known_computing = computing
+            for transfer in lanes.transfers:
+                transfer.computing += 1 if computing else -1
+                self._clock.set_speed(transfer.activity, self._speed(transfer))
+
+    def _speed(self, transfer: Transfer) -> float:
+        lost = self._cluster.disturbance.communication_slowdown if transfer.computing else 0.0
+        return 1.0 - lost
+
+    def _compute(self, lanes: Lanes, at: int) -> None:
+        lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
+        seconds = self._costs.compute(lanes.operations[at], self._tables[lanes.rank])
+        if seconds == 0.0:
+            lanes.finish(at, self._clock.now)
+            return
+        lanes.computation = Activity(seconds, partial(self._computed, lanes, at))
+        self._clock.start(lanes.computation)
+
+    def _computed(self, lanes: Lanes, at: int) -> None:
+        lanes.computation = None
+        lanes.finish(at, self._clock.now)
+        self._advance(lanes)
+
+    def _arrive(self, lanes: Lanes, at: int) -> None:
+        op = lanes.operations[at]
+        lanes.communicating = True
+        lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
+        if isinstance(op, SendRecv):
+            self._arrive_at_peers(lanes, at, op)
+        else:
+            assert isinstance(op, AllGather | ReduceScatter | AllToAll)
+            self._arrive_at_meeting(lanes, at, op)
+
+    def _arrive_at_meeting(self, lanes: Lanes, at: int, op: Collective) -> None:
+        rank = lanes.rank
+        times = self._met.get((op.group, rank), 0)
+        self._met[op.group, rank] = times + 1
+        meeting = self._meetings.setdefault((op.group, times), _Meeting([]))
+        member = self._member[op.group][rank]
+        seconds = self._costs.collective(op, self._tables[rank], member)
+        meeting.seconds = max(meeting.seconds, seconds)
+        size = len(self._one.groups[op.group])
+        moved = self._meter.traffic(op, member, size, self._tables[rank])
+        self._received[rank] += moved.received_bytes
+        meeting.arrived.append((rank, at))
+        if len(meeting.arrived) == size:
+            del self._meetings[op.group, times]
+            self._begin(
+                meeting.seconds,
+                meeting.arrived,
+                self._nics([rank for rank, _ in meeting.arrived]),
+                self._communicated,
+            )
+
+    def _nics(self, ranks: list[int]) -> tuple[Shared, ...]:
+        """Shared NICs that a collective between nodes uses; a NIC for each rank is never shared."""
+        cluster = self._cluster
+        if not cluster.ranks_share_nics:
+            return ()
+        devices = [self._plan.devices[rank] for rank in ranks]
+        if len({cluster.node_of(device) for device in devices}) == 1:
+            return ()
+        nics = {("nic", *cluster.nic_of(device)) for device in devices}
+        return tuple(self._shared.setdefault(nic, Shared(1.0)) for nic in sorted(nics))
+
+    def _arrive_at_peers(self, lanes: Lanes, at: int, op: SendRecv) -> None:
+        ranks = self._one.groups[op.group]
+        flows = self._meter.flows(op, self._tables[lanes.rank])
+        sent = flows.sent[op.to_member] if op.sends else 0
+        received = flows.received[op.from_member][0] if op.receives else 0
+        self._halves[lanes.rank, at] = bool(op.sends) + bool(op.receives)
+        if op.sends:
+            key = (op.group, lanes.rank, ranks[op.to_member])
+            self._pair(key, _End(lanes.rank, at, sent), self._senders, self._receivers)
+        if op.receives:
+            key = (op.group, ranks[op.from_member], lanes.rank)
+            self._pair(key, _End(lanes.rank, at, received), self._receivers, self._senders)
+        if not op.sends and not op.receives:
+            self._communicated([(lanes.rank, at)])
+
+    def _pair(
+        self,
+        key: _Flow,
+        end: _End,
+        own: dict[_Flow, deque[_End]],
+        others: dict[_Flow, deque[_End]],
+    ) -> None:
+        waiting = others.get(key)
+        if not waiting:
+            own.setdefault(key, deque()).append(end)
+            return
+        other = waiting.popleft()
+        _, source, target = key
+        devices = self._plan.devices
+        seconds = self._costs.flow(devices[source], devices[target], end.num_bytes)
+        self._received[target] += end.num_bytes
+        ends = [(other.rank, other.at), (end.rank, end.at)]
+        shares = self._flow_shares(devices[source], devices[target])
+        self._begin(seconds, ends, shares, self._half_done)
+
+    def _flow_shares(self, source: int, target: int) -> tuple[Shared, ...]:
+        cluster = self._cluster
+        if cluster.node_of(source) == cluster.node_of(target):
+            return ()
+        network = cluster.network
+        room = network.peer_node_gb_per_second / network.peer.gb_per_second
+        keys: list[tuple[object, float]] = [
+            (("out", cluster.node_of(source)), room),
+            (("in", cluster.node_of(target)), room),
+            (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
+        ]
+        if cluster.ranks_share_nics:
+            flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+            keys += [(("send", *cluster.nic_of(source)), flows)]
+            keys += [(("receive", *cluster.nic_of(target)), flows)]
+        return tuple(self._shared.setdefault(key, Shared(size)) for key, size in keys)
+
+    def _begin(
+        self,
+        seconds: float,
+        ends: list[_Place],
+        shares: tuple[Shared, ...],
+        done: Callable[[list[_Place]], None],
+    ) -> None:
+        transfer = Transfer(Activity(seconds, lambda: None, shares))
+        transfer.activity.done = partial(self._ended, transfer, ends, done)
+        for rank, at in ends:
+            lanes = self._lanes[rank]
+            lanes.times.start[at] = self._clock.now
+            lanes.transfers.append(transfer)
+            transfer.computing += lanes.known_computing
+        self._clock.start(transfer.activity, self._speed(transfer))
+
+    def _ended(
+        self,
+        transfer: Transfer,
+        ends: list[_Place],
+        done: Callable[[list[_Place]], None],
+    ) -> None:
+        for rank, _ in ends:
+            self._lanes[rank].transfers.remove(transfer)
+        done(ends)
+
+    def _half_done(self, ends: list[_Place]) -> None:
+        finished = []
+        for end in ends:
+            self._halves[end] -= 1
+            if not self._halves[end]:
+                del self._halves[end]
+                finished.append(end)
+        self._communicated(finished)
+
+    def _communicated(self, ends: list[_Place]) -> None:
+        for rank, at in ends:
+            lanes = self._lanes[rank]
+            lanes.communicating = False
+            lanes.finish(at, self._clock.now)
+        for rank, _ in ends:
+            self._advance(self._lanes[rank])

@@ -1,0 +1,155 @@
+"""What a simulation found: when every operation of every rank was issued, began and ended.
+
+For computation issue and begin are the same; a communication is issued when its rank comes to it,
+and begins when the other members have come too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.order import Overlap
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.dependencies import is_communication
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import Free
+from mesh_attention.plan.runs import Run, visible_pairs
+
+__all__ = ["Event", "Lane", "LaneTimes", "RankTimes", "Timeline"]
+
+
+class Lane(StrEnum):
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """By operation of the program, in seconds from the beginning."""
+
+    issued: list[float]
+    start: list[float]
+    end: list[float]
+
+    @staticmethod
+    def of(num_operations: int) -> RankTimes:
+        return RankTimes(*([0.0] * num_operations for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    rank: int
+    lane: Lane
+    name: str
+    kind: str
+    issued: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTimes:
+    """Of one lane of one rank: at work, and idle or waiting for other ranks until the end."""
+
+    busy_seconds: float
+    waiting_seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    plan: Plan
+    one: Pass
+    cluster: Cluster
+    overlap: Overlap
+    ranks: tuple[RankTimes, ...]
+    workspace_bytes: int  # of the rank that needs most, for one batch element
+    received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
+
+    @cached_property
+    def runtime_seconds(self) -> float:
+        return max((max(times.end, default=0.0) for times in self.ranks), default=0.0)
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """Everything that takes time on one rank, in program order."""
+        times = self.ranks[rank]
+        for at, op in enumerate(self.one.programs[rank].operations):
+            if isinstance(op, Free):
+                continue
+            lane = Lane.COMMUNICATION if is_communication(op) else Lane.COMPUTE
+            yield Event(
+                rank,
+                lane,
+                op.name,
+                type(op).__name__,
+                times.issued[at],
+                times.start[at],
+                times.end[at],
+            )
+
+    @cached_property
+    def lanes(self) -> tuple[dict[Lane, LaneTimes], ...]:
+        """By rank."""
+        result = []
+        for rank in range(len(self.ranks)):
+            busy = dict.fromkeys(Lane, 0.0)
+            for event in self.events(rank):
+                busy[event.lane] += event.end - event.start
+            total = self.runtime_seconds
+            result.append({lane: LaneTimes(b, total - b) for lane, b in busy.items()})
+        return tuple(result)
+
+    @property
+    def exposed_communication_seconds(self) -> float:
+        """Time in which a rank computes nothing, as a mean over ranks: waiting for data, for other
+        ranks, and at the end for the slowest one."""
+        idle = [lanes[Lane.COMPUTE].waiting_seconds for lanes in self.lanes]
+        return sum(idle) / len(idle)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of all ranks, by the area of the mask."""
+        problem = self.plan.problem
+        everything = Run(0, problem.q_tokens), Run(0, problem.keys)
+        pairs = int(visible_pairs([everything[0]], [everything[1]], problem.rows)[0, 0])
+        return problem.flops(pairs, backward=self.one.direction is Direction.BACKWARD)
+
+    @property
+    def mfu_percent(self) -> float:
+        peak = self.cluster.gpu.peak_tflops * 1e12 * self.plan.num_ranks
+        return 100.0 * self.flops / (peak * self.runtime_seconds) if self.runtime_seconds else 0.0
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Workspace together with the caller's shards and the results."""
+        problem = self.plan.problem
+        kept = max(
+            sum(b.num_bytes(problem) for b in p.buffers if b.role is not Role.WORKSPACE)
+            for p in self.one.programs
+        )
+        return self.workspace_bytes + kept
+
+    def to_json(self) -> dict[str, Any]:
+        idle = [lanes[Lane.COMPUTE].waiting_seconds for lanes in self.lanes]
+        busy = [lanes[Lane.COMMUNICATION].busy_seconds for lanes in self.lanes]
+        received = self.received_bytes
+        return {
+            "method": self.plan.method,
+            "direction": self.one.direction.value,
+            "ranks": self.plan.num_ranks,
+            "cluster": self.cluster.name,
+            "overlap": self.overlap.value,
+            "setting": self.one.setting | {"layout": str(self.plan.q_layout.kind)},
+            "runtime_seconds": self.runtime_seconds,
+            "mfu_percent": self.mfu_percent,
+            "exposed_communication_seconds": self.exposed_communication_seconds,
+            "longest_idle_seconds": max(idle),
+            "communication_busy_seconds": {"mean": sum(busy) / len(busy), "max": max(busy)},
+            "peak_bytes": self.peak_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "received_bytes": {"mean": sum(received) / len(received), "max": max(received)},
+        }
