@@ -10,7 +10,7 @@ import pytest
 from mesh_attention.cli.main import main
 from mesh_attention.plan.methods import table
 
-PLANNING = ("plan", "volume", "verify", "draw")
+PLANNING = ("plan", "volume", "verify", "simulate", "draw")
 IMPOSSIBLE = [
     ("volume --tile 3x4 --ranks 9", "tiles that fit: 1x9, 3x3, 9x1"),
     ("volume --tile 3", "--tile: '3' is not a tile such as 4x2"),
@@ -55,8 +55,19 @@ IMPOSSIBLE = [
     ("plan --text /no/such/folder/plan.txt", "No such file"),
     ("verify --text /no/such/plan.txt", "No such file"),
     ("verify --text plan.txt --ranks 9 --causal", "leave out --causal, --ranks"),
+    ("simulate --cluster hgx-h10", "did you mean hgx-h100?"),
+    ("simulate --cluster /no/such/file.toml", "neither a file nor one of"),
+    ("simulate --ranks-per-node 4", "a node of hgx-h100 has 8 ranks"),
+    ("simulate --cluster paper --ranks 512", "paper has 256 ranks"),
+    ("simulate --overlap some", "known: none, strict, events"),
+    ("simulate --method ring --chunks 2x2", "method ring has no option 'chunks'"),
+    ("simulate --method ring --chunks 2x2 --best", "method ring has no option 'chunks'"),
+    ("simulate --tile 3x3 --ranks 8 --best", "tiles that fit"),
+    ("simulate --ranks 4 --tokens 64 --gantt chart.pdf", "written as .png or .svg"),
+    ("simulate --ranks 4 --tokens 64 --trace /no/such/folder/trace.json", "No such file"),
+    ("simulate --trace-ranks 0", "at least 1"),
     ("pln", "unknown command pln (did you mean plan?)"),
-    ("vol", "commands: plan, volume, verify, draw"),
+    ("vol", "commands: plan, volume, verify, simulate, draw"),
     ("--colour", "unknown option --colour"),
 ]
 

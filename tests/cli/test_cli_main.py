@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from mesh_attention.cli import build, command, output, progress, values
+from mesh_attention.cli import build, command, output, progress, simulated, values
 from mesh_attention.cli.main import COMMANDS, main
 from mesh_attention.version import __version__
 
-PLANNING = ("plan", "volume", "verify", "draw")
+PLANNING = ("plan", "volume", "verify", "simulate", "draw")
 OPTIONS = [
     "--method",
     "--ranks",
@@ -101,7 +101,7 @@ def test_no_command_imports_torch() -> None:
     script = (
         "import sys\n"
         "from mesh_attention.cli.main import COMMANDS, main\n"
-        "for name in ('plan', 'volume', 'verify', 'draw'):\n"
+        "for name in ('plan', 'volume', 'verify', 'simulate', 'draw'):\n"
         "    for more in ([], ['--json']):\n"
         "        assert main([name, '--ranks', '4', '--tokens', '64', *more]) == 0\n"
         "        assert 'torch' not in sys.modules, name\n"
@@ -130,7 +130,7 @@ def test_progress_is_only_for_a_person_at_a_terminal(
     assert "verifying" in err
 
 
-@pytest.mark.parametrize("module", [build, command, output, values])
+@pytest.mark.parametrize("module", [build, command, output, simulated, values])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0

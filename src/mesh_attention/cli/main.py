@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mesh_attention.cli import demo, draw, plan, verify, volume
+from mesh_attention.cli import demo, draw, plan, simulate, verify, volume
 from mesh_attention.cli.command import Command, Parser, UsageError, did_you_mean
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.version import __version__
@@ -19,7 +19,14 @@ __all__ = ["COMMANDS", "main"]
 PROGRAM = "mesh-attention"
 COMMANDS: dict[str, Command] = {
     command.name: command
-    for command in (plan.COMMAND, volume.COMMAND, verify.COMMAND, draw.COMMAND, demo.COMMAND)
+    for command in (
+        plan.COMMAND,
+        volume.COMMAND,
+        verify.COMMAND,
+        simulate.COMMAND,
+        draw.COMMAND,
+        demo.COMMAND,
+    )
 }
 
 

@@ -100,8 +100,9 @@ def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
             raise refuse(f"= {value!r} must be a whole number of at least 1")
         return value
     name = path[-1]
-    if value < 0 or (value == 0 and not name.endswith(_MAY_BE_ZERO)):
-        raise refuse(f"= {value!r} must be above 0")
+    may_be_zero = name.endswith(_MAY_BE_ZERO)
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise refuse(f"= {value!r} must be {'at least' if may_be_zero else 'above'} 0")
     if name.endswith("slowdown") and value >= 1:
         raise refuse(f"= {value!r} must be below 1: it is the part of the speed that is lost")
     return float(value)

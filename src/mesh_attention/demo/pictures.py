@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import TaskGraph, event_times
 from mesh_attention.plan.schedule.tasks import Schedule
+from mesh_attention.plots import pyplot
 
 __all__ = ["draw_assignments", "draw_schedule"]
 
 _LANES = ("communication", "computation")
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MeshAttentionError(
-            "pictures need matplotlib: pip install 'mesh-attention[plots]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> None:
     """Side by side: which rank computes each (Q partition, KV partition) cell."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.8), squeeze=False)
     for axis, (title, matrix) in zip(axes[0], panels, strict=True):
         size = len(matrix)
@@ -52,7 +38,7 @@ def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> No
 
 def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) -> None:
     """Both lanes over time, each task starting when its own inputs are there (modelled costs)."""
-    plt = _pyplot()
+    plt = pyplot()
     times = event_times(graph, schedule)
     communication = {task.name for task in graph.communication}
     figure, axis = plt.subplots(figsize=(12, 2.8))

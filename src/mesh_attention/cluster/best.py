@@ -1,0 +1,178 @@
+"""The setting of a method with the shortest simulated time. Pure: same question, same answer.
+
+First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates) at
+few chunks; then the chunks of the best shape, by doubling and halving while that helps; then the
+chunks found with the next best shapes. What the caller gave stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.order import Overlap
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.simulate import simulate
+from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.mesh import MAX_TASKS
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["Best", "find_best"]
+
+Chunks = tuple[int, int]
+FIRST_CHUNKS: Chunks = (2, 2)
+NUM_REFINED = 3  # shapes that meet the chunks found for the best one
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """`options` make the plan of `timeline` (with `plan_on`); `tried` counts simulations."""
+
+    timeline: Timeline
+    options: dict[str, Any]
+    tried: int
+
+
+def find_best(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster,
+    *,
+    method: str = DEFAULT_METHOD,
+    direction: Direction | str = Direction.FORWARD,
+    options: Mapping[str, Any] | None = None,
+    overlap: Overlap | str = Overlap.EVENTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Best:
+    """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
+    those that do not; those that the method refuses are passed over, unless it refuses all."""
+    given = dict(options or {})
+    one = Direction(direction)
+
+    def measure(setting: dict[str, Any]) -> Timeline:
+        plan = plan_on(cluster, problem, num_ranks, method=method, directions=(one,), **setting)
+        return simulate(plan, cluster, one, overlap=overlap)
+
+    search = _Search(measure, progress)
+    search.attempt(given)  # the method's own choice, and its refusal of what was given
+    shapes = []
+    if method in METHODS:
+        shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
+    chunked = method in METHODS and "chunks" in METHODS[method].options()
+    free_chunks = chunked and not {"chunks", "backward_chunks"} & given.keys()
+    first = {"chunks": FIRST_CHUNKS} if free_chunks else {}
+    search.expect(len(shapes) + (12 if free_chunks else 0))
+    for shape in ({}, *shapes):
+        search.attempt(shape | given | first)
+    if free_chunks:
+        _refine_chunks(search)
+    return search.answer()
+
+
+Score = tuple[bool, float]
+Key = tuple[tuple[str, Any], ...]
+
+
+class _Search:
+    """Settings tried so far, each once."""
+
+    def __init__(
+        self,
+        measure: Callable[[dict[str, Any]], Timeline],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._measure, self._progress = measure, progress
+        self._scores: dict[Key, Score | None] = {}
+        self._best: tuple[Score, dict[str, Any], Timeline] | None = None
+        self._refusal: PlanError | None = None
+        self._expected = 1
+
+    def expect(self, more: int) -> None:
+        self._expected += more
+
+    def attempt(self, setting: dict[str, Any]) -> Score | None:
+        """How good it is; None where the method refuses it."""
+        key = tuple(sorted(setting.items()))
+        if key in self._scores:
+            return self._scores[key]
+        score = None
+        try:
+            timeline = self._measure(setting)
+        except PlanError as error:
+            self._refusal = self._refusal or error
+        else:
+            memory = timeline.cluster.gpu.memory_gib * 2**30
+            score = (timeline.peak_bytes > memory, timeline.runtime_seconds)
+            if self._best is None or score < self._best[0]:
+                self._best = score, setting, timeline
+        self._scores[key] = score
+        if self._progress:
+            done = len(self._scores)
+            self._progress(done, max(done, self._expected))
+        return score
+
+    def ranking(self) -> list[dict[str, Any]]:
+        """Best first."""
+        scored = [(score, key) for key, score in self._scores.items() if score is not None]
+        return [dict(key) for _, key in sorted(scored, key=lambda pair: pair[0])]
+
+    def answer(self) -> Best:
+        if self._best is None:
+            assert self._refusal is not None
+            raise self._refusal
+        _, setting, timeline = self._best
+        tried = sum(score is not None for score in self._scores.values())
+        return Best(timeline, setting, tried)
+
+
+def _refine_chunks(search: _Search) -> None:
+    ranking = search.ranking()
+    if not ranking:
+        return
+    shapes: list[dict[str, Any]] = []
+    for setting in ranking:
+        shape = {name: value for name, value in setting.items() if name != "chunks"}
+        if shape not in shapes:
+            shapes.append(shape)
+    best = _climb(search, shapes[0], ranking[0].get("chunks", (1, 1)))
+    for shape in shapes[1:NUM_REFINED]:
+        if search.attempt(shape | {"chunks": best}) == _leading(search):
+            best = _climb(search, shape, best)
+
+
+def _leading(search: _Search) -> Score | None:
+    return search.attempt(search.ranking()[0])
+
+
+def _climb(search: _Search, shape: dict[str, Any], chunks: Chunks) -> Chunks:
+    """From chunks to better neighbours until there are none."""
+    best, score = chunks, search.attempt(shape | {"chunks": chunks})
+    while True:
+        found = best
+        for near in _neighbours(best):
+            other = search.attempt(shape | {"chunks": near})
+            if other is not None and (score is None or other < score):
+                found, score = near, other
+        if found == best:
+            return best
+        best = found
+
+
+def _neighbours(chunks: Chunks) -> Iterable[Chunks]:
+    """Twice or half as many on one side, or moved from one side to the other."""
+    kq, kkv = chunks
+    for near in (
+        (2 * kq, kkv),
+        (kq, 2 * kkv),
+        (kq // 2, kkv),
+        (kq, kkv // 2),
+        (2 * kq, kkv // 2),
+        (kq // 2, 2 * kkv),
+    ):
+        if min(near) >= 1 and near[0] * near[1] <= MAX_TASKS:
+            yield near

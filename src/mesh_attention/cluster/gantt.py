@@ -1,0 +1,107 @@
+"""A Gantt chart of timelines: two lanes for each of the first ranks, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cluster.timeline import Event, Lane, Timeline
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plots import pyplot
+
+__all__ = ["check_gantt", "draw_gantt"]
+
+_FORMATS = (".png", ".svg")
+_WAIT = "waits for other ranks"
+_COLOURS = {
+    "Attend": "#ffb703",
+    "AttendBackward": "#fb8500",
+    "Merge": "#bc6c25",
+    "AllGather": "#219ebc",
+    "ReduceScatter": "#e5989b",
+    "AllToAll": "#9d4edd",
+    "SendRecv": "#2a9d8f",
+    _WAIT: "#e9ecef",
+}
+_LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
+
+
+def check_gantt(path: Path | str, num_ranks: int) -> None:
+    """Refuses now what `draw_gantt` would refuse after a long search."""
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise MeshAttentionError(f"{path}: a Gantt chart is written as .png or .svg")
+    if num_ranks < 1:
+        raise MeshAttentionError(f"num_ranks={num_ranks}: a Gantt chart shows at least 1 rank")
+    pyplot()
+
+
+def draw_gantt(timelines: Sequence[Timeline], path: Path | str, num_ranks: int = 4) -> None:
+    """One panel a pass, written as PNG or SVG by the ending of `path`."""
+    check_gantt(path, num_ranks)
+    plt = pyplot()
+    shown = min(num_ranks, timelines[0].plan.num_ranks)
+    height = 1.4 + 0.56 * shown
+    size = (12, height * len(timelines))
+    figure, axes = plt.subplots(len(timelines), 1, figsize=size, squeeze=False)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw(plt, axis, timeline, shown)
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
+    lanes = list(Lane)
+    width = timeline.runtime_seconds * 1e3
+    kinds: set[str] = set()
+    for rank in range(shown):
+        for event in timeline.events(rank):
+            row = rank * len(lanes) + lanes.index(event.lane)
+            if event.start > event.issued:
+                kinds.add(_WAIT)
+                _bar(axis, row, event.issued, event.start, _WAIT)
+            if event.end > event.start:
+                kinds.add(event.kind)
+                _bar(axis, row, event.start, event.end, event.kind)
+                _label(axis, row, event, width)
+    labels = [f"rank {rank} {lane.value}" for rank in range(shown) for lane in lanes]
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.set_xlim(0, width or 1.0)
+    for rank in range(1, shown):
+        axis.axhline(rank * len(lanes) - 0.5, color="#adb5bd", linewidth=0.6)
+    axis.set_xlabel("milliseconds, modelled")
+    axis.set_title(_title(timeline, shown), fontsize=10, loc="left")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in _COLOURS.items() if k in kinds]
+    names = [kind for kind in _COLOURS if kind in kinds]
+    axis.legend(patches, names, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _bar(axis: Any, row: int, start: float, end: float, kind: str) -> None:
+    axis.barh(
+        row,
+        (end - start) * 1e3,
+        left=start * 1e3,
+        height=0.84,
+        color=_COLOURS[kind],
+        edgecolor="white",
+        linewidth=0.4,
+    )
+
+
+def _label(axis: Any, row: int, event: Event, width: float) -> None:
+    """The name of an operation, where its bar has room for it."""
+    if (event.end - event.start) * 1e3 > _LABEL_SHARE * width * len(event.name):
+        middle = (event.start + event.end) / 2 * 1e3
+        axis.text(middle, row, event.name, ha="center", va="center", fontsize=7)
+
+
+def _title(timeline: Timeline, shown: int) -> str:
+    plan = timeline.plan
+    ranks = f"ranks 0 to {shown - 1} of {plan.num_ranks}" if shown < plan.num_ranks else "all ranks"
+    return (
+        f"{plan.method} {timeline.one.direction} on {timeline.cluster.name}, {ranks}: "
+        f"{timeline.runtime_seconds * 1e3:.3f} ms, MFU {timeline.mfu_percent:.1f} %, "
+        f"exposed communication {timeline.exposed_communication_seconds * 1e3:.3f} ms"
+    )

@@ -1,0 +1,58 @@
+"""Plans for a cluster: its node size and its rough costs are settings that no caller repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.load import ClusterError
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, make_plan
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["plan_on", "setting_of"]
+
+# Options that a pass states itself, for the pass at hand, or that follow from the cluster.
+_STATED = (
+    "tile", "backward_tile", "chunks", "backward_chunks", "rotation", "scheduler", "layout",
+    "ranks_per_node", "costs", "gamma",
+)  # fmt: skip
+
+
+def plan_on(
+    cluster: Cluster,
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    directions: tuple[Direction, ...] = tuple(Direction),
+    **options: Any,
+) -> Plan:
+    """`make_plan` for so many ranks of this cluster."""
+    if num_ranks > cluster.num_ranks:
+        raise ClusterError(
+            f"{cluster.name} has {cluster.num_ranks} ranks ({cluster.nodes} nodes of "
+            f"{cluster.node.ranks}), fewer than ranks={num_ranks}"
+        )
+    given = options.pop("ranks_per_node", None)
+    if given not in (None, cluster.node.ranks):
+        raise ClusterError(
+            f"ranks_per_node={given}: a node of {cluster.name} has {cluster.node.ranks} ranks; "
+            "leave it out, or describe another cluster in a file"
+        )
+    nodes = {"ranks_per_node": cluster.node.ranks}
+    if method in METHODS and "costs" in METHODS[method].options():
+        options.setdefault("costs", cluster.planning_costs(num_ranks))
+    return make_plan(problem, num_ranks, method=method, directions=directions, **nodes, **options)
+
+
+def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen for a pass: what it says itself, and the options that it does not name."""
+    setting: dict[str, Any] = {**one.setting, "layout": plan.q_layout.kind.value}
+    for name, value in options.items():
+        if name not in _STATED and value is not None:
+            setting.setdefault(name, value)
+    if "tile" in setting:
+        setting.setdefault("alpha", None)  # row by row
+    return setting

@@ -1,0 +1,23 @@
+"""matplotlib, imported only when a picture is drawn: it is an extra (`plots`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh_attention.errors import MeshAttentionError
+
+__all__ = ["pyplot"]
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot` without a screen, or an error that says what to install."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MeshAttentionError(
+            "pictures need matplotlib: pip install 'mesh-attention[plots]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt

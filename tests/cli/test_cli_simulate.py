@@ -1,0 +1,139 @@
+"""`mesh-attention simulate`: numbers to people and as JSON, traces, charts, and the search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_attention.cli.main import main
+from mesh_attention.cluster import cluster_names
+from mesh_attention.plan.methods.table import METHODS
+
+KEYS = {"runtime_seconds", "mfu_percent", "exposed_communication_seconds", "peak_bytes", "setting"}
+SMALL = "simulate --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
+
+
+def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(line.split()) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def as_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(output(f"{line} --json", capsys))
+
+
+def test_one_pass_is_one_object_and_both_are_one_each(capsys: pytest.CaptureFixture[str]) -> None:
+    both = as_json(SMALL, capsys)
+    assert list(both) == ["forward", "backward"]
+    for direction, found in both.items():
+        assert set(found) >= KEYS
+        assert as_json(f"{SMALL} --pass {direction}", capsys) == found
+    assert both["backward"]["runtime_seconds"] > both["forward"]["runtime_seconds"]
+
+
+def test_the_setting_says_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SMALL} --pass forward --tile 4x4 --chunks 2x1 --alpha 2 --layout striped"
+    setting = as_json(line, capsys)["setting"]
+    assert setting["tile"] == "4x4"
+    assert setting["chunks"] == "2x1"
+    assert setting["alpha"] == 2
+    assert setting["layout"] == "striped"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_asked_for(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(f"{SMALL} --method {method}", capsys)
+    assert {one["method"] for one in found.values()} == {method}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--method usp --ulysses 4",
+        "--method startrail --team 2",
+        "--no-rotation",
+        "--kv-heads 4 --head-dim 64",
+        "--gather-out --combine reduce-scatter",
+        "--backward-tile 2x8 --backward-chunks 1x2",
+        "--window 1000 --scheduler search",
+    ],
+)
+def test_the_options_of_plans_are_taken(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, other = as_json(SMALL, capsys), as_json(f"{SMALL} {more}", capsys)
+    assert plain != other
+
+
+def test_ways_to_overlap_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SMALL} --tokens 65536 --chunks 2x2 --pass forward --overlap"
+    times = [as_json(f"{line} {way}", capsys) for way in ("events", "strict", "none")]
+    assert [found["overlap"] for found in times] == ["events", "strict", "none"]
+    seconds = [found["runtime_seconds"] for found in times]
+    assert seconds == sorted(seconds)
+
+
+def test_people_get_a_table_that_says_it_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output(SMALL, capsys)
+    assert out.startswith("mesh on 16 ranks of paper, 2 nodes of 8\n8192 tokens")
+    for word in ("runtime", "MFU", "exposed communication", "peak memory", "tile 4x4"):
+        assert word in out
+    assert "Modelled, not measured" in out
+    assert "best of" not in out
+    huge = output("simulate --ranks 2 --tokens 16777216 --heads 64 --pass forward", capsys)
+    assert "needs more than the 80.00 GiB of a GPU" in huge
+
+
+@pytest.mark.parametrize("method", ["mesh", "mesh-usp", "ring", "startrail"])
+def test_best_is_at_least_as_fast_as_the_default(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"{SMALL} --method {method}"
+    usual, best = as_json(line, capsys), as_json(f"{line} --best", capsys)
+    for direction in usual:
+        assert best[direction]["runtime_seconds"] <= usual[direction]["runtime_seconds"]
+        assert best[direction]["settings_tried"] >= 1
+    assert "best of" in output(f"{line} --best --pass forward", capsys)
+
+
+def test_best_keeps_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SMALL} --best --pass backward --tile 2x8 --chunks 1x2"
+    setting = as_json(line, capsys)["setting"]
+    assert (setting["tile"], setting["chunks"]) == ("2x8", "1x2")
+
+
+def test_a_trace_and_a_chart_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    trace, chart = tmp_path / "trace.json", tmp_path / "chart.svg"
+    files = f"--trace {trace} --trace-ranks 2 --gantt {chart} --gantt-ranks 2"
+    out = output(f"{SMALL} {files}", capsys)
+    assert f"trace: {trace} (ranks 0 to 1;" in out
+    assert f"picture: {chart}" in out
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert chart.read_text().startswith("<?xml")
+
+
+def test_clusters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output("simulate --clusters", capsys)
+    assert [line.split()[0] for line in out.splitlines()] == list(cluster_names())
+    assert list(as_json("simulate --clusters", capsys)) == list(cluster_names())
+
+
+def test_a_cluster_of_ones_own_is_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from importlib import resources
+
+    text = (resources.files("mesh_attention.cluster") / "clusters/hgx-h100.toml").read_text()
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace('name = "hgx-h100"', 'name = "mine"'))
+    line = "simulate --ranks 16 --tokens 8192 --pass forward"
+    mine = as_json(f"{line} --cluster {file}", capsys)
+    shipped = as_json(f"{line} --cluster hgx-h100", capsys)
+    assert mine | {"cluster": "hgx-h100"} == shipped

@@ -1,0 +1,39 @@
+"""Small plans on shipped clusters, simulated, for the tests of this folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh_attention.cluster import Overlap, Timeline, load_cluster, simulate
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["problem_of", "timeline_of"]
+
+
+def problem_of(tokens: int = 4096, *, causal: bool = True, heads: int = 16) -> Problem:
+    return Problem(tokens, heads, head_dim=64, mask=Mask(causal=causal))
+
+
+def timeline_of(
+    method: str,
+    ranks: int = 8,
+    *,
+    cluster: str = "hgx-h100",
+    direction: Direction = Direction.FORWARD,
+    overlap: Overlap = Overlap.EVENTS,
+    causal: bool = True,
+    **options: Any,
+) -> Timeline:
+    described = load_cluster(cluster)
+    plan = plan_on(
+        described,
+        problem_of(causal=causal),
+        ranks,
+        method=method,
+        directions=(direction,),
+        **options,
+    )
+    return simulate(plan, described, direction, overlap=overlap)

@@ -1,0 +1,84 @@
+"""The search: never worse than the method's own choice, faithful to what was given, repeatable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulated_cases import problem_of
+
+from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+
+PAPER = load_cluster("paper")
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("method", METHODS)
+def test_the_best_is_at_least_as_fast_as_the_methods_own_choice(
+    method: str, direction: Direction
+) -> None:
+    problem = problem_of(65536)
+    default = plan_on(PAPER, problem, 16, method=method, directions=(direction,))
+    usual = simulate(default, PAPER, direction).runtime_seconds
+    best = find_best(problem, 16, PAPER, method=method, direction=direction)
+    assert best.timeline.runtime_seconds <= usual
+    plan = plan_on(PAPER, problem, 16, method=method, directions=(direction,), **best.options)
+    again = simulate(plan, PAPER, direction)
+    assert again.runtime_seconds == best.timeline.runtime_seconds
+
+
+def test_the_climb_finds_what_trying_everything_finds() -> None:
+    problem = problem_of(131072)
+    best = find_best(problem, 16, PAPER)
+    everything = []
+    for shape in METHODS["mesh"].candidates(problem, 16, 8):
+        for chunks in ((kq, kkv) for kq in (1, 2, 4) for kkv in (1, 2, 4)):
+            plan = plan_on(
+                PAPER, problem, 16, directions=(Direction.FORWARD,), chunks=chunks, **shape
+            )
+            everything.append(simulate(plan, PAPER).runtime_seconds)
+    assert best.timeline.runtime_seconds <= 1.01 * min(everything)
+    assert best.tried < len(everything) / 2
+
+
+def test_what_is_given_stays() -> None:
+    best = find_best(problem_of(65536), 16, PAPER, options={"tile": (2, 8), "chunks": (1, 2)})
+    assert best.timeline.one.setting["tile"] == "2x8"
+    assert best.timeline.one.setting["chunks"] == "1x2"
+    best = find_best(problem_of(65536), 16, PAPER, method="mesh-usp", options={"ulysses": 16})
+    assert best.timeline.one.setting["ulysses"] == "16"
+
+
+def with_memory(num_bytes: float) -> Cluster:
+    return replace(PAPER, gpu=replace(PAPER.gpu, memory_gib=num_bytes / 2**30))
+
+
+def test_what_fits_into_memory_wins() -> None:
+    problem = problem_of(65536)
+    free = find_best(problem, 16, PAPER).timeline
+    smaller = with_memory(free.peak_bytes - 1)
+    fitting = find_best(problem, 16, smaller).timeline
+    assert fitting.peak_bytes < free.peak_bytes
+    assert fitting.runtime_seconds >= free.runtime_seconds
+    assert find_best(problem, 16, with_memory(1)).timeline.runtime_seconds > 0  # still an answer
+
+
+def test_a_refusal_of_everything_is_the_methods_own() -> None:
+    with pytest.raises(PlanError, match="tiles that fit"):
+        find_best(problem_of(), 16, PAPER, options={"tile": (3, 3)})
+    with pytest.raises(PlanError, match="has no option 'tile'"):
+        find_best(problem_of(), 16, PAPER, method="ring", options={"tile": (4, 4)})
+    with pytest.raises(PlanError, match="known methods"):
+        find_best(problem_of(), 16, PAPER, method="rng")
+
+
+def test_progress_grows_to_the_end() -> None:
+    told: list[tuple[int, int]] = []
+    find_best(problem_of(), 8, PAPER, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert all(done <= total for done, total in told)

@@ -1,0 +1,117 @@
+"""Cluster files: every constant says where it comes from, and mistakes are answered by name."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.cluster import cluster_names, load_cluster
+from mesh_attention.cluster.load import ClusterError, parse_cluster
+
+FOLDER = resources.files("mesh_attention.cluster") / "clusters"
+GOOD = (FOLDER / "hgx-h100.toml").read_text(encoding="utf-8")
+NUMBER = re.compile(r"^\s*([\w.]+)\s*=\s*[-+.\d][\w.+-]*")
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def changed(line: str, instead: str) -> str:
+    """The good file with one line (given by its beginning) replaced, or left out."""
+    found = re.subn(rf"(?m)^{re.escape(line)}.*$", instead, GOOD, count=1)
+    assert found[1] == 1, line
+    return found[0]
+
+
+def test_the_promised_clusters_ship() -> None:
+    assert set(cluster_names()) >= {"paper", "hgx-h100", "hgx-h200", "gb200-nvl72", "a100-roce"}
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_number_says_where_it_comes_from_or_that_it_is_assumed(name: str) -> None:
+    numbers = [line for line in text_of(name).splitlines() if NUMBER.match(line)]
+    assert len(numbers) > 35
+    bare = [line for line in numbers if not re.search(r"#\s*\S{3,}", line)]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_shipped_cluster_is_read_and_named_as_its_file(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name == tomllib.loads(text_of(name))["name"]
+    assert cluster.description
+    assert cluster.num_ranks >= 256
+    for curves in (cluster.compute.forward, cluster.compute.backward):
+        assert all(0 < rate.tflops < cluster.gpu.peak_tflops for rate in curves.values())
+    inside, between = cluster.planning_costs(8), cluster.planning_costs(256)
+    assert inside.bytes_per_second > between.bytes_per_second
+
+
+@pytest.mark.parametrize("name", sorted(set(cluster_names()) - {"paper"}))
+def test_clusters_of_today_hold_4096_ranks(name: str) -> None:
+    assert load_cluster(name).num_ranks >= 4096
+
+
+def test_a_file_of_ones_own_is_read_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(changed("nodes", "nodes = 3"))
+    assert load_cluster(file) == load_cluster(str(file))
+    assert load_cluster(file).num_ranks == 24
+
+
+BAD = [
+    ("nodes", "", "the file lacks 'nodes'"),
+    ("nodes", "nodes = 0", "nodes = 0 must be a whole number of at least 1"),
+    ("nodes", "nodes = 2.5", "nodes = 2.5 must be a whole number"),
+    ("nodes", "nodes = true", "nodes = True must be a number"),
+    ("nodes", "nodes = 2\nracks = 4", "the file has no field 'racks'; its fields: name, "),
+    ("name =", "name = 7", "name = 7 must be text"),
+    ("peak_tflops", "", "gpu lacks 'peak_tflops'"),
+    ("peak_tflops", "peak_tflops = -1", "gpu.peak_tflops = -1 must be above 0"),
+    ("peak_tflops", 'peak_tflops = "fast"', "gpu.peak_tflops = 'fast' must be a number"),
+    ("peak_tflops", "peak_tflops = inf", "gpu.peak_tflops = inf must be a number"),
+    ("peak_tflops", "peak_tflops = nan", "gpu.peak_tflops = nan must be a number"),
+    ("memory_gib", "memory_gb = 80", "gpu has no field 'memory_gb'"),
+    ("tflops", "tflops = 0", "compute.forward.full.tflops = 0 must be above 0"),
+    ("half_rows", "half_rows = -5", "compute.forward.full.half_rows = -5 must be at least 0"),
+    ("launch_mic", "launch_microseconds = -1", "compute.launch_microseconds = -1"),
+    ("nics", "nics = 3", "network.nics = 3 does not divide node.ranks = 8"),
+    ("nics", "nics = 16", "network.nics = 16 does not divide node.ranks = 8"),
+    ("compute_slowdown", "compute_slowdown = 1", "disturbance.compute_slowdown = 1 must be below"),
+    ("communication_slowdown", "communication_slowdown = -0.1", "must be at least 0"),
+    ("[compute.forward.range]", "[compute.forward.ranges]", "compute.forward has no field"),
+    ("[disturbance]", "[disturbances]", "the file has no field 'disturbances'"),
+    ("[node.peer]", "[node]", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("line", "instead", "answer"), BAD, ids=[b or a for a, b, _ in BAD])
+def test_a_bad_file_is_refused_with_its_name_and_the_field(
+    line: str, instead: str, answer: str
+) -> None:
+    with pytest.raises(ClusterError) as refused:
+        parse_cluster(changed(line, instead), "mine.toml")
+    assert "mine.toml" in str(refused.value)
+    assert answer in str(refused.value)
+
+
+def test_what_costs_nothing_may_be_zero() -> None:
+    for line in ("launch_microseconds", "half_rows", "latency_microseconds", "compute_slowdown"):
+        parse_cluster(changed(line, f"{line} = 0"), "mine.toml")
+
+
+def test_an_unknown_cluster_is_answered_with_the_nearest_and_with_all(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"did you mean hgx-h100\?.*a100-roce, gb200-nvl72"):
+        load_cluster("hgx-h10")
+    with pytest.raises(ClusterError, match="neither a file nor one of"):
+        load_cluster(tmp_path / "none.toml")
+    (tmp_path / "odd.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError, match="is not text"):
+        load_cluster(tmp_path / "odd.toml")
+    with pytest.raises(ClusterError, match="is not a cluster"):
+        load_cluster(None)  # type: ignore[arg-type]

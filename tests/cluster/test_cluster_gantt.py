@@ -1,0 +1,47 @@
+"""Gantt charts are written in the format that the name asks for, or not at all."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_cases import timeline_of
+
+from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.plan import Direction
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_chart_of_both_passes_is_drawn(ending: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"chart.{ending}"
+    draw_gantt([timeline_of("mesh", direction=direction) for direction in Direction], file)
+    content = file.read_bytes()
+    assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    assert len(content) > 10_000
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    timeline = timeline_of("ring")
+    with pytest.raises(MeshAttentionError, match=r"written as \.png or \.svg"):
+        draw_gantt([timeline], tmp_path / "chart.pdf")
+    with pytest.raises(MeshAttentionError, match="at least 1 rank"):
+        draw_gantt([timeline], tmp_path / "chart.png", num_ranks=0)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_import = builtins.__import__
+
+    def refuse(name: str, *more: Any, **others: Any) -> Any:
+        if name == "matplotlib":
+            raise ImportError(name)
+        return true_import(name, *more, **others)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MeshAttentionError, match=r"pip install 'mesh-attention\[plots\]'"):
+        draw_gantt([timeline_of("ring")], tmp_path / "chart.png")

@@ -1,0 +1,79 @@
+"""Every method on every cluster: it ends, it moves what `count` counts, and it beats no limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated_cases import problem_of, timeline_of
+
+from mesh_attention.cluster import Overlap, cluster_names, load_cluster
+from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.planning import plan_on, setting_of
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.count import count
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+
+PAPER = load_cluster("paper")
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("cluster", cluster_names())
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_simulates_on_every_cluster(
+    method: str, cluster: str, direction: Direction
+) -> None:
+    for ranks in (8, 16):
+        timeline = timeline_of(method, ranks, cluster=cluster, direction=direction)
+        found = timeline.to_json()
+        counted = count(timeline.plan)[direction]
+        expected = tuple(rank.total.received_bytes for rank in counted.ranks)
+        assert timeline.received_bytes == expected
+        assert found["runtime_seconds"] > 0
+        assert 0 < found["mfu_percent"] < 100
+        assert 0 <= found["exposed_communication_seconds"] < found["runtime_seconds"]
+        assert found["workspace_bytes"] >= counted.peak_buffer_bytes
+        assert found["peak_bytes"] > found["workspace_bytes"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_less_overlap_is_never_faster(method: str) -> None:
+    events, strict, none = (
+        timeline_of(method, 16, cluster="paper", overlap=overlap).runtime_seconds
+        for overlap in (Overlap.EVENTS, Overlap.STRICT, Overlap.NONE)
+    )
+    assert events <= strict * 1.001
+    # Lanes that never work at once do not slow each other, which a tiny problem can gain by.
+    assert strict <= none * 1.25
+
+
+def test_the_cluster_says_how_many_ranks_a_node_has() -> None:
+    plan = plan_on(PAPER, problem_of(), 16, directions=())
+    assert plan.ranks_per_node == 8
+    assert plan_on(PAPER, problem_of(), 16, directions=(), ranks_per_node=8) == plan
+    with pytest.raises(ClusterError, match="ranks_per_node=4: a node of paper has 8 ranks"):
+        plan_on(PAPER, problem_of(), 16, ranks_per_node=4)
+
+
+def test_more_ranks_than_the_cluster_has_are_refused_before_planning() -> None:
+    with pytest.raises(ClusterError, match="paper has 256 ranks"):
+        plan_on(PAPER, problem_of(), 512)
+
+
+def test_an_unknown_method_is_refused_as_everywhere() -> None:
+    with pytest.raises(PlanError, match="known methods"):
+        plan_on(PAPER, problem_of(), 8, method="rng")
+
+
+def test_a_setting_names_what_was_chosen() -> None:
+    options: dict[str, Any] = {"tile": (4, 4), "alpha": 2, "chunks": (2, 1), "gather_out": True}
+    plan = plan_on(PAPER, problem_of(), 16, **options)
+    setting = setting_of(plan, plan.backward, options)
+    assert setting["tile"] == "4x4"
+    assert setting["chunks"] == "2x1"
+    assert setting["alpha"] == 2
+    assert setting["layout"] == "zigzag"
+    assert setting["gather_out"] is True
+    default = plan_on(PAPER, problem_of(), 16)
+    assert setting_of(default, default.forward, {})["alpha"] is None
