@@ -10,8 +10,8 @@ cuDNN call on as many queries and keys: without a mask the same pairs, with a ca
 causal call of the same size, compared by TFLOP/s (their pairs differ by less than 1 %).
 
 FLOP are counted by mask area: 4 * pairs * heads * head size forward, 2.5 times that backward.
-The two are timed in turns, so that both see the same clocks; medians are shown. The host's own
-time is measured with kernels that do nothing. The last line is JSON.
+The two are timed in turns and without a pause, so that both see the same clocks; medians are shown.
+The host's own time is measured with kernels that do nothing. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Row:
     percent_of_one_kernel: float
     percent_of_peak: float
     goal_percent: float
+    operations_ms: dict[str, float]
 
     @property
     def reached(self) -> bool:
@@ -69,29 +70,33 @@ class Row:
 
 
 class Stopwatch:
-    """CUDA events around the compute operations of a run."""
+    """CUDA events around operations, read when all is done: nothing waits in between."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[Operation, torch.cuda.Event, torch.cuda.Event]] = []
+        self._runs: list[list[tuple[Operation | None, torch.cuda.Event, torch.cuda.Event]]] = []
+
+    def new_run(self) -> None:
+        self._runs.append([])
 
     @contextmanager
-    def _timed(self, op: Operation) -> Iterator[None]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        events[0].record()
+    def span(self, op: Operation | None = None) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
         yield
-        events[1].record()
-        self._spans.append((op, events[0], events[1]))
+        end.record()
+        self._runs[-1].append((op, begin, end))
 
-    def span(self, op: Operation) -> AbstractContextManager[None]:
-        return self._timed(op)
-
-    def read(self) -> tuple[float, float]:
-        """Milliseconds of all compute operations, and of the merges among them."""
+    def read(self) -> list[list[tuple[Operation | None, float]]]:
+        """Milliseconds of the spans of all runs; communications are left out."""
         torch.cuda.synchronize()
-        compute = [s for s in self._spans if isinstance(s[0], Attend | AttendBackward | Merge)]
-        times = [(op, begin.elapsed_time(end)) for op, begin, end in compute]
-        self._spans.clear()
-        return sum(t for _, t in times), sum(t for op, t in times if isinstance(op, Merge))
+        return [
+            [(op, begin.elapsed_time(end)) for op, begin, end in run if not is_message(op)]
+            for run in self._runs
+        ]
+
+
+def is_message(op: Operation | None) -> bool:
+    return op is not None and not isinstance(op, Attend | AttendBackward | Merge)
 
 
 def receive(buffer: Buffer, tensor: Tensor) -> None:
@@ -144,15 +149,6 @@ def one_kernel(problem: Problem, rows: int, direction: Direction) -> Callable[[]
     return lambda: kernel.backward_prepared(grad, q, k, v, out, lse, mask=mask, softmax_scale=scale)
 
 
-def timed(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 def measure(
     problem: Problem, ranks: int, tile: tuple[int, int], rank: int, repeats: int
 ) -> list[Row]:
@@ -160,7 +156,7 @@ def measure(
     rows_in_tile = problem.q_tokens // ranks * tile[0]
     found = []
     for direction in Direction:
-        watch = Stopwatch()
+        tracer = Tracer()
         workspace = Workspace()
         executors = {}
         for chunks, plan in plans.items():
@@ -168,28 +164,34 @@ def measure(
             executors[chunks] = Executor(
                 *(plan, one, rank, AloneTransport(one.programs[rank], receive), workspace, FORM),
                 softmax_scale=problem.head_dim**-0.5,
-                trace=watch.span,
+                trace=tracer.span,
             )
         workspace.take(max(e.workspace_bytes for e in executors.values()), DEVICE)
         inputs = inputs_of(plans[CHUNKS[0]], direction, rank)
         alone = one_kernel(problem, rows_in_tile, direction)
-        alone_ms: list[float] = []
-        tile_ms: dict[tuple[int, int], list[tuple[float, float]]] = {c: [] for c in CHUNKS}
-        for turn in range(repeats + 1):  # the first turn compiles and warms up
-            for chunks, executor in executors.items():
-                once = timed(alone)
-                run_to_end(executor.run(inputs))
-                times = watch.read()
-                if turn:
-                    alone_ms.append(once)
-                    tile_ms[chunks].append(times)
-        lone = statistics.median(alone_ms)
+        watches = {chunks: Stopwatch() for chunks in CHUNKS}
+        alone_watch = Stopwatch()
+        for turn in range(repeats + 1):
+            for chunks in CHUNKS:
+                tracer.watch = watches[chunks]
+                alone_watch.new_run()
+                with alone_watch.span():
+                    alone()
+                watches[chunks].new_run()
+                run_to_end(executors[chunks].run(inputs))
+            if turn == 0:
+                torch.cuda.synchronize()  # kernels were compiled; the rest runs without a pause
+        # The first two turns warm up: compilation, then clocks.
+        lone_runs = alone_watch.read()[2 * len(CHUNKS) :]
+        lone = statistics.median(t for run in lone_runs for _, t in run)
         causal = problem.mask.causal
         lone_pairs = rows_in_tile * (rows_in_tile + 1) // 2 if causal else rows_in_tile**2
         lone_tflops = tflops(lone_pairs, problem, direction, lone)
-        for chunks, times_ms in tile_ms.items():
+        for chunks, watch in watches.items():
+            runs = watch.read()[2:]
             pairs, calls = pairs_of(plans[chunks], direction, rank)
-            total = statistics.median(t for t, _ in times_ms)
+            total = statistics.median(sum(t for _, t in run) for run in runs)
+            merges = [sum(t for op, t in run if isinstance(op, Merge)) for run in runs]
             speed = tflops(pairs, problem, direction, total)
             found.append(
                 Row(
@@ -198,17 +200,28 @@ def measure(
                     chunks=f"{chunks[0]}x{chunks[1]}",
                     calls=calls,
                     tile_ms=total,
-                    merge_ms=statistics.median(m for _, m in times_ms),
+                    merge_ms=statistics.median(merges),
                     tile_tflops=speed,
                     one_kernel_ms=lone,
                     one_kernel_tflops=lone_tflops,
                     percent_of_one_kernel=100 * speed / lone_tflops,
                     percent_of_peak=100 * speed / PEAK_TFLOPS,
                     goal_percent=95.0 if math.prod(chunks) <= 8 else 90.0,
+                    operations_ms={op.name: round(t, 3) for op, t in runs[-1] if op is not None},
                 )
             )
             print_row(found[-1])
     return found
+
+
+class Tracer:
+    """Hands the operations of a run to the stopwatch of that run."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+
+    def span(self, op: Operation) -> AbstractContextManager[None]:
+        return self.watch.span(op)
 
 
 class NoWork:
@@ -295,7 +308,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--json", type=Path, help="write the raw results here")
     given = parser.parse_args()
     tile = (given.tile[0], given.tile[1])

@@ -1,90 +1,171 @@
-"""Several gloo ranks that share one GPU: does a real multi-process plan give the right answer?
+"""Ranks that share one GPU: does a real multi-process plan give the right answer, and how fast?
 
-    python benchmarks/several_ranks_on_one_gpu.py --ranks 4
+    python benchmarks/several_ranks_on_one_gpu.py --ranks 4 --transport symmetric --output out.json
 
-Prints the relative errors of the output and the gradients against float64 for each setting; the
-last line is JSON. NCCL refuses two ranks on one GPU, so it is tried with one.
+Relative errors of the output and the gradients against float64 for each setting, and then the time
+of a warm call, forward and backward. Processes on one GPU take turns, and no link is crossed: the
+times compare transports with each other and say nothing about several GPUs. NCCL refuses two ranks
+on one GPU, so it is tried with one. The last line is JSON; a wrong answer is not timed and ends
+with an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel
 
-TOKENS, HEADS, KV_HEADS, DIM = 1023, 8, 2, 64
+HEADS, KV_HEADS, DIM = 8, 2, 64
+LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
+REPEATS = 5
+TRANSPORTS = {"gloo": "distributed", "symmetric": "symmetric"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    ranks = parser.parse_args().ranks
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for backend, size in (("gloo", ranks), ("nccl", 1)):
+    parser.add_argument("--tokens", type=int, default=1023)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="gloo")
+    parser.add_argument("--commit", help="what was measured, where git cannot say it")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    given = parser.parse_args()
+    # Read by PyTorch when ranks on one device show each other their memory.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": given.commit or _commit(),
+        "machine": _machine(),
+        "command": f"python {' '.join(sys.argv)}",
+        "columns": "errors: relative, against float64, of out, grad_q, grad_k, grad_v; "
+        f"ms: a warm forward and backward, median of {REPEATS}, processes taking turns on one GPU; "
+        "host_ms: the part of it until the call returns",
+    }
+    for backend, size, transport in (
+        ("gloo", given.ranks, TRANSPORTS[given.transport]),
+        ("nccl", 1, "auto"),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
-            store = str(Path(folder) / "store")
-            spawn(_rank, (size, backend, store, str(report)), size)  # type: ignore[no-untyped-call]
-            results[f"{backend} x {size}"] = json.loads(report.read_text())
-    print(json.dumps(results))
+            arguments = (size, backend, transport, given.tokens, folder, str(report))
+            spawn(_rank, arguments, size)  # type: ignore[no-untyped-call]
+            name = given.transport if backend == "gloo" else backend
+            results[f"{name} x {size}"] = json.loads(report.read_text())
+    text = json.dumps(results)
+    if given.output is not None:
+        given.output.write_text(json.dumps(results, indent=2) + "\n")
+    print(text)
 
 
-def _rank(rank: int, size: int, backend: str, store: str, report: str) -> None:
+def _rank(
+    rank: int, size: int, backend: str, transport: str, tokens: int, folder: str, report: str
+) -> None:
     torch.cuda.set_device(0)
-    file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=file_store, rank=rank, world_size=size)
-    rows = {}
+    store = dist.FileStore(str(Path(folder) / "store"), size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    rows: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for causal in (False, True):
-            errors = _errors(dtype, causal)
+            row = _measure(dtype, causal, transport, tokens)
             name = f"{str(dtype).removeprefix('torch.')} {'causal' if causal else 'full'}"
-            rows[name] = errors
+            rows[name] = row
             if rank == 0:
-                print(backend, size, name, " ".join(f"{e:.1e}" for e in errors), flush=True)
+                errors = " ".join(f"{e:.1e}" for e in row["errors"])
+                times = f"{row['ms']} ms, {row['host_ms']} ms of the host"
+                print(f"{backend} {size} {name}  {errors}  {times}", flush=True)
     if rank == 0:
         Path(report).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def _errors(dtype: torch.dtype, causal: bool) -> list[float]:
+def _measure(dtype: torch.dtype, causal: bool, transport: str, tokens: int) -> dict[str, Any]:
     torch.manual_seed(0)
     q, k, v, grad = (
-        torch.randn(2, TOKENS, heads, DIM, device="cuda").to(dtype)
+        torch.randn(2, tokens, heads, DIM, device="cuda").to(dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     with ContextParallel(
-        seq_len=TOKENS,
+        seq_len=tokens,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         causal=causal,
         chunks="2x2",
         dtype=dtype,
+        transport=transport,  # type: ignore[arg-type]
     ) as cp:
         local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*local)
-        assert isinstance(out, torch.Tensor)
-        grads = torch.autograd.grad(out, local, cp.shard(grad, 1))
-        found = [cp.unshard(x, 1) for x in (out.detach(), *grads)]
-    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        local_grad = cp.shard(grad, 1)
+
+        def call() -> tuple[Tensor, ...]:
+            out = cp.attention(*local)
+            assert isinstance(out, Tensor)
+            return (out.detach(), *torch.autograd.grad(out, local, local_grad))
+
+        found = [cp.unshard(x, 1) for x in call()]
+        errors = _errors(found, [q, k, v], grad, causal)
+        if max(errors) > LIMIT[dtype]:
+            raise SystemExit(f"wrong: {errors} for {dtype}, causal={causal}, over {transport}")
+        times, host_times = [], []
+        for _ in range(REPEATS):
+            torch.cuda.synchronize()
+            dist.barrier()
+            begun = time.perf_counter()
+            call()
+            returned = time.perf_counter()
+            torch.cuda.synchronize()
+            times.append(1000 * (time.perf_counter() - begun))
+            host_times.append(1000 * (returned - begun))
+        chosen = sorted({name for name, _ in cp.transports().values()})
+    return {
+        "errors": errors,
+        "ms": round(statistics.median(times), 2),
+        "host_ms": round(statistics.median(host_times), 2),
+        "transports": chosen,
+    }
+
+
+def _errors(found: list[Tensor], inputs: list[Tensor], grad: Tensor, causal: bool) -> list[float]:
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in inputs]
     truth = scaled_dot_product_attention(
         leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=True
     )
     grad_truth = torch.autograd.grad(truth, leaves, grad.double().transpose(1, 2))
-    wanted = [truth.detach(), *grad_truth]
     return [
         float((a.double() - b.transpose(1, 2)).norm() / b.norm())
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(found, [truth.detach(), *grad_truth], strict=True)
     ]
+
+
+def _machine() -> str:
+    return (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU "
+        f"cores, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
+    )
+    return asked.stdout.strip() if asked.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

@@ -28,3 +28,23 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_gpu(request: pytest.FixtureRequest) -> None:
+    """Nothing skips in silence: without a CUDA device tests marked gpu fail."""
+    if request.node.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
+
+
+@pytest.fixture(scope="session")
+def gpu_pool() -> Iterator[WorkerPool]:
+    """Processes that share one GPU, and that PyTorch lets share its symmetric memory."""
+    from support.pool import WorkerPool
+
+    workers = WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    yield workers
+    workers.close()

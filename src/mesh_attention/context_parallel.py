@@ -36,6 +36,7 @@ from mesh_attention.runtime.executor import Form
 from mesh_attention.runtime.gather_shards import unshard
 from mesh_attention.runtime.sharding import take_shard
 from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transports import TransportName
 
 __all__ = ["ContextParallel"]
 
@@ -52,7 +53,10 @@ class ContextParallel:
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for; other dtypes get a plan of their own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
-    cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only
+    transport       "auto": shared (symmetric) memory among the ranks of a node where it works, and
+                    torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
+    cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only, and
+                    never through shared memory
     nvtx            name every operation for profilers
     """
 
@@ -76,6 +80,7 @@ class ContextParallel:
         chunks: tuple[int, int] | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
+        transport: Literal["auto", "distributed", "symmetric"] = "auto",
         cuda_graph: bool = False,
         nvtx: bool = False,
         timeout: timedelta | None = None,
@@ -98,15 +103,15 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _argument_fault(softmax_scale, dtype, kernel, timeout) or _graph_fault(
-            group, cuda_graph, nvtx
-        )
+        error = _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
+        error = error or _graph_fault(group, transport, cuda_graph, nvtx)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
             make_plan,
             softmax_scale=softmax_scale,
             kernel=kernel,
+            transport=TransportName(transport if transport in list(TransportName) else "auto"),
             timeout=timeout if isinstance(timeout, timedelta) else None,
             cuda_graph=cuda_graph is True,
             nvtx=nvtx is True,
@@ -143,6 +148,10 @@ class ContextParallel:
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """For each kind of call made so far: which kernels were asked, and why one was chosen."""
         return self._engine.kernel_choices()
+
+    def transports(self) -> dict[str, tuple[str, str]]:
+        """For each group of ranks in the calls made so far: its transport, and why that one."""
+        return self._engine.transport_choices()
 
     # Attention.
 
@@ -254,7 +263,7 @@ class ContextParallel:
 
 
 def _argument_fault(
-    softmax_scale: Any, dtype: Any, kernel: Any, timeout: Any
+    softmax_scale: Any, dtype: Any, kernel: Any, transport: Any, timeout: Any
 ) -> MeshAttentionError | None:
     """What is wrong with arguments that the planner does not see."""
     try:
@@ -267,12 +276,17 @@ def _argument_fault(
     if kernel is not None and kernel not in kernel_names():
         known = ", ".join(kernel_names())
         return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
+    if transport not in list(TransportName):
+        known = ", ".join(TransportName)
+        return MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
         return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
     return None
 
 
-def _graph_fault(group: dist.ProcessGroup, cuda_graph: Any, nvtx: Any) -> MeshAttentionError | None:
+def _graph_fault(
+    group: dist.ProcessGroup, transport: Any, cuda_graph: Any, nvtx: Any
+) -> MeshAttentionError | None:
     for name, value in (("cuda_graph", cuda_graph), ("nvtx", nvtx)):
         if not isinstance(value, bool):
             return MeshAttentionError(f"{name}={value!r}: must be True or False")
@@ -281,6 +295,10 @@ def _graph_fault(group: dist.ProcessGroup, cuda_graph: Any, nvtx: Any) -> MeshAt
         return MeshAttentionError(
             f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
             "only what lives on CUDA streams can be captured; leave cuda_graph out"
+        )
+    if cuda_graph and transport == TransportName.SYMMETRIC:
+        return MeshAttentionError(
+            "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
     return None
 

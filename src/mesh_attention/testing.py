@@ -22,7 +22,7 @@ from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
 from mesh_attention.runtime.workspace import Workspace
 
-__all__ = ["LocalResult", "in_turns", "run_local"]
+__all__ = ["LocalResult", "run_local"]
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class _Run:
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)
         }
-        return in_turns(runs)
+        return _in_turns(runs)
 
 
-def in_turns(
+def _in_turns(
     runs: dict[int, Generator[None, None, dict[str, Tensor]]],
 ) -> list[dict[str, Tensor]]:
     """Run all ranks, each until it must wait for another."""

@@ -1,6 +1,7 @@
 """The fused row kernels against the plain ones and float64: odd sizes, strides, NaN, infinities.
 
-Without a GPU they can be run in Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu` this file.
+Without a GPU this file can be run in Triton's interpreter:
+`TRITON_INTERPRET=1 pytest --noconftest -m gpu tests/gpu/test_gpu_fused_rows.py`.
 """
 
 from __future__ import annotations

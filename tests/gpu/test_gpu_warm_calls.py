@@ -19,7 +19,7 @@ from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.transport.local import LocalWorld
 from mesh_attention.runtime.workspace import Workspace
-from mesh_attention.testing import in_turns
+from mesh_attention.testing import _in_turns
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +130,7 @@ def all_ranks(plan: Plan, direction: Direction, form: Form) -> Callable[[Inputs]
         Executor(plan, one, rank, world.transport(p), Workspace(), form, softmax_scale=0.1)
         for rank, p in enumerate(one.programs)
     ]
-    return lambda inputs: in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
+    return lambda inputs: _in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
 
 
 def local_inputs(plan: Plan, direction: Direction, form: Form) -> Inputs:
@@ -216,7 +216,7 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     print(
         f"{direction} causal={causal}: peak {found / mib:.1f} MiB, planned {planned / mib:.1f} = "
         f"workspace {executor.workspace_bytes / mib:.1f} + outputs {made / mib:.1f} + "
-        f"results of kernels {executor.scratch_bytes / mib:.1f}"
+        f"scratch of kernel calls {executor.scratch_bytes / mib:.1f}"
     )
     assert found <= 1.02 * planned
     assert found >= 0.98 * planned

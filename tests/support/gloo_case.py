@@ -51,9 +51,9 @@ def context(
     return cp
 
 
-def attend(cp: ContextParallel, case: Case) -> Part:
-    """Forward and backward of this rank's shards."""
-    whole_q, whole_k, whole_v, whole_grad = case.tensors()
+def attend(cp: ContextParallel, case: Case, device: str = "cpu") -> Part:
+    """Forward and backward of this rank's shards; the results are brought to the CPU."""
+    whole_q, whole_k, whole_v, whole_grad = (x.to(device) for x in case.tensors())
     q = cp.shard(whole_q, 1).requires_grad_()
     k = cp.shard(whole_k, 1, side="kv").requires_grad_()
     v = cp.shard(whole_v, 1, side="kv").requires_grad_()
@@ -61,7 +61,8 @@ def attend(cp: ContextParallel, case: Case) -> Part:
     assert isinstance(result, tuple)
     out, lse = result
     grads = torch.autograd.grad(out, (q, k, v), cp.shard(whole_grad, 1))
-    tensors = dict(zip(NAMES, (out.detach(), lse, *grads), strict=True))
+    found = (x.detach().cpu() for x in (out, lse, *grads))
+    tensors = dict(zip(NAMES, found, strict=True))
     return Part(cp.rank, cp.positions(), cp.positions(side="kv"), tensors, handed_bytes(cp))
 
 

@@ -41,7 +41,8 @@ class Ended:
 
 
 class WorkerPool:
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        """`environment` is added to that of the processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -64,7 +65,8 @@ class WorkerPool:
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]),
-            },
+            }
+            | (environment or {}),
         )
 
     def run(

@@ -40,6 +40,10 @@ class Cudnn(DenseKernel):
             FORWARD, (*inputs, "compute_log_sumexp", "return_debug_mask")
         ) or why_op_unusable(BACKWARD, (*inputs, *results, *lengths))
 
+    def backward_workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
+        # An fp32 accumulator of dq and the row sums (measured with cuDNN 9.19 on an H200).
+        return num_rows * num_heads * (head_dim + 1) * 4
+
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         return q_BSHD.shape[1] == 1 or k_BTGD.shape[1] == 1
 

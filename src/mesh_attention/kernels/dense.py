@@ -47,6 +47,10 @@ class DenseKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); grad_out, out and lse are contiguous and lse is finite."""
 
+    def backward_workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
+        """What the library takes for itself during a backward call, as far as it is known."""
+        return 0
+
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         """Whether a block has too few rows for this kernel; the blockwise one then does it."""
         return False

@@ -85,17 +85,20 @@ class Bindings:
         return all(p.buffer in known for side in (reads(op), writes(op)) for p in side)
 
 
+_Kept = dict[int, tuple[Piece, Tensor]]
+
+
 class Views:
     """The tensors of pieces: the caller's anew in every call, those of the workspace once.
 
-    Pieces are known by their identity: they live as long as the program.
+    Pieces are known by their identity (and kept, so that it stays theirs).
     """
 
     def __init__(
         self,
         workspace: Mapping[str, Tensor],
         passed: Mapping[str, Tensor] | None = None,
-        kept: tuple[dict[int, Tensor], ...] | None = None,
+        kept: tuple[_Kept, ...] | None = None,
     ) -> None:
         self._workspace = workspace
         self._passed = passed or {}
@@ -117,16 +120,14 @@ class Views:
         """(batch, heads, rows)"""
         return self._find(piece, self._kept[2], _statistic)
 
-    def _find(
-        self, piece: Piece, kept: dict[int, Tensor], form: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _find(self, piece: Piece, kept: _Kept, form: Callable[[Tensor], Tensor]) -> Tensor:
         found = kept.get(id(piece))
         if found is None:
             whole = self._passed.get(piece.buffer)
             if whole is not None:
                 return form(_rows(whole, piece))
-            found = kept[id(piece)] = form(_rows(self._workspace[piece.buffer], piece))
-        return found
+            found = kept[id(piece)] = piece, form(_rows(self._workspace[piece.buffer], piece))
+        return found[1]
 
 
 def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:

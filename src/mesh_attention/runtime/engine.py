@@ -20,9 +20,9 @@ from mesh_attention.runtime.executor import Executor, Form, run_to_end
 from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.handshake import Handshake
 from mesh_attention.runtime.profile import nvtx_span
-from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transports import TransportName, Transports
 from mesh_attention.runtime.workspace import Workspace
 
 __all__ = ["Engine"]
@@ -38,6 +38,7 @@ class Engine:
         *,
         softmax_scale: float | None,
         kernel: str | None,
+        transport: TransportName = TransportName.AUTO,
         timeout: timedelta | None,
         cuda_graph: bool = False,
         nvtx: bool = False,
@@ -51,6 +52,10 @@ class Engine:
         self._kernel = kernel
         self._cuda_graph = cuda_graph
         self._nvtx = nvtx
+        self._wanted_transport = transport
+        # Signals between blocks of shared memory have not been captured; NCCL's operations are.
+        usable = TransportName.DISTRIBUTED if cuda_graph else transport
+        self._transports = Transports(usable, self.groups, self._look_around)
         self._workspace = Workspace()
         self._plans: dict[int, tuple[Plan, str]] = {}
         self._executors: dict[tuple[Direction, Form], Executor] = {}
@@ -58,7 +63,6 @@ class Engine:
         self._agreed: dict[object, dict[str, object]] = {}
         self._calls = 0
         self._statement: dict[str, object] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._closed = False
         self._broken = False  # a call ended in the middle: transfers may be under way for ever
 
@@ -86,6 +90,7 @@ class Engine:
             statement = {
                 "plan": self._planned(element_bytes)[1],
                 "softmax_scale": self._softmax_scale,
+                "transport": self._wanted_transport.value,
                 "cuda_graph": self._cuda_graph,
             }
         except Exception as found:  # whatever it is, the others must not wait for us
@@ -103,6 +108,7 @@ class Engine:
             self._statement = self._agreed[key]
             return
         statement: dict[str, object] = {}
+        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         try:
             if error is None:
                 statement = {
@@ -113,15 +119,30 @@ class Engine:
                     "needs_grad": needs_grad,
                 }
                 # A kernel may refuse what only some ranks have to do: all must hear of it.
-                directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
                 executors = [self.executor(direction, form) for direction in directions]
+                self._transports.check(self.plan(form.dtype.itemsize), form.device)
                 if self._cuda_graph:
                     self._reserve(executors)
         except MeshAttentionError as refused:
             error = refused
         self.handshake.agree(statement, error, call=self._calls)
-        self.groups.prepare(self.plan(form.dtype.itemsize))
+        self._connect(form, directions)
         self._agreed[key] = self._statement = statement
+
+    def _connect(self, form: Form, directions: tuple[Direction, ...]) -> None:
+        """Shared memory and process groups for a kind of call that all ranks have agreed on."""
+        plan = self.plan(form.dtype.itemsize)
+        rank = self.rank(plan)
+        self._workspace.give_up(form.device)  # or it would keep a block that is outgrown
+        workspace = self._transports.share(plan, rank, directions, form)
+        if workspace is not None:
+            self._workspace.adopt(workspace)
+        if self._transports.must_share():
+            chosen = self._transports.choices(plan, rank, directions, form.device)
+            refusal = self._transports.refusal(chosen)
+            self.handshake.agree({"transport": "symmetric"}, refusal, call=self._calls)
+        for planned, _ in self._plans.values():
+            self.groups.prepare(planned, without=self._transports.covers)
 
     def _look_around(self) -> None:
         """Asked during a long wait: another rank may be at something else in this very call, and
@@ -173,11 +194,9 @@ class Engine:
         if key not in self._executors:
             plan = self.plan(form.dtype.itemsize)
             rank, one = self.rank(plan), plan.direction(direction)
-            transport = DistributedTransport(
-                plan, one, rank, self.groups, self._stream(form.device), self._look_around
+            transport, self.counters[direction] = self._transports.make(
+                plan, one, rank, form, self.counters.get(direction)
             )
-            counters = self.counters.setdefault(direction, transport.meter.counters)
-            transport.meter.counters = counters
             self._executors[key] = Executor(
                 plan,
                 one,
@@ -203,12 +222,12 @@ class Engine:
             found[f"{direction} rows"] = executor.row_choice.reasons
         return found
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
+    def transport_choices(self) -> dict[str, tuple[str, str]]:
+        found: dict[str, tuple[str, str]] = {}
+        for direction, form in self._executors:
+            plan = self.plan(form.dtype.itemsize)
+            found |= self._transports.choices(plan, self.rank(plan), (direction,), form.device)
+        return found
 
     def close(self) -> None:
         if not self._closed:
@@ -216,6 +235,7 @@ class Engine:
             self._captured.clear()  # before the groups: graphs hold on to communicators
             self._executors.clear()
             self._workspace.release()
+            self._transports.close(abandon=self._broken)
             self.groups.close(abort=self._broken)
 
 

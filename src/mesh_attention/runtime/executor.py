@@ -83,7 +83,6 @@ class Executor:
             )
         self.form = form
         self._memory = workspace_map(program, plan.problem)
-        self._scratch_bytes = scratch_bytes(program, plan.problem)
         self._bindings = Bindings(program, plan.problem, self._memory, form)
         self._transport = transport
         self._workspace = workspace
@@ -92,6 +91,7 @@ class Executor:
         self.choices = _choose(plan, form, masks, one.direction, kernel)
         self.row_choice = choose_rows(form.device.type, form.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
+        self._scratch_bytes = scratch_bytes(program, plan.problem, kernels)
         self._compute = Compute(kernels, masks, rows or self.row_choice.rows, softmax_scale)
         self._lanes = Lanes(form.device)
         waits = dependencies(program, self._memory)
@@ -103,7 +103,7 @@ class Executor:
 
     @property
     def scratch_bytes(self) -> int:
-        """What the results of kernel calls take on top of the workspace, at most."""
+        """What kernel calls take on top of the workspace, at most: results, libraries' own."""
         return self._scratch_bytes * self.form.batch
 
     @property

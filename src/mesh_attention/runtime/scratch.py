@@ -1,11 +1,16 @@
-"""What the kernels of a program hold besides its buffers: the results of the call under way.
+"""What the kernels of a program hold besides its buffers: what the call under way needs.
 
-Kernels return new tensors, which are merged into the buffers and dropped. The largest operation
-decides, so this too is known before anything runs; what a kernel library takes for itself is not.
+Kernels return new tensors, which are merged into the buffers and dropped, and a library may take
+memory for itself meanwhile. The largest operation decides, so this too is known before anything
+runs, for the ready-made kernels and one batch element; larger batches need copies besides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from mesh_attention.kernels import Kernel, MaskKind
+from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Program
@@ -13,15 +18,14 @@ from mesh_attention.plan.program import Attend, AttendBackward, Call, Program
 __all__ = ["scratch_bytes"]
 
 
-def scratch_bytes(program: Program, problem: Problem) -> int:
-    """For one batch element, with kernels that return elements (the ready-made ones do)."""
+def scratch_bytes(program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel]) -> int:
     table = program.buffer_table()
     largest = 0
     for op in program.operations:
         if isinstance(op, Attend):
             largest = max([largest, *(_forward(op, call, table, problem) for call in op.calls)])
         elif isinstance(op, AttendBackward):
-            largest = max(largest, _backward(op, table, problem))
+            largest = max(largest, _backward(op, table, problem, kernels))
     return largest
 
 
@@ -31,7 +35,12 @@ def _forward(op: Attend, call: Call, table: dict[str, Buffer], problem: Problem)
     return rows * heads * (problem.v_dim * problem.element_bytes + problem.accumulate_bytes)
 
 
-def _backward(op: AttendBackward, table: dict[str, Buffer], problem: Problem) -> int:
+def _backward(
+    op: AttendBackward,
+    table: dict[str, Buffer],
+    problem: Problem,
+    kernels: Mapping[MaskKind, Kernel],
+) -> int:
     if not op.calls:
         return 0
     heads, kv_heads = _heads(op.q, table), _heads(op.k, table)
@@ -39,12 +48,17 @@ def _backward(op: AttendBackward, table: dict[str, Buffer], problem: Problem) ->
     runs = {(c.q_start, c.q_stop) for c in op.calls}
     statistics = sum(stop - start for start, stop in runs) * heads * problem.accumulate_bytes
     stand_in = 0 if op.out is not None else (last - first) * heads * problem.v_dim
-    gradients = max(
-        (c.q_stop - c.q_start) * heads * problem.head_dim
-        + (c.k_stop - c.k_start) * kv_heads * (problem.head_dim + problem.v_dim)
-        for c in op.calls
-    )
-    return statistics + (stand_in + gradients) * problem.element_bytes
+    calls = []
+    for call in op.calls:
+        rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+        kernel = kernels[MaskKind(call.kind)]
+        own = 0
+        if isinstance(kernel, DenseKernel):
+            own = kernel.backward_workspace_bytes(rows, heads, problem.head_dim)
+        of_queries = rows * heads * problem.head_dim
+        of_keys = keys * kv_heads * (problem.head_dim + problem.v_dim)
+        calls.append((of_queries + of_keys) * problem.element_bytes + own)
+    return statistics + stand_in * problem.element_bytes + max(calls)
 
 
 def _heads(piece: Piece, table: dict[str, Buffer]) -> int:

@@ -28,17 +28,30 @@ class Block:
 class Workspace:
     def __init__(self, *, poison: bool = False) -> None:
         self._blocks: dict[torch.device, Block] = {}
+        self._adopted: set[torch.device] = set()
         self._poison = poison
 
     def take(self, num_bytes: int, device: torch.device) -> Block:
         block = self._blocks.get(device)
         if block is None or block.memory.numel() < num_bytes:
+            assert device not in self._adopted, "others read what we would write elsewhere"
             # Give the old block back, views and all, before asking for a larger one.
             self._blocks.pop(device, None)
             del block
             block = Block(torch.empty(num_bytes, dtype=torch.uint8, device=device))
             self._blocks[device] = block
         return block
+
+    def adopt(self, memory: Tensor) -> None:
+        """Use this block from now on, because others made it (and must be able to read it)."""
+        self._blocks[memory.device] = Block(memory)
+        self._adopted.add(memory.device)
+
+    def give_up(self, device: torch.device) -> None:
+        """Let an adopted block go, so that those who made it can free it."""
+        if device in self._adopted:
+            self._adopted.remove(device)
+            del self._blocks[device]
 
     def poison(self, memory: Tensor, outputs: Iterable[Tensor]) -> None:
         if not self._poison:
@@ -53,3 +66,4 @@ class Workspace:
 
     def release(self) -> None:
         self._blocks.clear()
+        self._adopted.clear()

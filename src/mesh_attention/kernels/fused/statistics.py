@@ -91,10 +91,14 @@ def stand_in_kernel(
     grad_out += place(row, batch, heads, grad_stride)[:, None] + column
     grad = tl.load(grad_out, cells, other=0.0).to(tl.float32)
     rest = tl.load(delta + place(row, batch, heads, delta_stride), inside, other=0.0)
-    magnitude = tl.where(cells, tl.abs(grad), -1.0)
+    # Magnitude and column as one whole number, so that one maximum finds both. The low bits of the
+    # magnitude make room for the column: fp16 and bf16 have zeros there, fp32 loses what only
+    # decides between entries of nearly the same size.
+    bits = grad.to(tl.int32, bitcast=True)
+    key = tl.where(cells, (bits & 0x7FFFE000) | column, -1)
     value = tl.zeros([ROWS, COLUMNS], tl.float32)
     for _ in tl.static_range(2 if WIDTH > 1 else 1):
-        here = column == tl.argmax(magnitude, axis=1)[:, None]
+        here = column == (tl.max(key, axis=1) & 0x1FFF)[:, None]
         divisor = tl.sum(tl.where(here, grad, 0.0), axis=1)
         usable = divisor != 0
         # A second largest entry near zero may call for more than the dtype holds.
@@ -103,7 +107,7 @@ def stand_in_kernel(
         entry = entry.to(target.dtype.element_ty).to(tl.float32)
         rest -= entry * divisor
         value = tl.where(here, entry[:, None], value)
-        magnitude = tl.where(here, -1.0, magnitude)
+        key = tl.where(here, -1, key)
     target += place(row, batch, heads, target_stride)[:, None] + column
     tl.store(target, value.to(target.dtype.element_ty), cells)
 

@@ -27,12 +27,11 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.plan.traffic import Traffic
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.messages import Exchange, Gather, Message, Reduce
-from mesh_attention.runtime.transport.sizes import Meter
+from mesh_attention.runtime.transport.sizes import Counted, Meter
 
 __all__ = ["CommunicationError", "DistributedTransport"]
 
@@ -136,28 +135,29 @@ class DistributedTransport:
         }
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
-        self._events: dict[int, torch.cuda.Event] = {}  # by operation, recorded in every call
+        # By group and name of the operation; recorded in every call.
+        self._events: dict[tuple[str, str], torch.cuda.Event] = {}
         self.in_order = stream is not None and not self._host_driven
         self.meter = Meter(one.programs[rank].buffer_table())
 
     def prepare(self, op: Communication, view: View) -> Start:
         members = self._one.groups[op.group]
         traffic = self.meter.measure(op, members.index(self._rank), len(members), view)
+        return Counted(self.ready(op, view), self.meter, op, traffic)
+
+    def ready(self, op: Communication, view: View) -> Start:
+        """`prepare` for an operation, or a part of one, that is counted elsewhere."""
         ready = self._ready(op, view)
         if self._stream is None:
-            return partial(self._start, op, ready, traffic)
-        if id(op) not in self._events:
-            self._events[id(op)] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return partial(self._start_on_stream, op, ready, traffic, self._stream)
+            return partial(self._start, op, ready)
+        key = (op.group, op.name)
+        if key not in self._events:
+            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return partial(self._start_on_stream, op, ready, self._stream, self._events[key])
 
     def _start(
-        self,
-        op: Communication,
-        ready: Sequence[Gather | Reduce | Exchange],
-        traffic: Traffic,
-        after: Marks,
+        self, op: Communication, ready: Sequence[Gather | Reduce | Exchange], after: Marks
     ) -> _Started:
-        self.meter.counters.add(op, traffic)
         works: list[Any] = []
         finish: list[Callable[[], object]] = []
         what = f"{op.name} among ranks {self._global[op.group]}"
@@ -174,14 +174,14 @@ class DistributedTransport:
         self,
         op: Communication,
         ready: Sequence[Gather | Reduce | Exchange],
-        traffic: Traffic,
         stream: torch.cuda.Stream,
+        event: torch.cuda.Event,
         after: Marks,
     ) -> Handle:
         with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
-            handle = _OnStream(self._start(op, ready, traffic, ()), stream, self._events[id(op)])
+            for mark in after:
+                stream.wait_event(mark)
+            handle = _OnStream(self._start(op, ready, ()), stream, event)
             if not self._host_driven:
                 handle.finish()
         return handle

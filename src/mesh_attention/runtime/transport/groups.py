@@ -7,7 +7,7 @@ caller's group are never asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,15 +31,20 @@ class Groups:
         self.parent = parent
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
-        self._timeout = timeout or timeout_of(parent)
+        self.timeout = timeout or timeout_of(parent)
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # Each rank counts its own objects on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
         ordinal = default_store().add(f"{base}/objects/{self.global_rank_of_self}", 1)
         self.name = f"{base}/{ordinal}"
 
-    def prepare(self, plan: Plan) -> None:
-        """Make the groups that this rank's programs use, in an order that all members share."""
+    def prepare(
+        self, plan: Plan, *, without: Callable[[Sequence[int]], bool] = lambda _: False
+    ) -> None:
+        """Make the groups that this rank's programs use, in an order that all members share.
+
+        `without`: the global ranks of a group that gets by without one, as all of them agree.
+        """
         for one in plan.passes:
             used = {
                 op.group
@@ -49,8 +54,9 @@ class Groups:
                 if isinstance(op, AllGather | ReduceScatter)
             }
             for name, members in one.groups.items():
-                if name in used:
-                    self.of([self.global_rank(plan, member) for member in members])
+                ranks = [self.global_rank(plan, member) for member in members]
+                if name in used and not without(ranks):
+                    self.of(ranks)
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
@@ -63,7 +69,7 @@ class Groups:
         if key not in self._made:
             name = f"{self.name}/{'-'.join(map(str, key))}"
             backend = dist.get_backend(self.parent)
-            self._made[key] = make_group(key, name, backend, self._timeout)
+            self._made[key] = make_group(key, name, backend, self.timeout)
         return self._made[key]
 
     def __len__(self) -> int:

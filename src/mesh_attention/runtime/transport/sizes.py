@@ -13,9 +13,10 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 from mesh_attention.plan.traffic import Traffic
-from mesh_attention.runtime.transport.interface import Counters, View
+from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.transport.interface import Counters, Handle, Start, View
 
-__all__ = ["Meter"]
+__all__ = ["Counted", "Meter"]
 
 
 class Meter:
@@ -59,3 +60,14 @@ class Meter:
             everything += size
             tokens += 0 if self._table[piece.buffer].kind.is_statistic else size
         return everything, tokens
+
+
+class Counted:
+    """A prepared operation whose bytes are added up each time it is started."""
+
+    def __init__(self, start: Start, meter: Meter, op: Communication, traffic: Traffic) -> None:
+        self._start, self._meter, self._op, self._traffic = start, meter, op, traffic
+
+    def __call__(self, after: Marks) -> Handle:
+        self._meter.counters.add(self._op, self._traffic)
+        return self._start(after)

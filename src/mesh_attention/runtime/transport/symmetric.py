@@ -1,0 +1,129 @@
+"""Communication inside a node by copies between the ranks' blocks of symmetric memory.
+
+A rank shows its data, tells its readers, fetches what it needs and tells the owners that it is
+done. Copies between GPUs are done by copy engines, so attention keeps all its multiprocessors;
+signals are kernels of one warp on the communication stream, and the host waits for nothing.
+
+    staged copies | READY -> readers | per owner: wait READY, copy, DONE -> owner | wait DONE
+
+An operation is over when all its readers are: then every memory it used may be used again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.program import Communication
+from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.transport.copies import Copies, Dtypes
+from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.transport.interface import Handle, View
+from mesh_attention.runtime.transport.pulls import Steps, steps_of
+from mesh_attention.runtime.transport.regions import Owner
+from mesh_attention.runtime.transport.shared import SharedMemory
+from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, Block
+
+__all__ = ["SymmetricTransport"]
+
+
+class SymmetricTransport:
+    """Operations among ranks that `memory` covers; of others, the part among such ranks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        one: Pass,
+        rank: int,
+        batch: int,
+        dtypes: Dtypes,
+        groups: Groups,
+        memory: SharedMemory,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._plan = plan
+        self._one = one
+        self._rank = rank
+        self._batch = batch
+        self._dtypes = dtypes
+        self._groups = groups
+        self._memory = memory
+        self._stream = stream
+        self._owners: dict[int, Owner] = {}
+        self._steps: dict[tuple[str, str], _Ready] = {}
+        self._events: dict[tuple[str, str], torch.cuda.Event] = {}
+
+    def begin(self, op: Communication, view: View, after: Marks) -> Handle:
+        key = (op.group, op.name)
+        if key not in self._steps:
+            self._steps[key] = self._prepare(op)
+            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        known = self._steps[key]
+        block = self._memory.block
+        assert block is not None
+        with torch.cuda.stream(self._stream):
+            for event in after:
+                self._stream.wait_event(event)
+            copies = Copies(known.steps, view, self._dtypes, self._memory.staging_offset)
+            copies.show(block.own)
+            known.perform(block, copies)
+            copies.finish()
+            return _Recorded(self._stream, self._events[key])
+
+    def _prepare(self, op: Communication) -> _Ready:
+        members = self._one.groups[op.group]
+        ranks = [self._groups.global_rank(self._plan, member) for member in members]
+        near = [place for place, rank in enumerate(ranks) if self._memory.covers([rank])]
+        owners = {place: self._owner(members[place]) for place in near}
+        steps = steps_of(op, members.index(self._rank), len(members), owners)
+        places = {place: self._memory.member(ranks[place]) for place in near}
+        complete = len(steps.readers) == len(steps.pulls) == len(members) - 1
+        return _Ready(steps, places, complete and self._memory.is_everybody(ranks))
+
+    def _owner(self, rank: int) -> Owner:
+        if rank not in self._owners:
+            self._owners[rank] = Owner(self._plan, self._one, rank, self._batch)
+        return self._owners[rank]
+
+
+class _Ready:
+    """An operation that has been worked out: its copies, and the signals around them."""
+
+    def __init__(self, steps: Steps, places: dict[int, int], everybody: bool) -> None:
+        self.steps = steps
+        self._readers = [places[reader] for reader in steps.readers]
+        self._pulls = [(places[owner], pulls) for owner, pulls in steps.pulls]
+        self._everybody = everybody  # then one barrier does what signals to each would do
+
+    def perform(self, block: Block, copies: Copies) -> None:
+        if self._everybody:
+            block.barrier()
+            copies.keep()
+            for owner, pulls in self._pulls:
+                copies.fetch(pulls, block.of(owner))
+            block.barrier()
+            return
+        for reader in self._readers:
+            block.put(reader, READY)
+        copies.keep()
+        for owner, pulls in self._pulls:
+            block.wait(owner, READY)
+            copies.fetch(pulls, block.of(owner))
+            block.put(owner, DONE)
+        for reader in self._readers:
+            block.wait(reader, DONE)
+
+
+class _Recorded:
+    """What is on the stream so far."""
+
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        self._device = stream.device
+        self._event = event
+        self._event.record(stream)
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)

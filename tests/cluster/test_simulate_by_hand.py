@@ -1,0 +1,183 @@
+"""The simulator against timelines computed by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from fixed_costs import FixedCosts, undisturbed
+
+from mesh_attention import Mask
+from mesh_attention.cluster import Overlap, load_cluster, simulate
+from mesh_attention.cluster.cluster import Disturbance
+from mesh_attention.cluster.timeline import Lane
+from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.count import count
+from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+
+FORWARD = (Direction.FORWARD,)
+
+
+def ring(ranks: int) -> Plan:
+    problem = Problem(q_tokens=64 * ranks, num_heads=2, head_dim=8)
+    return make_plan(problem, ranks, method="ring", directions=FORWARD)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_a_ring_bound_by_computation_takes_its_computation_alone(ranks: int) -> None:
+    timeline = simulate(ring(ranks), undisturbed(), costs=FixedCosts(lambda _: 3.0, flow=2.0))
+    assert timeline.runtime_seconds == pytest.approx(3.0 * ranks)
+    assert timeline.exposed_communication_seconds == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_a_ring_bound_by_communication_takes_its_hops_and_the_last_computation(ranks: int) -> None:
+    timeline = simulate(ring(ranks), undisturbed(), costs=FixedCosts(lambda _: 1.0, flow=4.0))
+    assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + 1.0)
+    idle = 4.0 * (ranks - 1) + 1.0 - ranks
+    assert timeline.exposed_communication_seconds == pytest.approx(idle)
+    for lanes in timeline.lanes:
+        assert lanes[Lane.COMPUTE].busy_seconds == pytest.approx(ranks)
+        assert lanes[Lane.COMMUNICATION].busy_seconds == pytest.approx(4.0 * (ranks - 1))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_without_overlap_a_ring_takes_the_sum(ranks: int) -> None:
+    costs = FixedCosts(lambda _: 1.0, flow=4.0)
+    timeline = simulate(ring(ranks), undisturbed(), overlap=Overlap.NONE, costs=costs)
+    assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + ranks)
+
+
+def test_flows_between_the_same_two_ranks_take_turns_where_a_pair_has_room_for_one() -> None:
+    cluster = replace(undisturbed(), node=replace(undisturbed().node, ranks=1))
+    cluster = replace(cluster, network=replace(cluster.network, nics=1))
+    costs = FixedCosts(lambda _: 1.0, flow=4.0)
+    for room, hop in ((2.0, 4.0), (1.0, 8.0), (1.6, 5.0)):
+        paired = replace(cluster, network=replace(cluster.network, flows_of_a_pair=room))
+        timeline = simulate(ring(2), paired, costs=costs)
+        assert timeline.runtime_seconds == pytest.approx(hop + 1.0)
+
+
+def test_flows_out_of_a_node_divide_what_it_can_send() -> None:
+    """Two ranks a node and USP of degree two: both ranks of a node send to the next node."""
+    base = undisturbed()
+    network = replace(base.network, peer_node_gb_per_second=base.network.peer.gb_per_second)
+    narrow = replace(base, node=replace(base.node, ranks=2))
+    problem = Problem(q_tokens=384, num_heads=2, head_dim=8)
+    plan = make_plan(problem, 6, method="usp", ulysses=2, ranks_per_node=2, directions=FORWARD)
+    costs = FixedCosts(lambda _: 1.0, flow=4.0)
+    wide = simulate(
+        plan,
+        replace(
+            narrow,
+            network=replace(
+                network, nics=2, peer_node_gb_per_second=4 * network.peer.gb_per_second
+            ),
+        ),
+        costs=costs,
+    )
+    shared = simulate(plan, replace(narrow, network=replace(network, nics=2)), costs=costs)
+    assert wide.runtime_seconds == pytest.approx(4.0 * 2 + 1.0)
+    assert shared.runtime_seconds == pytest.approx(8.0 * 2 + 1.0)
+
+
+def test_busy_lanes_slow_each_other() -> None:
+    """2 s of work beside a transfer of 4 s: at half speed the work takes 4 s, and the transfer,
+    at three quarters of its speed in that time, has 1 s left."""
+    cluster = replace(undisturbed(), disturbance=Disturbance(0.5, 0.25))
+    timeline = simulate(ring(2), cluster, costs=FixedCosts(lambda _: 2.0, flow=4.0))
+    assert timeline.runtime_seconds == pytest.approx(4.0 + 1.0 + 2.0)
+
+
+GOLDEN = {"AG-KV": 1.0, "AG-Q": 0.5, "RS-Q": 0.5}
+
+
+def golden_plan() -> Plan:
+    """The golden example of algorithm.md, section 5, as a real plan of nine ranks."""
+    problem = Problem(q_tokens=9 * 96, num_heads=2, head_dim=64)
+    gathered = 2 * 32 * 2 * 64 * 2  # bytes of AG-Q: two remote chunks of 32 rows
+    flops = problem.flops((3 * 32) ** 2)
+    # RS-Q carries the LSE too, 4 bytes beside 128: C-i-j shall fill it, so it is as much longer.
+    flops_per_second = 2 * flops * 128 / 132
+    costs = Costs(2 * gathered, flops_per_second, latency_seconds=0.0)
+    return make_plan(
+        problem, 9, tile=(3, 3), chunks=(3, 3), gamma=1.0, costs=costs, combine="exchange",
+        directions=FORWARD,
+    )  # fmt: skip
+
+
+def golden_costs() -> FixedCosts:
+    return FixedCosts(lambda _: 0.5, lambda name: GOLDEN[name.rpartition("-")[0]])
+
+
+def test_the_golden_example_lasts_seven_units_in_strict_steps() -> None:
+    plan = golden_plan()
+    assert plan.forward.schedule.text().splitlines() == [
+        "1 AG-KV-0",
+        "2 AG-Q-0",
+        "3 AG-Q-1 + C-0-0",
+        "4 AG-KV-1 + C-1-0",
+        "5 AG-Q-2 + C-0-1",
+        "6 AG-KV-2 + C-1-1, C-2-0",
+        "7 compute only C-0-2",
+        "8 RS-Q-0 + C-1-2",
+        "9 RS-Q-1 + C-2-1",
+        "10 compute only C-2-2",
+        "11 RS-Q-2",
+    ]
+    strict = simulate(plan, undisturbed(), overlap=Overlap.STRICT, costs=golden_costs())
+    assert strict.runtime_seconds == pytest.approx(7.0)
+    events = simulate(plan, undisturbed(), overlap=Overlap.EVENTS, costs=golden_costs())
+    assert events.runtime_seconds <= 7.0
+    none = simulate(plan, undisturbed(), overlap=Overlap.NONE, costs=golden_costs())
+    assert none.runtime_seconds == pytest.approx(3 * 1.0 + 6 * 0.5 + 9 * 0.5)
+
+
+def test_event_order_is_never_later_than_strict_steps_for_500_random_costs() -> None:
+    rng = random.Random(5)
+    cluster = undisturbed()
+    plans = [
+        make_plan(
+            Problem(q_tokens=256, num_heads=4, head_dim=8, mask=Mask(causal=causal)),
+            ranks, method=method, **options,
+        )
+        for method, ranks, options in (
+            ("mesh", 6, {"tile": (2, 3), "chunks": (2, 2)}),
+            ("mesh", 4, {"tile": (2, 2), "chunks": (3, 4), "combine": "reduce-scatter"}),
+            ("mesh-usp", 8, {"ulysses": 2, "tile": (2, 2), "chunks": (2, 2)}),
+            ("ring", 4, {}),
+            ("startrail", 4, {"team": 2}),
+        )
+        for causal in (False, True)
+    ]  # fmt: skip
+    better = 0
+    for number in range(500):
+        plan = plans[number % len(plans)]
+        direction = rng.choice(list(Direction))
+        seconds: dict[str, float] = {}
+
+        def cost(name: str, seconds: dict[str, float] = seconds) -> float:
+            return seconds.setdefault(name, rng.uniform(0.1, 2.0))
+
+        costs = FixedCosts(cost, cost, flow=rng.uniform(0.1, 2.0))
+        strict = simulate(plan, cluster, direction, overlap="strict", costs=costs).runtime_seconds
+        events = simulate(plan, cluster, direction, overlap="events", costs=costs).runtime_seconds
+        assert events <= strict * (1 + 1e-9), (plan.method, direction, number)
+        better += events < strict * (1 - 1e-9)
+    assert better > 150
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_simulated_bytes_are_the_counted_ones(method: str) -> None:
+    problem = Problem(q_tokens=512, num_heads=8, head_dim=16, mask=Mask(causal=True))
+    plan = make_plan(problem, 8, method=method, ranks_per_node=4)
+    cluster = load_cluster("paper")
+    cluster = replace(cluster, node=replace(cluster.node, ranks=4))
+    cluster = replace(cluster, network=replace(cluster.network, nics=4))
+    for direction, counted in count(plan).items():
+        timeline = simulate(plan, cluster, direction)
+        assert timeline.received_bytes == tuple(r.total.received_bytes for r in counted.ranks)
+        assert timeline.runtime_seconds > 0
