@@ -1,0 +1,150 @@
+"""The cells of the replay tables: which plan, on which cluster, in which direction.
+
+Planning and simulating 256 ranks takes longer than replaying one of them, and needs no GPU. So a
+cell can be prepared on any computer (`prepare`) and stored; the GPU then runs what was stored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.planning import plan_on, setting_of
+from mesh_attention.cluster.simulate import simulate
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.replay.share import Share, share_of
+
+__all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
+
+CLUSTERS = ("paper", "hgx-h100")
+K = 1024
+SIZES = (256 * K, 512 * K, 1024 * K)
+SEARCHED = ("mesh", "mesh-usp")  # at their best predicted setting; others at their own, or given
+GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
+LEAN = {"forward": (1.0, 0.75), "backward": (2.0, 1.5)}  # GiB of workspace, 512K on 256 ranks
+TABLES = ("settings", "methods", "grouped", "memory")
+
+
+@dataclass(frozen=True)
+class Cell:
+    table: str
+    cluster: str
+    method: str
+    ranks: int
+    tokens: int
+    causal: bool
+    direction: str
+    kv_heads: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        words = [self.cluster, self.method, str(self.ranks), f"{self.tokens // K}K"]
+        words += ["causal" if self.causal else "full", self.direction]
+        words += [f"kv{self.kv_heads}"] if self.kv_heads != 64 else []
+        words += [f"{key}={value}" for key, value in self.options.items()]
+        return "-".join(words)
+
+    @property
+    def problem(self) -> Problem:
+        mask = Mask(causal=self.causal)
+        return Problem(self.tokens, 64, 128, num_kv_heads=self.kv_heads, mask=mask)
+
+
+def cells() -> Iterator[Cell]:
+    """Cheapest to prepare first."""
+    for method in ("mesh", "usp", "ring"):
+        yield from _settings(method)
+    yield from _grouped()
+    yield from _memory()
+    yield from _methods()
+
+
+def _settings(method: str) -> Iterator[Cell]:
+    given = GIVEN.get(method, {})
+    for cluster in CLUSTERS:
+        for tokens in (512 * K, 256 * K, 1024 * K):
+            if method == "ring" and cluster != "paper" and tokens != 512 * K:
+                continue  # seconds of waiting each, to no purpose: no goal is set there
+            for ranks in (256, 128):
+                for causal in (False, True):
+                    for direction in Direction:
+                        yield Cell(
+                            *("settings", cluster, method, ranks, tokens, causal),
+                            direction.value,
+                            options=given,
+                        )
+
+
+def _methods() -> Iterator[Cell]:
+    for method in METHODS:
+        if method in ("mesh", "usp", "ring"):
+            continue  # they are among the settings
+        for cluster in CLUSTERS:
+            for causal in (False, True):
+                for direction in Direction:
+                    place = ("methods", cluster, method, 256, 512 * K, causal, direction.value)
+                    yield Cell(*place)
+
+
+def _grouped() -> Iterator[Cell]:
+    for method in ("mesh", "mesh-usp", "usp", "ulysses", "ring"):
+        for ranks in (8, 16, 32, 64):
+            for direction in Direction:
+                place = ("grouped", "hgx-h100", method, ranks, ranks * 8 * K, True)
+                yield Cell(*place, direction.value, 8, GIVEN.get(method, {}))
+
+
+def _memory() -> Iterator[Cell]:
+    for cluster in CLUSTERS:
+        for direction in Direction:
+            for gib in LEAN[direction.value]:
+                yield Cell(
+                    *("memory", cluster, "mesh", 256, 512 * K, False, direction.value),
+                    options={"max_buffer_bytes": int(gib * 2**30)},
+                )
+
+
+def prepare(cell: Cell, folder: Path) -> Path:
+    """Plan, simulate, and store one rank's share; what is stored already stays."""
+    path = folder / f"{cell.name}.pickle.gz"
+    if path.exists():
+        return path
+    cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
+    if cell.method in SEARCHED:
+        best = find_best(
+            *(cell.problem, cell.ranks, cluster),
+            method=cell.method,
+            direction=direction,
+            options=cell.options,
+        )
+        timeline, options = best.timeline, best.options
+    else:
+        plan = plan_on(
+            *(cluster, cell.problem, cell.ranks),
+            method=cell.method,
+            directions=(direction,),
+            **cell.options,
+        )
+        timeline, options = simulate(plan, cluster, direction), cell.options
+    share = share_of(timeline)
+    setting = setting_of(timeline.plan, timeline.one, options)
+    share.predicted["setting"] = {key: str(value) for key, value in setting.items()}
+    with gzip.open(path, "wb") as file:
+        pickle.dump(share, file)
+    return path
+
+
+def load(cell: Cell, folder: Path) -> Share:
+    with gzip.open(folder / f"{cell.name}.pickle.gz", "rb") as file:
+        share: Share = pickle.load(file)
+    return share

@@ -1,0 +1,160 @@
+"""Whole tables of replays: compute measured on one GPU, the network modelled.
+
+    python benchmarks/replay_tables.py --prepare cells/                   # plans; any computer
+    python benchmarks/replay_tables.py --cells cells/ --json results.json  # on a GPU
+
+`replay_cells.py` lists the cells. A cell that fails, or that no method could plan, is reported and
+passed over; `--limit` seconds end the repetitions of a cell, `--budget` seconds the whole run.
+Results are written after every cell. `--show results.json` prints the tables again. Published
+figures and goals stand beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from replay_cells import TABLES, Cell, cells, load, prepare
+from replay_show import show
+
+SMS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="plan the cells, and stop")
+    parser.add_argument("--cells", type=Path, metavar="FOLDER", help="run what was prepared there")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a result")
+    parser.add_argument("--tables", nargs="+", default=TABLES, choices=TABLES)
+    parser.add_argument("--methods", nargs="+", help="only these")
+    parser.add_argument("--match", default="", help="only cells with this in their name")
+    parser.add_argument("--repeats", type=int, default=3, help="fewer for runs of over a second")
+    parser.add_argument("--sms", type=int, nargs="+", default=[SMS])
+    parser.add_argument("--same-priority", action="store_true")
+    parser.add_argument("--limit", type=float, default=6.0, help="seconds of a cell")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds of everything")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    given = parser.parse_args()
+    if given.show:
+        show(json.loads(given.show.read_text()))
+        return
+    chosen = [
+        cell
+        for cell in cells()
+        if cell.table in given.tables
+        and (not given.methods or cell.method in given.methods)
+        and given.match in cell.name
+    ]
+    if given.prepare:
+        given.prepare.mkdir(parents=True, exist_ok=True)
+        for line in _prepare(chosen, given.prepare):
+            print(line, flush=True)
+        return
+    if given.cells is None:
+        parser.error("give --prepare, --cells or --show")
+    _run(chosen, given)
+
+
+def _prepare(chosen: list[Cell], folder: Path) -> Iterator[str]:
+    for cell in chosen:
+        begin = time.monotonic()
+        try:
+            prepare(cell, folder)
+        except ValueError as error:
+            yield f"{cell.name}: refused: {error}"
+        else:
+            yield f"{cell.name}: {time.monotonic() - begin:.1f} s"
+
+
+def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
+    import torch
+
+    from mesh_attention.replay.measure import check_device, measure
+
+    device = check_device(max(given.sms))
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": torch.cuda.get_device_name(device),
+        "host": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "what": "compute measured, network modelled",
+        "rows": [],
+        "failed": {},
+    }
+    begin = time.monotonic()
+    torch.manual_seed(0)
+    for cell in chosen:
+        if time.monotonic() - begin > given.budget:
+            report["failed"][cell.name] = "no time left"
+            continue
+        try:
+            share = load(cell, given.cells)
+        except FileNotFoundError:
+            report["failed"][cell.name] = "not prepared"
+            continue
+        lasts = share.predicted["runtime_seconds"]
+        for sms in given.sms:
+            try:
+                found = measure(
+                    share,
+                    sms=sms,
+                    repeats=given.repeats if lasts < 0.3 else min(2, given.repeats),
+                    high_priority=not given.same_priority,
+                    # A run cannot be broken off: what cannot be repeated in time is run once.
+                    limit_seconds=max(0.0, given.limit - 2 * lasts),
+                )
+            except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
+                report["failed"][cell.name] = f"{type(error).__name__}: {error}"[:300]
+                print(f"{cell.name}: {report['failed'][cell.name]}", flush=True)
+                continue
+            row = found.to_json() | {
+                "table": cell.table,
+                "name": cell.name,
+                "tokens": cell.tokens,
+                "causal": cell.causal,
+                "kv_heads": cell.kv_heads,
+                "options": {key: str(value) for key, value in cell.options.items()},
+            }
+            report["rows"].append(row)
+            print(_line(row), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(report['rows'])} cells in {time.monotonic() - begin:.0f} s", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
+
+
+def _line(row: dict[str, Any]) -> str:
+    ms = 1e3
+    return (
+        f"{row['name']:44} sms {row['sms']:2} {row['seconds'] * ms:8.2f} ms x{len(row['all_seconds'])}"
+        f" alone {row['compute_seconds'] * ms:7.2f} predicted {row['predicted_seconds'] * ms:8.2f}"
+        f" MFU {row['mfu_percent']:4.1f} (alone {row['compute_mfu_percent']:4.1f},"
+        f" predicted {row['predicted_mfu_percent']:4.1f})"
+        f" peak {row['peak_bytes'] / 2**30:.2f} GiB"
+    )
+
+
+def commit() -> str:
+    here = Path(__file__).parent
+    told = here.parent / "COMMIT"  # where the code was copied without its history
+    if told.exists():
+        return told.read_text().strip()
+    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
