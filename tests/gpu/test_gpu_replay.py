@@ -85,7 +85,7 @@ def beside(start: Start, work: Callable[[], object], wait_first: bool) -> float:
     torch.cuda.synchronize()
     start(())
     if wait_first:  # until its programs lie on their SMs
-        torch.cuda._sleep(200_000)
+        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
     return seconds_alone(work)
 
 
