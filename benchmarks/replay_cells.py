@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ K = 1024
 SIZES = (256 * K, 512 * K, 1024 * K)
 SEARCHED = ("mesh", "mesh-usp")  # at their best predicted setting; others at their own, or given
 GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
-LEAN = {"forward": (1.0, 0.75), "backward": (2.0, 1.5)}  # GiB of workspace, 512K on 256 ranks
-TABLES = ("settings", "methods", "grouped", "memory")
+LEAN = {"forward": (1.0, 0.75), "backward": (3.25, 2.0, 1.5)}  # GiB of workspace, 512K on 256 ranks
+TABLES = ("settings", "methods", "grouped", "memory", "tuned")
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,17 @@ class Cell:
         words = [self.cluster, self.method, str(self.ranks), f"{self.tokens // K}K"]
         words += ["causal" if self.causal else "full", self.direction]
         words += [f"kv{self.kv_heads}"] if self.kv_heads != 64 else []
-        words += [f"{key}={value}" for key, value in self.options.items()]
+        words += [f"{key}={_short(value)}" for key, value in self.options.items()]
         return "-".join(words)
 
     @property
     def problem(self) -> Problem:
         mask = Mask(causal=self.causal)
         return Problem(self.tokens, 64, 128, num_kv_heads=self.kv_heads, mask=mask)
+
+
+def _short(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def cells() -> Iterator[Cell]:
@@ -67,6 +71,7 @@ def cells() -> Iterator[Cell]:
     yield from _grouped()
     yield from _memory()
     yield from _methods()
+    yield from _tuned()
 
 
 def _settings(method: str) -> Iterator[Cell]:
@@ -114,13 +119,24 @@ def _memory() -> Iterator[Cell]:
                 )
 
 
+def _tuned() -> Iterator[Cell]:
+    """More chunks than the search thinks best: what a measured search might find."""
+    for cluster in CLUSTERS:
+        for causal in (False, True):
+            for direction in Direction:
+                place = ("tuned", cluster, "mesh", 256, 512 * K, causal, direction.value)
+                for chunks in ((2, 2), (2, 4), (4, 2), (4, 4)):
+                    yield Cell(*place, options={"chunks": chunks})
+
+
 def prepare(cell: Cell, folder: Path) -> Path:
     """Plan, simulate, and store one rank's share; what is stored already stays."""
     path = folder / f"{cell.name}.pickle.gz"
     if path.exists():
         return path
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
-    if cell.method in SEARCHED:
+    options = cell.options | (_shape_of_best(cell, folder) if cell.table == "tuned" else {})
+    if cell.method in SEARCHED and cell.table != "tuned":
         best = find_best(
             *(cell.problem, cell.ranks, cluster),
             method=cell.method,
@@ -133,15 +149,23 @@ def prepare(cell: Cell, folder: Path) -> Path:
             *(cluster, cell.problem, cell.ranks),
             method=cell.method,
             directions=(direction,),
-            **cell.options,
+            **options,
         )
-        timeline, options = simulate(plan, cluster, direction), cell.options
+        timeline = simulate(plan, cluster, direction)
     share = share_of(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
     share.predicted["setting"] = {key: str(value) for key, value in setting.items()}
     with gzip.open(path, "wb") as file:
         pickle.dump(share, file)
     return path
+
+
+def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Tile and patch that the search found for the same cell."""
+    setting = load(replace(cell, table="settings", options={}), folder).predicted["setting"]
+    a, b = map(int, setting["tile"].split("x"))
+    alpha = setting["alpha"]
+    return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})
 
 
 def load(cell: Cell, folder: Path) -> Share:

@@ -138,8 +138,9 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
 def _line(row: dict[str, Any]) -> str:
     ms = 1e3
     return (
-        f"{row['name']:44} {row['seconds'] * ms:8.2f} ms x{len(row['all_seconds'])}"
-        f" sms {row['sms']} alone {row['compute_seconds'] * ms:7.2f} predicted {row['predicted_seconds'] * ms:8.2f}"
+        f"{row['name']:44} sms {row['sms']}"
+        f" {row['seconds'] * ms:8.2f} ms x{len(row['all_seconds'])}"
+        f" alone {row['compute_seconds'] * ms:7.2f} predicted {row['predicted_seconds'] * ms:8.2f}"
         f" MFU {row['mfu_percent']:4.1f} (alone {row['compute_mfu_percent']:4.1f},"
         f" predicted {row['predicted_mfu_percent']:4.1f})"
         f" peak {row['peak_bytes'] / 2**30:.2f} GiB"

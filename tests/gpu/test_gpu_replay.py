@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import pytest
@@ -54,10 +55,7 @@ def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> N
     start = holder.prepare(landing(1), wanted)
     start(())
     found = seconds_of(lambda: [start(()) for _ in range(count)], holder.stream) / count
-    print(
-        f"\n{sms} SMs: wanted {wanted * 1e6:.0f} us, found {found * 1e6:.2f} us, "
-        f"overhead taken off {holder.overhead_seconds * 1e6:.2f} us"
-    )
+    print(f"\n{sms} SMs: wanted {wanted * 1e6:.0f} us, found {found * 1e6:.2f} us")
     assert found == pytest.approx(wanted, rel=0.02)
 
 
@@ -80,12 +78,11 @@ def attention(rows: int = 8192) -> Callable[[], object]:
     return lambda: Cudnn().forward(q, k, v, mask=Full(), softmax_scale=0.1)
 
 
-def beside(start: Start, work: Callable[[], object], wait_first: bool) -> float:
+def beside(start: Start, work: Callable[[], object]) -> float:
     """Seconds of work that is issued after a stand-in began."""
     torch.cuda.synchronize()
     start(())
-    if wait_first:  # until its programs lie on their SMs
-        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
+    time.sleep(0.0005)  # by now its programs lie on their SMs
     return seconds_alone(work)
 
 
@@ -108,8 +105,9 @@ def test_attention_beside_a_stand_in_loses_its_sms() -> None:
     there = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for sms, least, most in ((0, 0.97, 1.05), (16, 1.06, 1.35), (32, 1.2, 1.8)):
         holder = CudaHolder(DEVICE, sms)
-        start = holder.prepare([], 4 * alone)
-        found = statistics.median(beside(start, work, True) for _ in range(7))
+        start = holder.prepare(landing(1), 4 * alone)
+        start(())
+        found = statistics.median(beside(start, work) for _ in range(7))
         ratio = found / alone
         print(
             f"\nattention {alone * 1e3:.3f} ms alone, {found * 1e3:.3f} beside {sms} SMs: "
@@ -119,17 +117,28 @@ def test_attention_beside_a_stand_in_loses_its_sms() -> None:
 
 
 def test_no_program_of_attention_fits_beside_a_stand_in_on_its_sm() -> None:
-    """With a stand-in on every SM attention cannot begin before that ends."""
+    """With a stand-in on every SM nothing that begins after it ends before it."""
     from mesh_attention.replay.hold import CudaHolder
 
     there = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     lasts = 0.02
-    start = CudaHolder(DEVICE, there).prepare([], lasts)
-    work = attention(2048)
-    work()
-    found = beside(start, work, True)
-    print(f"\nattention took {found * 1e3:.2f} ms beside a stand-in of {lasts * 1e3:.0f} ms")
-    assert found > 0.9 * lasts
+    for pieces in ([], landing(1)):
+        holder = CudaHolder(DEVICE, there)
+        start = holder.prepare(pieces, lasts)
+        start(())
+        work = attention(2048)
+        work()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(holder.stream)
+        start(())
+        time.sleep(0.002)  # by now its programs lie on their SMs
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        found = float(begin.elapsed_time(end)) * 1e-3
+        print(f"\nattention ended {found * 1e3:.2f} ms after a stand-in of 20 ms began")
+        assert found > lasts
 
 
 @pytest.mark.parametrize("sms", [0, 3, 16])
@@ -140,7 +149,7 @@ def test_every_byte_of_a_landing_is_written_and_no_other(
 ) -> None:
     from mesh_attention.replay.hold import CudaHolder
 
-    holder = CudaHolder(DEVICE, sms, calibrate=False)
+    holder = CudaHolder(DEVICE, sms)
     shapes = [
         (Kind.K, torch.bfloat16, (999, batch, 64, 128)),
         (Kind.LSE, torch.float32, (777, batch, 32, 1)),
@@ -186,6 +195,8 @@ def test_a_small_replay(
     )
     assert found.seconds > 0.98 * sum(share.seconds)
     assert found.seconds > 0.95 * found.compute_seconds
-    assert found.seconds < 1.3 * (found.compute_seconds + sum(share.seconds)) + 1e-3
-    assert found.peak_bytes <= 1.03 * found.planned_bytes + 8 * 2**20
+    # Small kernels leave the host too little time: each stand-in costs it some launches.
+    host = 100e-6 * sum(second > 0 for second in share.seconds)
+    assert found.seconds < 1.2 * (found.compute_seconds + sum(share.seconds)) + host
+    assert found.peak_bytes - found.stand_in_bytes <= 1.03 * found.planned_bytes + 2**20
     assert found.peak_bytes >= 0.9 * found.planned_bytes

@@ -1,14 +1,15 @@
 """Stand-ins for communications on a CUDA stream of their own.
 
 With `sms` > 0 a stand-in is one kernel of so many programs, each of which fills an SM, as NCCL's
-rings do. With `sms=0` it stands for copy engines: the driver copies the bytes, and one warp waits.
-Either way it ends when the modelled time has passed since it really began, or when its bytes are
-written if that takes longer.
+rings do. With `sms=0` it stands for copy engines: the driver copies the bytes (a kernel does where
+some heads of every row are written), and one warp waits. Either way it ends when the modelled time
+has passed since it really began, or when its bytes are written if that takes longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,47 +23,52 @@ from mesh_attention.replay.transport import Landing
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 
-__all__ = ["CudaHolder"]
+__all__ = ["CudaHolder", "Mode"]
 
 WARPS = 32
+# Launching and draining a stand-in, taken off its time (found on an H200: 1.9 to 2.2 us).
+OVERHEAD_SECONDS = 2e-6
 _WORDS = {2: tl.int16, 4: tl.int32}
-_CALIBRATION = (100e-6, 20)  # seconds and number of stand-ins in a row
+
+
+class Mode(Enum):
+    KEEP_TIME = auto()
+    HURRY = auto()  # writes the bytes and does not wait, for warming up
+    SILENT = auto()  # does nothing: the computation is alone
 
 
 class CudaHolder:
-    """`hurry` skips the waiting, for warming up."""
-
-    def __init__(
-        self, device: torch.device, sms: int, *, high_priority: bool = True, calibrate: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, sms: int, *, high_priority: bool = True) -> None:
         # Lower is earlier: programs of the stand-in take the next SMs that fall free.
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
-        self.hurry = False
+        self.mode = Mode.KEEP_TIME
         self._device = device
         self._sms = sms
         self._stock = Stock(device)
         self._tables: dict[Description, Tensor] = {}
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
-        self.overhead_seconds = 0.0
-        if calibrate:
-            self.overhead_seconds = self._calibrate()
+
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory of the random numbers."""
+        return self._stock.num_bytes
 
     def prepare(self, landings: Sequence[Landing], seconds: float) -> Start:
         work = self._filling(landings) if self._sms else self._copying(landings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        nanoseconds = max(0, round((seconds - OVERHEAD_SECONDS) * 1e9))
 
         def start(after: Marks) -> Handle:
+            if self.mode is Mode.SILENT:
+                return _Done()
             with torch.cuda.stream(self.stream):
                 for mark in after:
                     self.stream.wait_event(mark)
-                work(self._nanoseconds(seconds))
+                work(nanoseconds if self.mode is Mode.KEEP_TIME else 0)
                 event.record(self.stream)
             return _Held(event, self._device)
 
         return start
-
-    def _nanoseconds(self, seconds: float) -> int:
-        return 0 if self.hurry else max(0, round((seconds - self.overhead_seconds) * 1e9))
 
     def _filling(self, landings: Sequence[Landing]) -> Callable[[int], object]:
         pieces = [runs_of(x, self._stock.of(buffer, x.dtype)) for buffer, x in landings]
@@ -84,13 +90,10 @@ class CudaHolder:
         return lambda nanoseconds: hold_kernel[(self._sms,)](table, count, nanoseconds, **options)
 
     def _copying(self, landings: Sequence[Landing]) -> Callable[[int], object]:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for buffer, x in landings:
-            stock = self._stock.of(buffer, x.dtype)
-            rows = max(1, stock.numel() // max(1, x[:1].numel()))
-            for at in range(0, len(x), rows):
-                part = x[at : at + rows]
-                pairs.append((part, stock[: part.numel()].view(part.shape)))
+        pairs = [
+            (x, self._stock.of(buffer, x.dtype, x.numel())[: x.numel()].view(x.shape))
+            for buffer, x in landings
+        ]
 
         def work(nanoseconds: int) -> None:
             stamp_kernel[(1,)](self._stamp, num_warps=1)
@@ -99,20 +102,6 @@ class CudaHolder:
             until_kernel[(1,)](self._stamp, nanoseconds, num_warps=1)
 
         return work
-
-    def _calibrate(self) -> float:
-        """What launching and draining adds to each of many stand-ins in a row."""
-        seconds, count = _CALIBRATION
-        start = self.prepare([], seconds)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        for _ in range(2):  # the first time compiles
-            torch.cuda.synchronize(self._device)
-            events[0].record(self.stream)
-            for _ in range(count):
-                start(())
-            events[1].record(self.stream)
-            torch.cuda.synchronize(self._device)
-        return max(0.0, float(events[0].elapsed_time(events[1])) * 1e-3 / count - seconds)
 
 
 class _Held:
@@ -124,3 +113,10 @@ class _Held:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class _Done:
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...

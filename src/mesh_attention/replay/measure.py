@@ -1,7 +1,7 @@
 """Runs one rank's share on the GPU at hand and measures it.
 
 The program runs in turns with stand-ins in place of its communications, and alone: the same
-kernels in the same order with nothing beside them, which no network could beat.
+kernels in the same order with silent communications, which no network could beat.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from mesh_attention.replay.result import Replayed
 from mesh_attention.replay.share import Share
 from mesh_attention.replay.transport import ReplayTransport
 from mesh_attention.runtime.executor import Executor, Form, run_to_end
-from mesh_attention.runtime.transport.alone import AloneTransport
-from mesh_attention.runtime.transport.interface import Transport
 from mesh_attention.runtime.workspace import Workspace
 
 __all__ = ["check_device", "measure"]
@@ -54,35 +52,37 @@ def measure(
 ) -> Replayed:
     """`limit_seconds` ends the repetitions early; at least one is always made."""
     device = check_device(sms)
-    from mesh_attention.replay.hold import CudaHolder  # Triton comes with CUDA builds only
+    from mesh_attention.replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
 
     gc.collect()
     torch.cuda.empty_cache()
     form = Form(1, _DTYPES[share.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    workspace = Workspace()
     inputs = inputs_of(share.program, share.plan, form)
+    executor = Executor(
+        share.plan,
+        share.one,
+        0,  # the share holds one program, whatever its rank is
+        ReplayTransport(share.program, share.seconds, holder),
+        Workspace(),
+        form,
+        softmax_scale=float(share.plan.problem.head_dim) ** -0.5,
+    )
 
-    def executor(transport: Transport) -> Executor:
-        scale = float(share.plan.problem.head_dim) ** -0.5
-        # The share holds one program, whatever its rank is.
-        return Executor(share.plan, share.one, 0, transport, workspace, form, softmax_scale=scale)
+    def seconds(mode: Mode) -> float:
+        holder.mode = mode
+        return _seconds(lambda: run_to_end(executor.run(inputs)), device)
 
-    replay = executor(ReplayTransport(share.program, share.seconds, holder))
-    alone = executor(AloneTransport(share.program))
-    holder.hurry = True
-    run_to_end(replay.run(inputs))  # compiles kernels, and leaves random data in the workspace
-    holder.hurry = False
-    run_to_end(alone.run(inputs))
-    torch.cuda.synchronize(device)
+    seconds(Mode.HURRY)  # compiles kernels, and leaves random data in the workspace
+    seconds(Mode.SILENT)
     replayed: list[float] = []
-    computed: list[float] = []
+    alone: list[float] = []
     peak_bytes = 0
     begin = time.monotonic()
     while len(replayed) < repeats:
-        computed.append(_seconds(lambda: run_to_end(alone.run(inputs)), device))
+        alone.append(seconds(Mode.SILENT))
         torch.cuda.reset_peak_memory_stats(device)
-        replayed.append(_seconds(lambda: run_to_end(replay.run(inputs)), device))
+        replayed.append(seconds(Mode.KEEP_TIME))
         peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated(device))
         if limit_seconds is not None and time.monotonic() - begin > limit_seconds:
             break
@@ -93,10 +93,11 @@ def measure(
         high_priority=high_priority,
         seconds=statistics.median(replayed),
         all_seconds=tuple(replayed),
-        compute_seconds=statistics.median(computed),
+        compute_seconds=statistics.median(alone),
         peak_bytes=peak_bytes,
-        planned_scratch_bytes=replay.scratch_bytes,
-        kernels=tuple(sorted({choice.kernel.name for choice in replay.choices.values()})),
+        planned_scratch_bytes=executor.scratch_bytes,
+        stand_in_bytes=holder.num_bytes,
+        kernels=tuple(sorted({choice.kernel.name for choice in executor.choices.values()})),
     )
 
 

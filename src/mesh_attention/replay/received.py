@@ -40,16 +40,22 @@ def inputs_of(program: Program, plan: Plan, form: Form) -> dict[str, Tensor]:
 
 
 class Stock:
-    """Random numbers by kind and dtype, made when first asked for."""
+    """Random numbers by kind and dtype, made when first asked for, at least so many."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[object, torch.dtype], Tensor] = {}
 
-    def of(self, buffer: Buffer, dtype: torch.dtype) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        return sum(made.numel() * made.element_size() for made in self._made.values())
+
+    def of(self, buffer: Buffer, dtype: torch.dtype, count: int = 0) -> Tensor:
         kind = buffer.kind if buffer.kind.is_statistic else Kind.Q
-        if (kind, dtype) not in self._made:
-            made = torch.empty(STOCK_BYTES // dtype.itemsize, dtype=dtype, device=self._device)
+        made = self._made.get((kind, dtype))
+        if made is None or made.numel() < count:
+            count = max(count, STOCK_BYTES // dtype.itemsize)
+            made = torch.empty(count, dtype=dtype, device=self._device)
             fill(kind, made)
             self._made[kind, dtype] = made
-        return self._made[kind, dtype]
+        return made

@@ -17,7 +17,8 @@ class Replayed:
     """`seconds` is the median of `all_seconds`; `compute_seconds` that of the program alone.
 
     `peak_bytes` is all that was allocated at once on the GPU: shards, results, workspace, what
-    kernel calls return, and a few MiB of random numbers that the stand-ins write.
+    kernel calls return, and `stand_in_bytes` of random numbers for the stand-ins to write (a few
+    MiB; with copy engines as much as the largest message).
     """
 
     machine: str
@@ -29,6 +30,7 @@ class Replayed:
     compute_seconds: float
     peak_bytes: int
     planned_scratch_bytes: int
+    stand_in_bytes: int
     kernels: tuple[str, ...]
 
     @property
@@ -79,6 +81,7 @@ class Replayed:
             "communication_seconds": sum(share.seconds),
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
+            "stand_in_bytes": self.stand_in_bytes,
             "kernels": list(self.kernels),
             "predicted_seconds": predicted["runtime_seconds"],
             "predicted_rank_seconds": predicted["rank_seconds"],
