@@ -320,7 +320,7 @@ def main() -> None:
     host = host_microseconds(problem, given.ranks, tile)
     for name, value in host.items():
         print(f"host time of the executor, {name}: {value:.1f} us an operation (goal 15)")
-    setting = {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}
+    setting = {name: value for name, value in vars(given).items() if name != "json"}
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),

@@ -33,4 +33,4 @@ class FixedCosts:
 
 
 def undisturbed(name: str = "paper") -> Cluster:
-    return replace(load_cluster(name), disturbance=Disturbance(0.0, 0.0))
+    return replace(load_cluster(name), disturbance=Disturbance(0.0, 0.0, 0.0, 0.0))

@@ -83,7 +83,7 @@ BAD = [
     ("nics", "nics = 3", "network.nics = 3 does not divide node.ranks = 8"),
     ("nics", "nics = 16", "network.nics = 16 does not divide node.ranks = 8"),
     ("compute_slowdown", "compute_slowdown = 1", "disturbance.compute_slowdown = 1 must be below"),
-    ("communication_slowdown", "communication_slowdown = -0.1", "must be at least 0"),
+    ("collective_slow", "collective_slowdown = -0.1", "must be at least 0"),
     ("[compute.forward.range]", "[compute.forward.ranges]", "compute.forward has no field"),
     ("[disturbance]", "[disturbances]", "the file has no field 'disturbances'"),
     ("[node.peer]", "[node]", "is not TOML"),

@@ -102,11 +102,21 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What is lost while both lanes of a rank are busy: communication takes SMs and memory from
-    attention, and attention delays communication."""
+    """The part of its speed that each lane of a rank loses while both are busy.
+
+    Communication takes SMs and memory from attention. Attention holds up the kernels that move
+    data: collectives little, as they run on many channels; point-to-point flows, which have few,
+    more, and most beside backward kernels, which leave no SM free for as long as they run.
+    """
 
     compute_slowdown: float
-    communication_slowdown: float
+    collective_slowdown: float
+    peer_forward_slowdown: float
+    peer_backward_slowdown: float
+
+    def peer_slowdown(self, direction: Direction) -> float:
+        forward = direction is Direction.FORWARD
+        return self.peer_forward_slowdown if forward else self.peer_backward_slowdown
 
 
 @dataclass(frozen=True, slots=True)

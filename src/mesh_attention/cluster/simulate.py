@@ -102,11 +102,20 @@ class _End:
 class Transfer:
     """A communication under way. Computation of any member slows all of it."""
 
-    __slots__ = ("activity", "computing")
+    __slots__ = ("activity", "computing", "held_up")
 
-    def __init__(self, activity: Activity) -> None:
+    def __init__(self, activity: Activity, held_up: float) -> None:
         self.activity = activity
+        self.held_up = held_up
         self.computing = 0  # members that compute at the same time
+
+    @property
+    def speed(self) -> float:
+        return 1.0 - self.held_up if self.computing else 1.0
+
+
+def _nothing() -> None:
+    """Until it is known what follows the end of an activity."""
 
 
 class _Simulation:
@@ -176,11 +185,7 @@ class _Simulation:
             lanes.known_computing = computing
             for transfer in lanes.transfers:
                 transfer.computing += 1 if computing else -1
-                self._clock.set_speed(transfer.activity, self._speed(transfer))
-
-    def _speed(self, transfer: Transfer) -> float:
-        lost = self._cluster.disturbance.communication_slowdown if transfer.computing else 0.0
-        return 1.0 - lost
+                self._clock.set_speed(transfer.activity, transfer.speed)
 
     def _compute(self, lanes: Lanes, at: int) -> None:
         lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
@@ -221,9 +226,9 @@ class _Simulation:
         if len(meeting.arrived) == size:
             del self._meetings[op.group, times]
             self._begin(
-                meeting.seconds,
+                Activity(meeting.seconds, _nothing, self._nics([r for r, _ in meeting.arrived])),
+                self._cluster.disturbance.collective_slowdown,
                 meeting.arrived,
-                self._nics([rank for rank, _ in meeting.arrived]),
                 self._communicated,
             )
 
@@ -271,7 +276,8 @@ class _Simulation:
         self._received[target] += end.num_bytes
         ends = [(other.rank, other.at), (end.rank, end.at)]
         shares = self._flow_shares(devices[source], devices[target])
-        self._begin(seconds, ends, shares, self._half_done)
+        held_up = self._cluster.disturbance.peer_slowdown(self._one.direction)
+        self._begin(Activity(seconds, _nothing, shares), held_up, ends, self._half_done)
 
     def _flow_shares(self, source: int, target: int) -> tuple[Shared, ...]:
         cluster = self._cluster
@@ -292,19 +298,19 @@ class _Simulation:
 
     def _begin(
         self,
-        seconds: float,
+        activity: Activity,
+        held_up: float,
         ends: list[_Place],
-        shares: tuple[Shared, ...],
         done: Callable[[list[_Place]], None],
     ) -> None:
-        transfer = Transfer(Activity(seconds, lambda: None, shares))
-        transfer.activity.done = partial(self._ended, transfer, ends, done)
+        transfer = Transfer(activity, held_up)
+        activity.done = partial(self._ended, transfer, ends, done)
         for rank, at in ends:
             lanes = self._lanes[rank]
             lanes.times.start[at] = self._clock.now
             lanes.transfers.append(transfer)
             transfer.computing += lanes.known_computing
-        self._clock.start(transfer.activity, self._speed(transfer))
+        self._clock.start(transfer.activity, transfer.speed)
 
     def _ended(
         self,

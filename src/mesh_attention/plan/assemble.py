@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from mesh_attention.plan.buffers import Buffer, Role
-from mesh_attention.plan.program import Free, Operation, Program, reads, writes
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Free,
+    Operation,
+    Program,
+    reads,
+    writes,
+)
 
 __all__ = ["assemble", "touched"]
 
@@ -23,8 +32,11 @@ def assemble(
     buffers: Mapping[str, Buffer],
     touches: Mapping[int, Sequence[str]],
     frees: dict[tuple[str, ...], Free],
+    *,
+    hold: int = 0,
 ) -> Program:
-    """A program that frees every workspace buffer right after the last operation that touches it.
+    """A program that frees every workspace buffer right after the last operation that touches it,
+    or `hold` attentions later: a transfer into memory of its own need not wait for them.
 
     `touches` holds `touched(op)` by `id(op)`: operations are shared between ranks, so each is
     looked at once. `frees` collects the Free operations, which ranks share as well.
@@ -33,9 +45,13 @@ def assemble(
     for at, op in enumerate(operations):
         for name in touches[id(op)]:
             last_use[name] = at
+    attentions = [i for i, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
     ending: dict[int, list[str]] = {}
     for name, at in last_use.items():
         if buffers[name].role is Role.WORKSPACE:
+            if hold:
+                later = bisect_right(attentions, at) + hold - 1
+                at = attentions[later] if later < len(attentions) else len(operations) - 1
             ending.setdefault(at, []).append(name)
     program: list[Operation] = []
     for at, op in enumerate(operations):

@@ -267,6 +267,10 @@ class OnMesh:
         self._mesh = mesh
 
     @property
+    def hold(self) -> int:
+        return 0  # what wanders has two buffers, and goes when its attention is done
+
+    @property
     def strand(self) -> Strand:
         return self._mesh.strand
 

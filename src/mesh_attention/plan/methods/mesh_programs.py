@@ -5,6 +5,7 @@ The order is found once, from costs averaged over all ranks, so every rank deriv
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,6 +45,8 @@ from mesh_attention.plan.traffic import TrafficMeter
 
 __all__ = ["CAPPED", "MeshInner", "Order", "order_tasks"]
 
+# Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
+HOLD = 1
 CAPPED = "capped"  # how an order under a memory cap calls itself
 
 
@@ -72,8 +75,8 @@ class MeshInner(OnMesh):
         self._steps = [[_parts(name) for name in step.tasks()] for step in schedule.steps]
         self._lowerings = lowerings
         self._ordered_by = ordered_by
-        self._capped = ordered_by == CAPPED
-        self._fragments: dict[tuple[object, ...], tuple[list[Operation], list[Operation]]] = {}
+        self.capped = ordered_by == CAPPED
+        self._fragments: dict[tuple[object, ...], list[list[Operation]]] = {}
         self._computes: dict[tuple[object, ...], Operation] = {}
         self._neutral_q = [mesh.empty_q(i) for i in range(len(mesh.q_chunks))]
         kv_chunks = range(len(mesh.kv_chunks)) if mesh.kv_return else ()
@@ -91,6 +94,10 @@ class MeshInner(OnMesh):
             "scheduler": self._ordered_by,
         }
 
+    @property
+    def hold(self) -> int:
+        return 0 if self.capped else HOLD
+
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         return _buffers(self._mesh, unit)
 
@@ -100,8 +107,8 @@ class MeshInner(OnMesh):
         operations: list[Operation] = []
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
+        later: deque[list[Operation]] = deque()
         for step in self._steps:
-            later: list[Operation] = []
             for kind, index in step:
                 if kind.startswith("C-"):
                     i, j = int(kind[2:]), index
@@ -111,15 +118,17 @@ class MeshInner(OnMesh):
                         operations.append(self._compute(i, j, calls, fresh))
                         begun_q.add(i)
                         begun_kv.add(j)
+                    if later:
+                        operations += later.popleft()
                     continue
                 if kind == mesh.q_return and index not in begun_q:
                     operations.append(self._neutral_q[index])
                 if kind == mesh.kv_return and index not in begun_kv:
                     operations += self._neutral_kv[index]
-                now, later = self._fragment(f"{kind}-{index}", unit)
+                now, *rest = self._fragment(f"{kind}-{index}", unit)
                 operations += now
-            operations += later
-        return operations
+                later += rest
+        return operations + [op for part in later for op in part]
 
     def _compute(
         self, i: int, j: int, calls: tuple[Call, ...], fresh: tuple[bool, bool]
@@ -144,19 +153,29 @@ class MeshInner(OnMesh):
         }
         return _CallTable(queries, keys, lowerings)
 
-    def _fragment(self, task: str, unit: int) -> tuple[list[Operation], list[Operation]]:
-        """A communication task, and what it leaves to be computed from what it brought: computation
-        runs in program order, so that comes after the computation which hides the transfer. Under a
-        memory cap it comes at once, since until then its buffers are held."""
+    def _fragment(self, task: str, unit: int) -> list[list[Operation]]:
+        """A communication task in parts, each up to a transfer, or what follows the last one.
+
+        Computation runs in program order, so what is computed from a transfer stands behind the
+        computation that hides it: one part after each compute task. Under a memory cap there is one
+        part, since its buffers are held until the last.
+        """
         mesh = self._mesh
         q_side = task.startswith(("AG-Q", mesh.q_return))
         key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
         if key not in self._fragments:
             operations = _fragment(mesh, unit, task)
-            last = max((at for at, op in enumerate(operations) if is_communication(op)), default=-1)
-            cut = len(operations) if self._capped else last + 1
-            self._fragments[key] = (operations[:cut], operations[cut:])
+            self._fragments[key] = [operations] if self.capped else _up_to_transfers(operations)
         return self._fragments[key]
+
+
+def _up_to_transfers(operations: list[Operation]) -> list[list[Operation]]:
+    parts: list[list[Operation]] = [[]]
+    for op in operations:
+        if parts[-1] and is_communication(parts[-1][-1]):
+            parts.append([])
+        parts[-1].append(op)
+    return parts
 
 
 def _parts(task: str) -> tuple[str, int]:

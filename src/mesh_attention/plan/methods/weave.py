@@ -51,6 +51,12 @@ class Inner(Protocol):
     @property
     def setting(self) -> dict[str, str]: ...
 
+    @property
+    def hold(self) -> int:
+        """For how many attentions buffers are kept beyond their last use, so that transfers into
+        other memory need not wait for them."""
+        ...
+
     def groups(self) -> dict[str, tuple[int, ...]]: ...
 
     def unit_operations(self, unit: int) -> Sequence[Operation]: ...
@@ -86,7 +92,7 @@ def weave(strands: Sequence[Inner]) -> Pass:
                 touches[id(op)] = touched(op)
                 kept.append(op)
         buffers = {**swap.buffers(unit, index), **inner.unit_buffers(unit)}
-        programs.append(assemble(rank, operations, buffers, touches, frees))
+        programs.append(assemble(rank, operations, buffers, touches, frees, hold=inner.hold))
     schedule = _present(first.schedule, programs)
     if degree > 1:
         schedule = Schedule((Step(SCATTER, ()), *schedule.steps, Step(RETURN, ())))

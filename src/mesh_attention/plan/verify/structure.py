@@ -94,10 +94,10 @@ def _schedule_findings(one: Pass) -> list[Finding]:
         for op in program.operations:
             task = op.name.partition(".")[0]  # "RS-Q-0.merge" belongs to RS-Q-0
             at = place.get(task)
-            # What a task leaves to be done once its data is there may come later.
-            if at is None or (op.name != task and task in begun):
+            # Tasks begin in the order of the schedule; what needs their data may come later.
+            if at is None or task in begun:
                 continue
-            begun.add(op.name)
+            begun.add(task)
             if at < last:
                 message = "does not stand where the schedule has it"
                 return [Finding(str(one.direction), program.rank, op.name, message)]

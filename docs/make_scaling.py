@@ -1,0 +1,187 @@
+"""Writes docs/scaling.md: strong and weak scaling of the methods, simulated.
+
+    python docs/make_scaling.py                      all of it; minutes, with a progress bar
+    python docs/make_scaling.py --max-ranks 32       a part of the page, to try it
+    python docs/make_scaling.py --jobs 8             on so many processes
+
+Every cell is a simulation at the best setting that `find_best` finds, each pass for itself. USP
+keeps the degree people use, 8 or as many as there are ranks. Rings of 256 take longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh_attention.cli.progress import progress
+from mesh_attention.cluster import load_cluster
+from mesh_attention.cluster.best import find_best
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.startrail import team_sizes
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+
+PAGE = Path(__file__).with_name("scaling.md")
+METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp")
+CLUSTERS = ("paper", "hgx-h100")
+K = 1024
+HEADS, HEAD_DIM = 64, 128
+STRONG = dict.fromkeys((8, 16, 32, 64, 128, 256), 512 * K)
+WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
+
+INTRODUCTION = f"""# Scaling, modelled
+
+**Modelled, not measured**: every number is a simulation on a described cluster; `simulate.md`
+says what is modelled and what is not. `paper` stands for the machine of the Mesh-Attention paper,
+whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ring does much better.
+
+{HEADS} heads of {HEAD_DIM}, bf16, batch 1. A cell is the runtime of one pass and its MFU, each
+method at the best setting found for that pass: USP with Ulysses degree 8 (or the number of
+ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). The fastest of a row is bold.
+Any cell can be asked for again, for instance
+
+```bash
+mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 524288 --heads 64 --best
+```
+
+Written by `python docs/make_scaling.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    cluster: str
+    causal: bool
+    direction: str
+    ranks: int
+    tokens: int
+    method: str
+
+
+@dataclass(frozen=True)
+class Found:
+    seconds: float
+    mfu_percent: float
+
+
+def simulate_point(point: Point) -> Found:
+    problem = Problem(point.tokens, HEADS, HEAD_DIM, mask=Mask(causal=point.causal))
+    cluster = load_cluster(point.cluster)
+    timelines = [
+        find_best(
+            problem,
+            point.ranks,
+            cluster,
+            method=point.method,
+            direction=point.direction,
+            options=fixed,
+        ).timeline
+        for fixed in fixed_settings(point)
+    ]
+    best = min(timelines, key=lambda timeline: timeline.runtime_seconds)
+    return Found(best.runtime_seconds, best.mfu_percent)
+
+
+def fixed_settings(point: Point) -> list[dict[str, int]]:
+    """What the search keeps, one search for each; nothing for most methods."""
+    if point.method == "usp":
+        return [{"ulysses": min(8, point.ranks)}]
+    if point.method == "startrail":
+        # A team of 1 is the ring, which has a column of its own and takes long to simulate.
+        return [{"team": size} for size in team_sizes(point.ranks) if size > 1]
+    return [{}]
+
+
+def rows_of(cluster: str, scaling: dict[int, int]) -> list[Point]:
+    """The first cell of every row of a table."""
+    return [
+        Point(cluster, causal, direction.value, ranks, tokens, METHODS[0])
+        for causal in (False, True)
+        for direction in Direction
+        for ranks, tokens in scaling.items()
+    ]
+
+
+def cells(row: Point) -> list[Point]:
+    return [
+        Point(row.cluster, row.causal, row.direction, row.ranks, row.tokens, method)
+        for method in METHODS
+    ]
+
+
+def simulate_all(points: Iterable[Point], jobs: int) -> dict[Point, Found]:
+    """Each point once, the long ones first."""
+    ordered = sorted(set(points), key=lambda p: (p.ranks, p.method == "ring"), reverse=True)
+    found: dict[Point, Found] = {}
+    with ProcessPoolExecutor(jobs) as pool, progress("simulating") as tell:
+        waiting = {pool.submit(simulate_point, point): point for point in ordered}
+        for done in as_completed(waiting):
+            found[waiting[done]] = done.result()
+            if tell:
+                tell(len(found), len(waiting))
+            else:  # nobody watches a bar: a line for each in its place
+                line = f"{len(found)} of {len(waiting)}: {waiting[done]}"
+                print(line, file=sys.stderr, flush=True)
+    return found
+
+
+def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
+    lines = [["mask", "pass", "GPUs", "tokens", *METHODS], ["---"] * (4 + len(METHODS))]
+    for row in rows_of(cluster, scaling):
+        results = [found[cell] for cell in cells(row)]
+        fastest = min(result.seconds for result in results)
+        mask = "causal" if row.causal else "full"
+        head = [mask, row.direction, str(row.ranks), f"{row.tokens // K}K"]
+        lines.append([*head, *(cell_text(result, fastest) for result in results)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell_text(result: Found, fastest: float) -> str:
+    milliseconds = f"{result.seconds * 1e3:.4g} ms"
+    text = f"{milliseconds}, {result.mfu_percent:.1f} %"
+    return f"**{text}**" if result.seconds == fastest else text
+
+
+def page(strong: dict[int, int], weak: dict[int, int], clusters: tuple[str, ...], jobs: int) -> str:
+    """The whole page."""
+    sections = {
+        "Strong scaling: a fixed sequence on more GPUs": strong,
+        "Weak scaling: tokens grow with the square root of the GPUs, work per GPU stays": weak,
+    }
+    points = [
+        cell
+        for scaling in sections.values()
+        for cluster in clusters
+        for row in rows_of(cluster, scaling)
+        for cell in cells(row)
+    ]
+    found = simulate_all(points, jobs)
+    parts = [INTRODUCTION]
+    for title, scaling in sections.items():
+        parts.append(f"## {title}\n")
+        parts += [f"### {name}\n\n{table(name, scaling, found)}\n" for name in clusters]
+    return "\n".join(parts)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Write docs/scaling.md from simulations.")
+    parser.add_argument("--max-ranks", type=int, default=256, help="leave larger runs out")
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="clusters to simulate")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page")
+    args = parser.parse_args(arguments)
+    strong, weak = (
+        {ranks: tokens for ranks, tokens in scaling.items() if ranks <= args.max_ranks}
+        for scaling in (STRONG, WEAK)
+    )
+    args.output.write_text(page(strong, weak, tuple(args.clusters), args.jobs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""docs/simulate.md and docs/make_scaling.py do what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.cli.main import main
+from mesh_attention.cluster import cluster_names
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "simulate.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("command", [line for b in blocks("bash") for line in b.splitlines()])
+def test_every_command_of_the_page_works(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--gantt" in command:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_example_of_the_page_runs_without_torch() -> None:
+    code = blocks("python")[0] + "\nimport sys; assert 'torch' not in sys.modules\n"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "runtime_seconds" in run.stdout
+
+
+def test_the_page_names_every_cluster() -> None:
+    assert all(f"`{name}`" in TEXT for name in cluster_names())
+
+
+def test_the_generator_of_scaling_writes_every_cell() -> None:
+    generator = runpy.run_path(str(DOCS / "make_scaling.py"))
+    point, found = generator["Point"], generator["Found"]
+    scaling = {4: 65536, 16: 131072}
+    rows = generator["rows_of"]("paper", scaling)
+    cells = [cell for row in rows for cell in generator["cells"](row)]
+    assert len(cells) == len(scaling) * 4 * len(generator["METHODS"])
+    times = {cell: found(1.0 + (cell.method != "mesh"), 50.0) for cell in cells}
+    text = generator["table"]("paper", scaling, times)
+    assert text.count("**1000 ms, 50.0 %**") == len(rows)
+    small = point("paper", True, "backward", 4, 4096, "usp")
+    result = generator["simulate_point"](small)
+    assert 0 < result.seconds < 1
+    assert 0 < result.mfu_percent < 100

@@ -1,0 +1,118 @@
+"""Warm calls decide nothing: what was bound stays bound, and nothing of the caller's is kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.buffers import Buffer, Kind, Role
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
+from mesh_attention.runtime.binding import Views
+from mesh_attention.runtime.compute import Compute, Work
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.workspace import Workspace
+
+FORM = Form(1, torch.float32, torch.device("cpu"))
+
+
+def receive(buffer: Buffer, tensor: Tensor) -> None:
+    torch.manual_seed(len(buffer.name))
+    tensor.normal_()
+    if buffer.kind is Kind.LSE:
+        tensor.add_(5.0)
+
+
+def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pass]:
+    problem = Problem(64, 2, 8, element_bytes=4, mask=Mask(causal=True))
+    plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
+    one = plan.direction(direction)
+    transport = AloneTransport(one.programs[0], receive)
+    executor = Executor(plan, one, 0, transport, workspace, FORM, softmax_scale=0.3)
+    return executor, plan, one
+
+
+def inputs(plan: Plan, one: Pass) -> dict[str, Tensor]:
+    given = {}
+    for buffer in one.programs[0].buffers:
+        if buffer.role is Role.INPUT:
+            shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
+            given[buffer.name] = torch.empty(shape)
+            receive(buffer, given[buffer.name])
+    return given
+
+
+@pytest.fixture(params=list(Direction))
+def direction(request: pytest.FixtureRequest) -> Direction:
+    found: Direction = request.param
+    return found
+
+
+def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, plan, one = make(direction, Workspace(poison=True))
+    given = inputs(plan, one)
+    first = run_to_end(executor.run(given))
+    bound: list[Operation] = []
+    work = Compute.work
+
+    def watched(self: Compute, op: Attend | AttendBackward | Merge, views: Views) -> Work:
+        bound.append(op)
+        return work(self, op, views)
+
+    monkeypatch.setattr(Compute, "work", watched)
+    second = run_to_end(executor.run(given))
+    table = one.programs[0].buffer_table()
+    for op in bound:
+        assert isinstance(op, Merge), op  # attention works on gathered buffers
+        touched = {table[piece.buffer].role for piece in (*op.inputs, *op.outputs)}
+        assert touched & {Role.INPUT, Role.OUTPUT}, op
+    assert bound
+    for name, x in first.items():
+        assert torch.equal(x, second[name])
+
+
+def test_a_workspace_that_grows_is_bound_again(direction: Direction) -> None:
+    workspace = Workspace(poison=True)
+    executor, plan, one = make(direction, workspace)
+    given = inputs(plan, one)
+    first = run_to_end(executor.run(given))
+    old = weakref.ref(workspace.take(0, FORM.device).memory)
+    workspace.take(2 * executor.workspace_bytes, FORM.device)
+    assert old() is None  # although the executor had views of it
+    second = run_to_end(executor.run(given))
+    for name, x in first.items():
+        assert torch.equal(x, second[name])
+
+
+def test_the_callers_tensors_are_let_go(direction: Direction) -> None:
+    executor, plan, one = make(direction, Workspace())
+    given = inputs(plan, one)
+    result = run_to_end(executor.run(given))
+    watched = [weakref.ref(x) for x in (*given.values(), *result.values())]
+    del given, result
+    assert [x for x in watched if x() is not None] == []
+
+
+def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
+    _, plan, one = make(direction, Workspace())
+    seen: list[str] = []
+
+    @contextmanager
+    def span(op: Operation) -> Iterator[None]:
+        seen.append(op.name)
+        yield
+
+    transport = AloneTransport(one.programs[0], receive)
+    traced = Executor(plan, one, 0, transport, Workspace(), FORM, softmax_scale=0.3, trace=span)
+    run_to_end(traced.run(inputs(plan, one)))
+    operations = one.programs[0].operations
+    assert seen == [op.name for op in operations if not isinstance(op, Free)]
