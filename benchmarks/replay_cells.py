@@ -7,6 +7,7 @@ cell can be prepared on any computer (`prepare`) and stored; the GPU then runs w
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,11 @@ K = 1024
 SIZES = (256 * K, 512 * K, 1024 * K)
 SEARCHED = ("mesh", "mesh-usp")  # at their best predicted setting; others at their own, or given
 GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
-LEAN = {"forward": (1.0, 0.75), "backward": (3.25, 2.0, 1.5)}  # GiB of workspace, 512K on 256 ranks
+# 512K tokens on 256 ranks: chunks, and GiB of workspace that they can do with.
+LEAN = {
+    "forward": (((4, 4), 1.4), ((8, 2), 1.2)),
+    "backward": (((2, 4), 3.25), ((4, 4), 3.25), ((4, 4), 2.8)),
+}
 TABLES = ("settings", "methods", "grouped", "memory", "tuned")
 
 
@@ -65,13 +70,16 @@ def _short(value: Any) -> str:
 
 
 def cells() -> Iterator[Cell]:
-    """Cheapest to prepare first."""
-    for method in ("mesh", "usp", "ring"):
-        yield from _settings(method)
+    """What matters most and lasts least first."""
+    yield from _settings("mesh")
+    yield from _settings("usp")
     yield from _grouped()
     yield from _memory()
-    yield from _methods()
     yield from _tuned()
+    ring = list(_settings("ring"))
+    yield from (cell for cell in ring if cell.tokens < 1024 * K)
+    yield from _methods()
+    yield from (cell for cell in ring if cell.tokens >= 1024 * K)
 
 
 def _settings(method: str) -> Iterator[Cell]:
@@ -91,10 +99,9 @@ def _settings(method: str) -> Iterator[Cell]:
 
 
 def _methods() -> Iterator[Cell]:
-    for method in METHODS:
-        if method in ("mesh", "usp", "ring"):
-            continue  # they are among the settings
-        for cluster in CLUSTERS:
+    others = [name for name in METHODS if name not in ("mesh", "usp", "ring")]
+    for cluster in CLUSTERS:
+        for method in others:  # the rest are among the settings
             for causal in (False, True):
                 for direction in Direction:
                     place = ("methods", cluster, method, 256, 512 * K, causal, direction.value)
@@ -112,10 +119,10 @@ def _grouped() -> Iterator[Cell]:
 def _memory() -> Iterator[Cell]:
     for cluster in CLUSTERS:
         for direction in Direction:
-            for gib in LEAN[direction.value]:
+            for chunks, gib in LEAN[direction.value]:
                 yield Cell(
                     *("memory", cluster, "mesh", 256, 512 * K, False, direction.value),
-                    options={"max_buffer_bytes": int(gib * 2**30)},
+                    options={"chunks": chunks, "max_buffer_bytes": int(gib * 2**30)},
                 )
 
 
@@ -155,14 +162,17 @@ def prepare(cell: Cell, folder: Path) -> Path:
     share = share_of(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
     share.predicted["setting"] = {key: str(value) for key, value in setting.items()}
-    with gzip.open(path, "wb") as file:
+    part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
+    with gzip.open(part, "wb") as file:
         pickle.dump(share, file)
-    return path
+    return part.rename(path)
 
 
 def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
     """Tile and patch that the search found for the same cell."""
-    setting = load(replace(cell, table="settings", options={}), folder).predicted["setting"]
+    searched = replace(cell, table="settings", options={})
+    prepare(searched, folder)
+    setting = load(searched, folder).predicted["setting"]
     a, b = map(int, setting["tile"].split("x"))
     alpha = setting["alpha"]
     return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})

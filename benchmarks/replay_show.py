@@ -46,6 +46,7 @@ def show(report: dict[str, Any]) -> None:
         here = [row for row in rows if row["cluster"] == cluster]
         _settings(cluster, [row for row in here if row["table"] == "settings"])
         _methods(cluster, here)
+        _tuned(cluster, here)
         _memory(cluster, here)
     _grouped([row for row in rows if row["table"] == "grouped"])
     for name, why in report["failed"].items():
@@ -85,7 +86,11 @@ def _settings(cluster: str, rows: Sequence[Row]) -> None:
 
 
 def _methods(cluster: str, rows: Sequence[Row]) -> None:
-    at = [r for r in rows if (r["ranks"], r["tokens"]) == (256, 524288) and r["table"] != "memory"]
+    at = [
+        r
+        for r in rows
+        if (r["ranks"], r["tokens"]) == (256, 524288) and r["table"] in ("settings", "methods")
+    ]
     if not any(r["table"] == "methods" for r in at):
         return
     print(f"\n{cluster}, 256 ranks, 512K tokens: milliseconds (MFU %) and peak GiB of every method")
@@ -102,12 +107,41 @@ def _methods(cluster: str, rows: Sequence[Row]) -> None:
     _print(lines)
 
 
+def _tuned(cluster: str, rows: Sequence[Row]) -> None:
+    tuned = [r for r in rows if r["table"] == "tuned"]
+    if not tuned:
+        return
+    print(f"\n{cluster}, 256 ranks, 512K tokens: mesh with other chunks, milliseconds (MFU %)")
+    chunks = sorted({r["setting"]["chunks"] for r in tuned})
+    lines = [["mask", "pass", "searched", *chunks, "best", "goal"]]
+    for causal in (False, True):
+        for direction in ("forward", "backward"):
+            here = [r for r in tuned if (r["causal"], r["direction"]) == (causal, direction)]
+            if not here:
+                continue
+            best = [
+                r
+                for r in rows
+                if (r["table"], r["method"], *_place(r))
+                == ("settings", "mesh", 256, 524288, causal, direction)
+            ]
+            found = {r["setting"]["chunks"]: r for r in here}
+            line = ["causal" if causal else "full", direction]
+            for r in (best[0] if best else None, *(found.get(c) for c in chunks)):
+                line.append(f"{_ms(r)} ({r['mfu_percent']:.1f})" if r else "-")
+            fastest = min(best + here, key=lambda r: float(r["seconds"]))
+            line += [f"{fastest['mfu_percent']:.1f}", _mfu_goal(fastest)]
+            lines.append(line)
+    _print(lines)
+
+
 def _memory(cluster: str, rows: Sequence[Row]) -> None:
     lean = [r for r in rows if r["table"] == "memory"]
     if not lean:
         return
     print(f"\n{cluster}, 256 ranks, 512K tokens, no mask: memory against time")
-    lines = [["pass", "workspace cap", "peak GiB", "of the best", "by the plan", "ms", "slower"]]
+    lines = [["pass", "chunks", "workspace cap", "peak GiB", "of the best", "by the plan", "ms"]]
+    lines[0] += ["times slower"]
     for direction in ("forward", "backward"):
         best = [
             r
@@ -119,13 +153,15 @@ def _memory(cluster: str, rows: Sequence[Row]) -> None:
         for r in best + [r for r in lean if r["direction"] == direction]:
             cap = r["options"].get("max_buffer_bytes")
             gib, planned = r["peak_bytes"] / 2**30, r["planned_bytes"] / 2**30
-            line = [direction, f"{int(cap) / 2**30:g} GiB" if cap else "none", f"{gib:.2f}"]
+            chunks = r["setting"]["chunks"]
+            line = [direction, chunks, f"{int(cap) / 2**30:.2f} GiB" if cap else "none"]
+            line += [f"{gib:.2f}"]
             share = gib / (best[0]["peak_bytes"] / 2**30) if best else 0.0
             slower = r["seconds"] / best[0]["seconds"] if best else 0.0
             line += [f"{share:.0%}", f"{planned:.2f}", _ms(r), f"{slower:.3f}"]
             if not cap:
                 goal = MEMORY_GOALS_GIB[direction]
-                line[2] += " " + _verdict(gib <= goal, f"{goal:g}")
+                line[3] += " " + _verdict(gib <= goal, f"{goal:g}")
             elif share <= 0.5 and slower <= LEAN_TIME:
                 line[-1] += " reached"
             lines.append(line)

@@ -3,8 +3,9 @@
     python benchmarks/replay_tables.py --prepare cells/                   # plans; any computer
     python benchmarks/replay_tables.py --cells cells/ --json results.json  # on a GPU
 
-`replay_cells.py` lists the cells. A cell that fails, or that no method could plan, is reported and
-passed over; `--limit` seconds end the repetitions of a cell, `--budget` seconds the whole run.
+`replay_cells.py` lists the cells. What is not prepared is planned by `--workers` processes while
+the GPU runs other cells. A cell that fails, or that its method refuses, is reported and passed
+over; `--limit` seconds end the repetitions of a cell, `--budget` seconds the whole run.
 Results are written after every cell. `--show results.json` prints the tables again. Published
 figures and goals stand beside the results.
 """
@@ -17,12 +18,16 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from replay_cells import TABLES, Cell, cells, load, prepare
 from replay_show import show
+
+from mesh_attention.replay.share import Share
 
 SMS = 16
 
@@ -37,9 +42,10 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", default=TABLES, choices=TABLES)
     parser.add_argument("--methods", nargs="+", help="only these")
     parser.add_argument("--match", default="", help="only cells with this in their name")
-    parser.add_argument("--repeats", type=int, default=3, help="fewer for runs of over a second")
+    parser.add_argument("--repeats", type=int, default=3, help="at most; fewer for long runs")
     parser.add_argument("--sms", type=int, nargs="+", default=[SMS])
     parser.add_argument("--same-priority", action="store_true")
+    parser.add_argument("--workers", type=int, default=2, help="processes that plan cells")
     parser.add_argument("--limit", type=float, default=6.0, help="seconds of a cell")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds of everything")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -93,14 +99,10 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
     }
     begin = time.monotonic()
     torch.manual_seed(0)
-    for cell in chosen:
-        if time.monotonic() - begin > given.budget:
-            report["failed"][cell.name] = "no time left"
-            continue
-        try:
-            share = load(cell, given.cells)
-        except FileNotFoundError:
-            report["failed"][cell.name] = "not prepared"
+    for cell, share in _planned(chosen, given.cells, given.workers, begin + given.budget):
+        if isinstance(share, str):
+            report["failed"][cell.name] = share
+            print(f"{cell.name}: {share}", flush=True)
             continue
         lasts = share.predicted["runtime_seconds"]
         for sms in given.sms:
@@ -108,7 +110,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
                 found = measure(
                     share,
                     sms=sms,
-                    repeats=given.repeats if lasts < 0.3 else min(2, given.repeats),
+                    repeats=min(given.repeats, 3 if lasts < 0.1 else 2 if lasts < 0.5 else 1),
                     high_priority=not given.same_priority,
                     # A run cannot be broken off: what cannot be repeated in time is run once.
                     limit_seconds=max(0.0, given.limit - 2 * lasts),
@@ -133,6 +135,36 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report)
+
+
+def _planned(
+    chosen: list[Cell], folder: Path, workers: int, until: float
+) -> Iterator[tuple[Cell, Share | str]]:
+    """Cells as they become ready, or why they do not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not forked: this process has a CUDA context.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    under_way = {pool.submit(prepare, cell, folder): cell for cell in chosen}
+    while under_way:
+        left = until - time.monotonic()
+        done = [future for future in under_way if future.done()]
+        if left > 0 and not done:
+            wait(under_way, left, FIRST_COMPLETED)
+            continue
+        if left <= 0:
+            break
+        cell = under_way[done[0]]
+        try:
+            del under_way[done[0]]
+            done[0].result()
+            yield cell, load(cell, folder)
+        except Exception as error:  # whatever it is, the other cells go on
+            yield cell, f"{type(error).__name__}: {error}"[:300]
+    for cell in under_way.values():
+        yield cell, "no time left"
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in list(pool._processes.values()) if pool._processes else []:
+        process.terminate()  # plans that nobody will read
 
 
 def _line(row: dict[str, Any]) -> str:
