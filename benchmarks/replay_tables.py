@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import subprocess
 import time
@@ -61,24 +62,12 @@ def main() -> None:
         and given.match in cell.name
     ]
     if given.prepare:
-        given.prepare.mkdir(parents=True, exist_ok=True)
-        for line in _prepare(chosen, given.prepare):
-            print(line, flush=True)
+        for cell, share in _planned(chosen, given.prepare, given.workers, math.inf):
+            print(f"{cell.name}: {share if isinstance(share, str) else 'planned'}", flush=True)
         return
     if given.cells is None:
         parser.error("give --prepare, --cells or --show")
     _run(chosen, given)
-
-
-def _prepare(chosen: list[Cell], folder: Path) -> Iterator[str]:
-    for cell in chosen:
-        begin = time.monotonic()
-        try:
-            prepare(cell, folder)
-        except ValueError as error:
-            yield f"{cell.name}: refused: {error}"
-        else:
-            yield f"{cell.name}: {time.monotonic() - begin:.1f} s"
 
 
 def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
@@ -149,7 +138,7 @@ def _planned(
         left = until - time.monotonic()
         done = [future for future in under_way if future.done()]
         if left > 0 and not done:
-            wait(under_way, left, FIRST_COMPLETED)
+            wait(under_way, None if left == math.inf else left, FIRST_COMPLETED)
             continue
         if left <= 0:
             break

@@ -24,9 +24,9 @@ COMMANDS: dict[str, Command] = {
         volume.COMMAND,
         verify.COMMAND,
         simulate.COMMAND,
-        bench.COMMAND,
         draw.COMMAND,
         demo.COMMAND,
+        bench.COMMAND,
     )
 }
 
