@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import mode
 from typing import Any
 
 __all__ = ["show"]
@@ -39,7 +40,7 @@ LEAN_TIME = 1.05
 
 def show(report: dict[str, Any]) -> None:
     rows: list[Row] = [row for row in report["rows"] if row["high_priority"]]
-    usual = max((row["sms"] for row in rows), default=0)
+    usual = mode([row["sms"] for row in rows]) if rows else 0
     rows = [row for row in rows if row["sms"] == usual]
     print(f"\n{report['what']}; {report['machine']}, {report['date']}, commit {report['commit']}")
     for cluster in dict.fromkeys(row["cluster"] for row in rows):

@@ -16,8 +16,11 @@ from mesh_attention.cluster.planning import plan_on
 from mesh_attention.kernels import Full
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Precision
+from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import writes
 from mesh_attention.replay.measure import measure
+from mesh_attention.replay.received import STOCK_BYTES
 from mesh_attention.replay.share import share_of
 from mesh_attention.runtime.transport.interface import Start
 
@@ -53,8 +56,16 @@ def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> N
     holder = CudaHolder(DEVICE, sms)
     wanted, count = microseconds * 1e-6, max(5, 20000 // microseconds)
     start = holder.prepare(landing(1), wanted)
-    start(())
-    found = seconds_of(lambda: [start(()) for _ in range(count)], holder.stream) / count
+    head_start = holder.prepare([], 0.02)  # or the host, not the stand-in, would be timed
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    for one in (start, head_start):
+        one(())
+    events[0].record(holder.stream)
+    for _ in range(count):
+        start(())
+    events[1].record(holder.stream)
+    torch.cuda.synchronize()
+    found = float(events[0].elapsed_time(events[1])) * 1e-3 / count
     print(f"\n{sms} SMs: wanted {wanted * 1e6:.0f} us, found {found * 1e6:.2f} us")
     assert found == pytest.approx(wanted, rel=0.02)
 
@@ -167,7 +178,7 @@ def test_every_byte_of_a_landing_is_written_and_no_other(
             assert not cut.isnan().any()
             assert whole.isnan().sum() == whole.numel() - cut.numel()
             mean, spread = cut.float().mean().item(), cut.float().std().item()
-            wide = 10 / cut.numel() ** 0.5
+            wide = 10 / min(cut.numel(), STOCK_BYTES // cut.element_size()) ** 0.5
             assert mean == pytest.approx(13.0 if kind is Kind.LSE else 0.0, abs=wide)
             assert 0.5 * (0.1 if kind.is_statistic else 1.0) < spread
 
@@ -196,7 +207,8 @@ def test_a_small_replay(
     assert found.seconds > 0.98 * sum(share.seconds)
     assert found.seconds > 0.95 * found.compute_seconds
     # Small kernels leave the host too little time: each stand-in costs it some launches.
-    host = 100e-6 * sum(second > 0 for second in share.seconds)
+    launches = [len(list(writes(op))) for op in share.program.operations if is_communication(op)]
+    host = 20e-6 * (5 * len(launches) + sum(launches))
     assert found.seconds < 1.2 * (found.compute_seconds + sum(share.seconds)) + host
     assert found.peak_bytes - found.stand_in_bytes <= 1.03 * found.planned_bytes + 2**20
     assert found.peak_bytes >= 0.9 * found.planned_bytes
