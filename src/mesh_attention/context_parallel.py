@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
-from mesh_attention.plan.arguments import real
+from mesh_attention.plan.arguments import number, real
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
@@ -91,8 +91,8 @@ class ContextParallel:
 
         def make_plan(element_bytes: int) -> Plan:
             problem = Problem(
-                q_tokens=seq_len,
-                kv_tokens=kv_seq_len,
+                q_tokens=number("seq_len", seq_len),
+                kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -222,6 +222,7 @@ class ContextParallel:
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
         passes on the gradient of its own slots.
         """
+        self._engine.refuse_if_closed()
         layout = self._layout(side)
         dim = _checked_dim(x, dim)
         if x.shape[dim] != layout.slots:
@@ -230,12 +231,12 @@ class ContextParallel:
             )
         return unshard(x, layout, self.plan.devices, self.rank, self._engine.groups.parent, dim)
 
-    def positions(self, *, side: Side = "q", device: torch.device | None = None) -> Tensor:
+    def positions(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`."""
         positions = torch.from_numpy(self._layout(side).positions(self.rank))
-        return positions.to(device) if device is not None else positions
+        return positions if device is None else positions.to(_checked_device(device))
 
-    def padding(self, *, side: Side = "q", device: torch.device | None = None) -> Tensor:
+    def padding(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """True where a local slot holds no token."""
         return self.positions(side=side, device=device) >= self._layout(side).num_tokens
 
@@ -247,7 +248,11 @@ class ContextParallel:
     # End.
 
     def close(self) -> None:
-        """Release the process groups and the workspace. Safe to call twice."""
+        """Release the process groups and the workspace. Safe to call twice.
+
+        Afterwards `attention`, its backward pass and `unshard`, which communicate, are refused;
+        what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
+        """
         self._engine.close()
 
     def __enter__(self) -> ContextParallel:
@@ -318,9 +323,15 @@ def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.
             return group_or_mesh.get_group()
         raise MeshAttentionError("this rank is not a member of the DeviceMesh it was given")
     group = dist.group.WORLD if group_or_mesh is None else group_or_mesh
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
+        return group
+    # To ranks it leaves out, new_group gives a number in place of a group.
+    if isinstance(group, dist.ProcessGroup | type(dist.GroupMember.NON_GROUP_MEMBER)):
         raise MeshAttentionError("this rank is not a member of the group it was given")
-    return group
+    raise MeshAttentionError(
+        f"the group is {group!r}; give a torch.distributed.ProcessGroup, a 1-D DeviceMesh, "
+        "or None for the default group"
+    )
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
@@ -331,3 +342,12 @@ def _checked_dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
     return dim % x.ndim
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise MeshAttentionError(
+            f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
+        ) from None

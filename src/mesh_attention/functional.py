@@ -54,11 +54,10 @@ def mesh_attention(
             raise MeshAttentionError(
                 f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
             )
+    same_length = seq_len if k.shape[1] == q.shape[1] else None
     fixed: dict[str, Any] = {
-        "seq_len": seq_len or q.shape[1] * size,
-        "kv_seq_len": kv_seq_len
-        or (seq_len if seq_len and k.shape[1] == q.shape[1] else None)
-        or k.shape[1] * size,
+        "seq_len": _given(seq_len, q.shape[1] * size),
+        "kv_seq_len": _given(kv_seq_len, _given(same_length, k.shape[1] * size)),
         "num_heads": q.shape[2],
         "num_kv_heads": k.shape[2],
         "head_dim": q.shape[3],
@@ -77,6 +76,11 @@ def mesh_attention(
         _drop_destroyed()
         kept[key] = ContextParallel(members, **fixed)
     return kept[key].attention(q, k, v, return_lse=return_lse)
+
+
+def _given(length: int | None, otherwise: int) -> int:
+    """A length of 0 was given too, and is refused where the plan is made."""
+    return otherwise if length is None else length
 
 
 def _drop_destroyed() -> None:

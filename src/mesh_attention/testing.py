@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction, Plan, a_plan
 from mesh_attention.runtime.executor import Executor, Form
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
 from mesh_attention.runtime.transport.interface import Counters
@@ -56,7 +57,7 @@ def run_local(
     With `poison` workspaces and outputs begin as NaN, so nothing can be read before it is written.
     """
     _check(plan, q, k, v, grad_out)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
     form = Form(q.shape[0], q.dtype, q.device)
     run = _Run(plan, form, scale, kernel, poison)
     whole = {"q": q, "k": k, "v": v}
@@ -143,8 +144,14 @@ def _in_turns(
 
 
 def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None) -> None:
-    p = plan.problem
-    batch = q.shape[0]
+    p = a_plan(plan).problem
+    given = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise MeshAttentionError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+    if grad_out is not None:
+        plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
+    batch = q.shape[0] if q.ndim else 0
     wanted = {
         "q": (q, (batch, p.q_tokens, p.num_heads, p.head_dim)),
         "k": (k, (batch, p.keys, p.kv_heads, p.head_dim)),

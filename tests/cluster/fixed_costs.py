@@ -9,6 +9,7 @@ from mesh_attention.cluster import Cluster, load_cluster
 from mesh_attention.cluster.cluster import Disturbance
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Attend, AttendBackward, Operation
+from mesh_attention.plan.traffic import Flows
 
 
 class FixedCosts:
@@ -25,12 +26,16 @@ class FixedCosts:
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
         return self._compute(op.name) if isinstance(op, Attend | AttendBackward) else 0.0
 
-    def collective(self, op: Operation, table: Mapping[str, Buffer], member: int) -> float:
+    def collective(self, op: Operation, flows: Flows, member: int) -> float:
         return self._communication(op.name)
 
     def flow(self, source: int, target: int, num_bytes: int) -> float:
         return self._flow
 
 
-def undisturbed(name: str = "paper") -> Cluster:
-    return replace(load_cluster(name), disturbance=Disturbance(0.0, 0.0, 0.0, 0.0))
+def undisturbed() -> Cluster:
+    """Nothing slows or shares anything: each operation lasts as long as it costs."""
+    cluster = load_cluster("paper")
+    free = cluster.network.peer.gb_per_second * cluster.node.ranks
+    network = replace(cluster.network, peer_node_gb_per_second=free, flows_of_a_pair=2.0)
+    return replace(cluster, network=network, disturbance=Disturbance(0.0, 0.0, 0.0, 0.0))

@@ -30,7 +30,8 @@ WRONG_ARGUMENTS = {
     "combine": ({"combine": "hope"}, "combine='hope' is unknown"),
     "chunks": ({"chunks": (5, 5)}, "chunks 5x5"),
     "heads": ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-    "length": ({"seq_len": 0}, "q_tokens=0: must be a whole number of at least 1"),
+    "length": ({"seq_len": 0}, "seq_len=0: must be a whole number of at least 1"),
+    "keys": ({"kv_seq_len": 0}, "kv_seq_len=0: must be a whole number of at least 1"),
     "window-twice": ({"mask": Mask(causal=True), "window_size": (4, 0)}, "not both"),
     "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
     "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
@@ -129,8 +130,12 @@ def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: i
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False}]
-)
+    "changes",
+    [
+        {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False},
+        {"seq_len": 0}, {"kv_seq_len": 0}, {"seq_len": "24"},
+    ],
+)  # fmt: skip
 def test_the_function_refuses_what_one_rank_asks_for_on_all(
     pool: WorkerPool, changes: dict[str, Any]
 ) -> None:

@@ -185,10 +185,25 @@ def test_sharding_twice_is_detected(pool: WorkerPool) -> None:
         assert "must be 'q' or 'kv'" in heard[4].error
 
 
+def wrong_devices(rank: int, world_size: int) -> list[Heard]:
+    with context(CASE) as cp:
+        assert torch.equal(cp.positions(device="cpu"), cp.positions())
+        places: list[Any] = [5.5, "here", True]
+        return [listen(partial(cp.positions, device=place), cp) for place in places]
+
+
+def test_a_device_that_is_none_is_refused_by_name(pool: WorkerPool) -> None:
+    for heard in pool.run(wrong_devices, 1):
+        all_heard(heard)
+        said = [one.error.partition(":")[0] for one in heard]
+        assert said == ["device=5.5", "device='here'", "device=True"]
+
+
 def wrong_groups(rank: int, world_size: int) -> list[Heard]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     others: list[Any] = [dist.new_group([0, 1]), DeviceMesh("cpu", [1, 0])]
-    heard = [listen(lambda: context(CASE, mesh))]
+    nonsense: Any = "world"
+    heard = [listen(lambda: context(CASE, mesh)), listen(lambda: context(CASE, nonsense))]
     if rank > 1:
         heard += [listen(partial(context, CASE, other)) for other in others]
     return heard
@@ -198,7 +213,8 @@ def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPoo
     for heard in pool.run(wrong_groups, RANKS):
         all_heard(heard)
         assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in heard[0].error
-        assert all("this rank is not a member of the" in one.error for one in heard[1:])
+        assert "the group is 'world'; give a torch.distributed.ProcessGroup" in heard[1].error
+        assert all("this rank is not a member of the" in one.error for one in heard[2:])
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:

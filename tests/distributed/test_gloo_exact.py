@@ -10,30 +10,12 @@ import torch
 from mesh_attention import Mask
 from mesh_attention.plan.home import Combine
 from support.cases import Case, random_case, tiles
-from support.gloo_case import Part, attend, context, expected_bytes, whole
+from support.gloo_case import Part, attend, context, whole
+from support.gloo_check import check
 from support.pool import WorkerPool
 from support.reference import attention, errors, tolerance
 
 CAUSAL = Mask(causal=True)
-
-
-def run(rank: int, world_size: int, cases: list[Case]) -> list[Part]:
-    parts = []
-    for case in cases:
-        with context(case) as cp:
-            parts.append(attend(cp, case))
-    return parts
-
-
-def check(pool: WorkerPool, cases: list[Case]) -> None:
-    by_rank = pool.run(run, cases[0].ranks, cases)
-    for number, case in enumerate(cases):
-        parts: list[Part] = [parts[number] for parts in by_rank]
-        distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
-        assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
-        expected = expected_bytes(case)
-        for part in parts:
-            assert part.traffic == expected[part.rank], (part.rank, case)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9, 16])

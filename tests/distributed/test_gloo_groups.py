@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -137,8 +138,17 @@ def use_after_close(rank: int, world_size: int, case: Case) -> list[str]:
     shards = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
     out = cp.attention(*shards)
     cp.close()
+    # What only reads the plan still answers.
+    assert torch.equal(cp.shard(q, 1), shards[0])
+    assert cp.positions().shape == cp.padding().shape == (shards[0].shape[1],)
+    assert cp.volume().keys() == {"forward", "backward"}
     said = []
-    for use in (lambda: cp.attention(*shards), lambda: out.sum().backward()):  # type: ignore[union-attr]
+    uses: list[Callable[[], object]] = [
+        lambda: cp.attention(*shards),
+        lambda: out.sum().backward(),  # type: ignore[union-attr]
+        lambda: cp.unshard(shards[0], 1),
+    ]
+    for use in uses:
         try:
             use()
         except MeshAttentionError as error:
@@ -146,9 +156,9 @@ def use_after_close(rank: int, world_size: int, case: Case) -> list[str]:
     return said
 
 
-def test_use_after_close_is_an_error(pool: WorkerPool) -> None:
+def test_after_close_communication_is_refused_and_the_rest_still_answers(pool: WorkerPool) -> None:
     for said in pool.run(use_after_close, 4, CASE):
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("closed; make a new one" in one for one in said)
 
 

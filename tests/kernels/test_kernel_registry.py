@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,20 @@ def test_a_user_can_add_a_kernel_in_front_of_another(mine: Mine) -> None:
     assert choose(ON_CPU).kernel is mine
     with pytest.raises(UnknownKernelError, match="'mine' is registered already"):
         register(mine)
+
+
+@pytest.mark.parametrize("kernel", [None, "cudnn", Mine, object()])
+def test_what_is_not_a_kernel_cannot_be_added(kernel: Any) -> None:
+    before = kernel_names()
+    with pytest.raises(MeshAttentionError, match="is not a kernel: give an object with a name"):
+        register(kernel)
+    assert kernel_names() == before
+
+
+def test_a_kernel_without_a_backward_pass_is_refused_by_the_name_of_what_it_lacks() -> None:
+    half: Any = SimpleNamespace(name="half", refuses=print, forward=print)
+    with pytest.raises(MeshAttentionError, match="kernel 'half' has no method backward"):
+        register(half)
 
 
 def test_a_kernel_added_without_a_place_comes_first_and_can_be_removed() -> None:

@@ -10,30 +10,10 @@ from method_settings import deal
 from mesh_attention import Mask
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import Case
-from support.gloo_case import Part, attend, context, expected_bytes, whole
+from support.gloo_check import check
 from support.pool import WorkerPool
-from support.reference import attention, errors, tolerance
 
 SETTINGS = 3
-
-
-def run(rank: int, world_size: int, cases: list[Case]) -> list[Part]:
-    parts = []
-    for case in cases:
-        with context(case) as cp:
-            parts.append(attend(cp, case))
-    return parts
-
-
-def check(pool: WorkerPool, cases: list[Case]) -> None:
-    by_rank = pool.run(run, cases[0].ranks, cases)
-    for number, case in enumerate(cases):
-        parts: list[Part] = [parts[number] for parts in by_rank]
-        distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
-        assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
-        expected = expected_bytes(case)
-        for part in parts:
-            assert part.traffic == expected[part.rank], (part.rank, case)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

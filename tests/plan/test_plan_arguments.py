@@ -1,20 +1,36 @@
 """Nonsense from the caller is refused by name, never taken for something else."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
+from mesh_attention import Mask, MeshAttentionError, Problem, count, make_plan, verify
+from mesh_attention.plan.text import digest, plan_text
 
 PROBLEM = Problem(64, 2, 8)
+READERS: dict[str, Callable[[Any], object]] = {
+    "verify": verify,
+    "count": count,
+    "digest": digest,
+    "plan_text": plan_text,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("nonsense", [None, 5, "plan", PROBLEM])
+def test_what_is_not_a_plan_is_refused_by_every_reader(name: str, nonsense: Any) -> None:
+    with pytest.raises(MeshAttentionError, match=f"{type(nonsense).__name__} is not a Plan"):
+        READERS[name](nonsense)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("tile", 3), ("tile", (2, 2.0)), ("tile", (4, 1, 1)), ("tile", (True, 4)), ("tile", {4, 1}),
-        ("tile", "2"), ("chunks", 5), ("chunks", (2,)), ("chunks", ""), ("rotation", "no"),
+        ("tile", "2"), ("tile", "٢x٢"), ("tile", "0_2x2"), ("chunks", 5), ("chunks", (2,)),
+        ("chunks", ""), ("rotation", "no"),
         ("gather_out", "x"), ("ranks_per_node", 1.5), ("alpha", "2"), ("stripe_block", 2.5),
         ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", None),
         ("layout", "diagonal"), ("max_buffer_bytes", "1GiB"), ("backward_tile", 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -51,6 +52,22 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
         assert (computed == pairs[np.ix_(at_q, at_k)]).all(), (mask, layouts, q, k, calls)
         kinds.update(call.kind for call in calls)
     assert kinds == set(CallKind)
+
+
+def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> None:
+    rng = Random(4)
+    told = 0
+    for _ in range(3000):
+        q_tokens, kv_tokens = random_sizes(rng, 60)
+        mask = random_mask(rng, q_tokens, kv_tokens)
+        layouts = random_layouts(rng, q_tokens, kv_tokens)
+        q, k = (random_task_side(rng, layout) for layout in layouts)
+        queries = Queries.of(RowList.of(layouts[0], q), mask.rows(q_tokens, kv_tokens))
+        keys = RowList.of(layouts[1], k)
+        calls = lower(queries, keys)
+        assert calls == lower(replace(queries, few=None), keys), (mask, layouts, q, k)
+        told += bool(queries.few and len(calls) > 1)
+    assert told > 300
 
 
 def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_limit() -> None:

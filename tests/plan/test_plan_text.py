@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from plan_cases import random_plan
 
 from mesh_attention.errors import MeshAttentionError, PlanTextError
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Free, Operation, SendRecv
 from mesh_attention.plan.text import (
@@ -50,6 +52,35 @@ def test_every_operation_of_a_plan_parses_back() -> None:
             for program in one.programs:
                 for op in program.operations:
                     assert parse_operation(operation_text(op)) == op
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("  buffer q.0 ", "rank 0: buffer q.0 is written 2 times"),
+        ("  buffer q ", "rank 0: buffer q is written 2 times"),
+        ("group Q0 ", "group Q0 is written 2 times"),
+        ("rank 0", "rank 0 is written 2 times"),
+        ("pass forward ", "pass forward is written 2 times"),
+    ],
+)
+def test_a_line_that_names_something_twice_is_refused(line: str, told: str) -> None:
+    lines = plan_text(small_plan()).splitlines()
+    at = next(i for i, other in enumerate(lines) if other.startswith(line))
+    with pytest.raises(PlanTextError, match=told):
+        parse_plan("\n".join([*lines[: at + 1], *lines[at:]]))
+
+
+@pytest.mark.parametrize("nonsense", [None, b"mesh-attention plan 1", 5])
+def test_what_is_not_text_is_refused(nonsense: Any) -> None:
+    with pytest.raises(PlanTextError, match=f"is a str, not {type(nonsense).__name__}"):
+        parse_plan(nonsense)
+
+
+def test_a_pass_that_a_plan_lacks_is_refused_with_those_it_has() -> None:
+    forward = make_plan(Problem(32, 2, 4), 4, directions=(Direction.FORWARD,))
+    with pytest.raises(MeshAttentionError, match="has no backward pass; it has: forward"):
+        _ = forward.backward
 
 
 def test_operations_read_as_short_sentences() -> None:

@@ -1,17 +1,30 @@
 """bfloat16: the error against float64 beside that of the same kernel on one device.
 
-Errors are root mean squares (and largest values, which are noisier) over a tensor, in units of the
-error on one device. The table is printed; see it with `pytest -rP`. By exchange every partial is
-rounded once to travel and the sum once at the end, however many ranks there are, so the ratio is
-that of one more rounding, about 1.4, and stays there. A row all of whose weight came from one rank
-is not rounded anew; without a mask two ranks already leave no such row, under a causal mask more
-ranks leave fewer, so the level that must not be exceeded is that of two ranks without a mask.
-A reduce-scatter adds in bfloat16 on the way:
-its row is in the table to be seen, and is not what the planner chooses inside a node.
+*The measure.* A row is one token and head. Its error is `|found - true| / |true|`, norms over the
+row; rows that are zero in truth (dQ of a query that sees one key) are left out. A tensor's error is
+the root mean square over its rows, in units of the same on one device. Every row counts alike: over
+plain elements the first rows of a causal mask, which average few values and so are the largest,
+count for most of the sum, and they are just the rows that few ranks share. More stands beside it:
+the median row, because a few rows of dQ nearly cancel, are as wrong on one device as on
+sixteen and pull a mean of ratios towards one; and root mean square and largest of plain elements.
+Growth is limited by rows, mean and median; twice the error of one device limits all four.
+
+*What to expect.* By exchange a partial is rounded to travel and the sum once at the end, however
+many ranks there are: in units of a kernel that only rounds its result sqrt(2), and there it stays.
+A kernel that also rounds what each call returns (`cpu_flash`, like every stock flash kernel) adds a
+third rounding where a partial that travels was made by several calls. Two ranks have no such tile:
+theirs are a row and a column. So its error rises once, from tiles that round twice to tiles that
+round three times, by less than sqrt(3/2), and hardly from there on: it may exceed that of two ranks
+by 15 % (measured: 13), and that of four ranks, the first to have a tile that is neither row nor
+column, by 10 %.
+
+The table is printed; see it with `pytest -rP`. A reduce-scatter adds in bfloat16 on the way: its
+row is in the table to be seen, and is not what the planner chooses inside a node.
 """
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from functools import cache
 
 import pytest
@@ -28,8 +41,41 @@ from support.reference import Attention, attention
 TENSORS = ("out", "grad_q", "grad_k", "grad_v")
 RANKS = (2, 4, 8, 16)
 MASKS = {"causal": Mask(causal=True), "full": Mask()}
+OVER_TWO_RANKS = {"blockwise": 1.1, "cpu_flash": 1.15}
 
-Ratios = dict[str, float]
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one tensor, or their ratios to those of one device."""
+
+    rows: float  # root mean square over rows of the relative error
+    median: float  # of the same
+    elements: float  # root mean square over elements, absolute
+    largest: float  # of an element, absolute
+
+    @staticmethod
+    def of(found: Tensor, true: Tensor) -> Errors:
+        wrong = found.double() - true
+        size = true.norm(dim=-1)
+        by_row = wrong.norm(dim=-1)[size > 0] / size[size > 0]
+        return Errors(
+            root_mean_square(by_row),
+            by_row.median().item(),
+            root_mean_square(wrong),
+            wrong.abs().max().item(),
+        )
+
+    def over(self, other: Errors) -> Errors:
+        return Errors(*(a / b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @staticmethod
+    def worst(several: list[Errors]) -> Errors:
+        """The largest of each."""
+        return Errors(*map(max, zip(*map(astuple, several), strict=True)))
+
+
+def root_mean_square(x: Tensor) -> float:
+    return x.pow(2).mean().sqrt().item()
 
 
 def case(ranks: int, mask: str, combine: Combine, tile: tuple[int, int]) -> Case:
@@ -44,65 +90,51 @@ def truth(mask: str) -> Attention:
     return attention(*case(1, mask, Combine.AUTO, (1, 1)).tensors(), MASKS[mask])
 
 
+def errors(result: LocalResult, mask: str) -> dict[str, Errors]:
+    return {name: Errors.of(getattr(result, name), getattr(truth(mask), name)) for name in TENSORS}
+
+
 @cache
-def on_one_device(mask: str, kernel: str) -> LocalResult:
+def on_one_device(mask: str, kernel: str) -> dict[str, Errors]:
     alone = case(1, mask, Combine.AUTO, (1, 1))
-    return run_local(alone.plan(), *alone.tensors(), kernel=kernel)
-
-
-def root_mean_square(x: Tensor) -> float:
-    return x.pow(2).mean().sqrt().item()
-
-
-def largest(x: Tensor) -> float:
-    return x.abs().max().item()
+    return errors(run_local(alone.plan(), *alone.tensors(), kernel=kernel), mask)
 
 
 @cache
-def ratios(
-    ranks: int, mask: str, kernel: str, combine: Combine, tile: tuple[int, int]
-) -> tuple[Ratios, Ratios]:
-    """Errors in units of one device's: root mean squares, and largest."""
-    spread = case(ranks, mask, combine, tile)
-    result = run_local(spread.plan(), *spread.tensors(), kernel=kernel)
+def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> dict[str, Errors]:
+    """Over all tiles of so many ranks, in units of one device."""
     alone = on_one_device(mask, kernel)
-    found: tuple[Ratios, Ratios] = ({}, {})
-    for name in TENSORS:
-        exact = getattr(truth(mask), name)
-        here, there = (getattr(r, name).double() - exact for r in (result, alone))
-        found[0][name] = root_mean_square(here) / root_mean_square(there)
-        found[1][name] = largest(here) / largest(there)
-    return found
-
-
-def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> tuple[Ratios, Ratios]:
-    """Over all tiles of so many ranks."""
-    all_tiles = [ratios(ranks, mask, kernel, combine, t) for t in factorisations(ranks)]
-    mean, most = (
-        {name: max(one[i][name] for one in all_tiles) for name in TENSORS} for i in (0, 1)
-    )
-    return mean, most
+    by_tile = []
+    for tile in factorisations(ranks):
+        spread = case(ranks, mask, combine, tile)
+        found = errors(run_local(spread.plan(), *spread.tensors(), kernel=kernel), mask)
+        by_tile.append({name: found[name].over(alone[name]) for name in TENSORS})
+    return {name: Errors.worst([one[name] for one in by_tile]) for name in TENSORS}
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", ["cpu_flash", "blockwise"])
+@pytest.mark.parametrize("kernel", OVER_TWO_RANKS)
 def test_bf16_error_is_at_most_twice_that_of_one_device_and_does_not_grow(
     kernel: str, mask: str
 ) -> None:
-    print(f"\n{kernel}, {mask}: worst tile's error / error on one device, rms (largest)")
-    print("ranks combine         " + "".join(f"{name:>14}" for name in TENSORS))
+    print(f"\n{kernel}, {mask}: worst tile's error / error on one device")
+    print("rms over rows (median row, rms over elements, largest element)")
+    print("ranks combine        " + "".join(f"{name:>25}" for name in TENSORS))
     for combine in (Combine.EXCHANGE, Combine.REDUCE_SCATTER):
         for ranks in RANKS:
-            mean, most = worst(ranks, mask, kernel, combine)
-            cells = "".join(f"{mean[n]:8.2f} ({most[n]:.1f})" for n in TENSORS)
+            row = worst(ranks, mask, kernel, combine)
+            cells = "".join(
+                f"{e.rows:7.2f} ({e.median:.2f}, {e.elements:.2f}, {e.largest:.1f})"
+                for e in row.values()
+            )
             print(f"{ranks:5} {combine.value:15} {cells}")
-    at_two, _ = worst(2, "full", kernel, Combine.EXCHANGE)
+    two, four = (worst(ranks, mask, kernel, Combine.EXCHANGE) for ranks in (2, 4))
     for ranks in RANKS:
-        mean, most = worst(ranks, mask, kernel, Combine.EXCHANGE)
-        for name in TENSORS:
-            assert mean[name] <= 2.0, (ranks, name)
-            assert most[name] <= 2.0, (ranks, name)
-            assert mean[name] <= 1.1 * at_two[name], (ranks, name)
+        for name, found in worst(ranks, mask, kernel, Combine.EXCHANGE).items():
+            assert max(astuple(found)) <= 2.0, (ranks, name)
+            for base, limit in ((two, OVER_TWO_RANKS[kernel]), (four, 1.1)):
+                grown = found.over(base[name])
+                assert max(grown.rows, grown.median) <= limit, (ranks, name, grown)
 
 
 def test_exchange_is_what_the_planner_chooses_without_nodes() -> None:

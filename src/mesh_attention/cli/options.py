@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from mesh_attention.cli.values import byte_size, count, cuts, one_of, pair, size, window
 from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import Scheduler
 from mesh_attention.plan.methods.startrail import FirstBlock
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS

@@ -1,6 +1,7 @@
 """How the values of options are written: `3x3`, `512MiB`, `128:0`, `0,100,400`.
 
-Each reader takes the text of one value and raises with an example when it does not fit.
+Each reader takes the text of one value and raises with an example when it does not fit. Digits are
+0 to 9; a regular expression's digit would be that of any script.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def count(text: str) -> int:
 
 
 def _whole_number(text: str, *, at_least: int) -> int:
-    if not re.fullmatch(r"-?\d{1,18}", text):
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise ArgumentTypeError(f"{text!r} is not a whole number such as 8")
     number = int(text)
     if number < at_least:
@@ -56,7 +57,7 @@ def rank_or(word: str) -> Callable[[str], int | str]:
 
 def pair(what: str) -> Callable[[str], tuple[int, int]]:
     def read(text: str) -> tuple[int, int]:
-        found = re.fullmatch(r"(\d{1,18})x(\d{1,18})", text)
+        found = re.fullmatch(r"([0-9]{1,18})x([0-9]{1,18})", text)
         if not found:
             raise ArgumentTypeError(f"{text!r} is not {what}")
         first, second = int(found[1]), int(found[2])
@@ -72,7 +73,7 @@ def byte_size(text: str) -> int:
     >>> byte_size("512MiB"), byte_size("1.5KiB"), byte_size("2GB"), byte_size("100")
     (536870912, 1536, 2000000000, 100)
     """
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-z]*)", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS:
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
     number = int(float(found[1]) * _UNITS[found[2]])
@@ -89,14 +90,14 @@ def window(text: str) -> tuple[int | None, int | None]:
     """
     left, colon, right = text.partition(":")
     sides = (left, right if colon else "0")
-    if not all(re.fullmatch(r"\d{1,18}|inf", side) for side in sides):
+    if not all(re.fullmatch(r"[0-9]{1,18}|inf", side) for side in sides):
         raise ArgumentTypeError(f"{text!r} is not a window such as 128, 128:64 or 128:inf")
     first, second = (None if side == "inf" else int(side) for side in sides)
     return first, second
 
 
 def cuts(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,18}(,\d{1,18})+", text):
+    if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})+", text):
         raise ArgumentTypeError(f"{text!r} is not a list of document starts such as 0,100,400")
     return tuple(map(int, text.split(",")))
 

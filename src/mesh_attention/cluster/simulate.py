@@ -9,7 +9,7 @@ While both lanes of a rank are busy each slows the other, as the cluster says.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,9 +23,10 @@ from mesh_attention.cluster.load import ClusterError
 from mesh_attention.cluster.order import Overlap, Waits
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.forms import FormKey, FormKeys
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import AllGather, AllToAll, Operation, ReduceScatter, SendRecv
-from mesh_attention.plan.traffic import TrafficMeter
+from mesh_attention.plan.traffic import Flows, TrafficMeter, traffic_of
 
 __all__ = ["OperationCosts", "Overlap", "simulate"]
 
@@ -35,7 +36,7 @@ class OperationCosts(Protocol):
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float: ...
 
-    def collective(self, op: Collective, table: Mapping[str, Buffer], member: int) -> float: ...
+    def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
 
     def flow(self, source: int, target: int, num_bytes: int) -> float: ...
 
@@ -46,13 +47,12 @@ class ClusterCosts:
     def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
         self._compute = ComputeCosts(cluster, plan, one.direction)
         self._communication = CommunicationCosts(cluster, plan, one)
-        self._meter = TrafficMeter(plan.problem)
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
         return self._compute.seconds(op, table)
 
-    def collective(self, op: Collective, table: Mapping[str, Buffer], member: int) -> float:
-        return self._communication.collective(op, self._meter.flows(op, table), member)
+    def collective(self, op: Collective, flows: Flows, member: int) -> float:
+        return self._communication.collective(op, flows, member)
 
     def flow(self, source: int, target: int, num_bytes: int) -> float:
         return self._communication.flow(source, target, num_bytes)
@@ -114,6 +114,17 @@ class Transfer:
         return 1.0 - self.held_up if self.computing else 1.0
 
 
+def _meters(plan: Plan, one: Pass) -> Iterator[TrafficMeter]:
+    """One for each rank, shared by ranks whose buffers are alike."""
+    keys = FormKeys()
+    known: dict[FormKey, TrafficMeter] = {}
+    for program in one.programs:
+        key = keys.of(program)
+        if key not in known:
+            known[key] = TrafficMeter(plan.problem, program.buffer_table())
+        yield known[key]
+
+
 def _nothing() -> None:
     """Until it is known what follows the end of an activity."""
 
@@ -125,7 +136,7 @@ class _Simulation:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        self._meter = TrafficMeter(plan.problem)
+        self._meters = list(_meters(plan, one))
         self._tables = [program.buffer_table() for program in one.programs]
         self._member = {
             name: {rank: member for member, rank in enumerate(ranks)}
@@ -217,11 +228,11 @@ class _Simulation:
         self._met[op.group, rank] = times + 1
         meeting = self._meetings.setdefault((op.group, times), _Meeting([]))
         member = self._member[op.group][rank]
-        seconds = self._costs.collective(op, self._tables[rank], member)
+        flows = self._meters[rank].flows(op)
+        seconds = self._costs.collective(op, flows, member)
         meeting.seconds = max(meeting.seconds, seconds)
         size = len(self._one.groups[op.group])
-        moved = self._meter.traffic(op, member, size, self._tables[rank])
-        self._received[rank] += moved.received_bytes
+        self._received[rank] += traffic_of(op, flows, member, size).received_bytes
         meeting.arrived.append((rank, at))
         if len(meeting.arrived) == size:
             del self._meetings[op.group, times]
@@ -245,7 +256,7 @@ class _Simulation:
 
     def _arrive_at_peers(self, lanes: Lanes, at: int, op: SendRecv) -> None:
         ranks = self._one.groups[op.group]
-        flows = self._meter.flows(op, self._tables[lanes.rank])
+        flows = self._meters[lanes.rank].flows(op)
         sent = flows.sent[op.to_member] if op.sends else 0
         received = flows.received[op.from_member][0] if op.receives else 0
         self._halves[lanes.rank, at] = bool(op.sends) + bool(op.receives)

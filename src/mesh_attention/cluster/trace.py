@@ -7,12 +7,11 @@ runtime. Passes given together follow one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mesh_attention.cluster.timeline import Event, Lane, Timeline
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -41,9 +40,8 @@ def trace_of(timelines: Sequence[Timeline], num_ranks: int = 16) -> dict[str, An
     events = [event for rank in range(shown) for event in _headings(first, rank)]
     begin = 0
     for timeline in timelines:
-        meter = TrafficMeter(timeline.plan.problem)
         for rank in range(shown):
-            events += _rank_events(timeline, rank, begin, meter)
+            events += _rank_events(timeline, rank, begin)
         begin += _ticks(timeline.runtime_seconds)
     return {
         "traceEvents": events,
@@ -68,11 +66,9 @@ def _headings(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _rank_events(
-    timeline: Timeline, rank: int, begin: int, meter: TrafficMeter
-) -> Iterator[dict[str, Any]]:
+def _rank_events(timeline: Timeline, rank: int, begin: int) -> Iterator[dict[str, Any]]:
     program = timeline.one.programs[rank]
-    table = program.buffer_table()
+    meter = TrafficMeter(timeline.plan.problem, program.buffer_table())
     operations = [op for op in program.operations if not isinstance(op, Free)]
     end = begin + _ticks(timeline.runtime_seconds)
     now = dict.fromkeys(Lane, begin)
@@ -84,19 +80,17 @@ def _rank_events(
     for op, event in zip(operations, timeline.events(rank), strict=True):
         yield from upto(event, begin + _ticks(event.issued), "idle", "idle")
         yield from upto(event, begin + _ticks(event.start), "wait", "wait", before=event.name)
-        more = _arguments(timeline, rank, op, meter, table)
+        more = _arguments(timeline, rank, op, meter)
         yield from upto(event, begin + _ticks(event.end), event.name, event.kind, **more)
     for lane, start in now.items():
         yield from _slice(rank, lane, start, end, "idle", "idle", {})
 
 
-def _arguments(
-    timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter, table: Mapping[str, Buffer]
-) -> dict[str, Any]:
+def _arguments(timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter) -> dict[str, Any]:
     if not isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
         return {"calls": len(getattr(op, "calls", ()))}
     ranks = timeline.one.groups[op.group]
-    moved = meter.traffic(op, ranks.index(rank), len(ranks), table)
+    moved = meter.traffic(op, ranks.index(rank), len(ranks))
     return {
         "group": op.group,
         "ranks": len(ranks),

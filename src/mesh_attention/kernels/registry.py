@@ -28,6 +28,8 @@ _KERNELS: list[Kernel] = [
     Reference(),
 ]
 
+_METHODS = ("refuses", "forward", "backward")
+
 
 class UnknownKernelError(MeshAttentionError):
     """A name that is not in the table, or one that is already taken."""
@@ -64,6 +66,11 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
 
 def register(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a kernel, preferred to all others or to those from `before` on."""
+    if isinstance(kernel, type) or not isinstance(getattr(kernel, "name", None), str):
+        raise MeshAttentionError(f"{kernel!r} is not a kernel: give an object with a name")
+    missing = [method for method in _METHODS if not callable(getattr(kernel, method, None))]
+    if missing:
+        raise MeshAttentionError(f"kernel {kernel.name!r} has no method {', '.join(missing)}")
     if kernel.name in kernel_names():
         raise UnknownKernelError(
             f"a kernel named {kernel.name!r} is registered already; unregister it first"

@@ -57,9 +57,16 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     try:
         if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
             raise TypeError
-        a, b = (int(p) if isinstance(value, str) else operator.index(p) for p in parts)
+        a, b = (_digits(p) if isinstance(value, str) else operator.index(p) for p in parts)
         if any(isinstance(p, bool) for p in parts):
             raise TypeError
     except (TypeError, ValueError):
         raise PlanError(f"{name}={value!r}: give two numbers, as in (4, 2) or '4x2'") from None
     return a, b
+
+
+def _digits(text: str) -> int:
+    """`int` alone would also read 1_0, +1 and the digits of other scripts."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError
+    return int(text)

@@ -3,66 +3,86 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Buffer, Role
-from mesh_attention.plan.program import (
-    Attend,
-    AttendBackward,
-    Free,
-    Operation,
-    Program,
-    reads,
-    writes,
-)
+from mesh_attention.plan.names import NamesOf, touched
+from mesh_attention.plan.program import Attend, AttendBackward, Free, Operation, Program
 
-__all__ = ["assemble", "touched"]
+__all__ = ["Assembler"]
 
 
-def touched(op: Operation) -> list[str]:
-    """Names of the buffers an operation reads or writes, each once, in order."""
-    names = dict.fromkeys(piece.buffer for piece in reads(op))
-    names.update(dict.fromkeys(piece.buffer for piece in writes(op)))
-    return list(names)
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Which buffers a program uses, and what it frees after which operation."""
+
+    used: Set[str]
+    frees: tuple[tuple[int, Free], ...]
 
 
-def assemble(
-    rank: int,
-    operations: Sequence[Operation],
-    buffers: Mapping[str, Buffer],
-    touches: Mapping[int, Sequence[str]],
-    frees: dict[tuple[str, ...], Free],
-    *,
-    hold: int = 0,
-) -> Program:
-    """A program that frees every workspace buffer right after the last operation that touches it,
-    or `hold` attentions later: a transfer into memory of its own need not wait for them.
+class Assembler:
+    """Makes the programs of a pass. A buffer name has one role in all of them.
 
-    `touches` holds `touched(op)` by `id(op)`: operations are shared between ranks, so each is
-    looked at once. `frees` collects the Free operations, which ranks share as well.
+    Where frees belong follows from the names that the operations touch, one after the other; ranks
+    that touch the same names share the answer, and the Free operations.
+
+    A workspace buffer is freed right after the last operation on it, or `hold` attentions later: a
+    transfer that lands in other memory need not wait for them.
     """
-    last_use: dict[str, int] = {}
-    for at, op in enumerate(operations):
-        for name in touches[id(op)]:
-            last_use[name] = at
-    attentions = [i for i, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
-    ending: dict[int, list[str]] = {}
-    for name, at in last_use.items():
-        if buffers[name].role is Role.WORKSPACE:
-            if hold:
-                later = bisect_right(attentions, at) + hold - 1
-                at = attentions[later] if later < len(attentions) else len(operations) - 1
-            ending.setdefault(at, []).append(name)
-    program: list[Operation] = []
-    for at, op in enumerate(operations):
-        program.append(op)
-        if at in ending:
-            names = tuple(ending[at])
-            program.append(frees.setdefault(names, Free(names)))
-    used = _in_order(buffers.values(), last_use)
-    return Program(rank, tuple(used), tuple(program))
+
+    def __init__(self, hold: int = 0) -> None:
+        self._hold = hold
+        self._touches = NamesOf(touched)
+        self._ends: dict[tuple[tuple[int, ...], tuple[int, ...]], _Ends] = {}
+        self._frees: dict[tuple[str, ...], Free] = {}
+
+    def program(
+        self, rank: int, operations: Sequence[Operation], buffers: Mapping[str, Buffer]
+    ) -> Program:
+        names = [self._touches(op) for op in operations]
+        attentions = (
+            [at for at, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
+            if self._hold
+            else []
+        )
+        # Equal names are the same object, as `NamesOf` makes them.
+        key = (tuple(map(id, names)), tuple(attentions))
+        ends = self._ends.get(key)
+        if ends is None:
+            ends = self._ends[key] = self._find_ends(names, attentions, buffers)
+        program: list[Operation] = []
+        start = 0
+        for stop, free in ends.frees:
+            program += operations[start:stop]
+            program.append(free)
+            start = stop
+        program += operations[start:]
+        return Program(rank, tuple(_in_order(buffers.values(), ends.used)), tuple(program))
+
+    def _find_ends(
+        self,
+        names: Sequence[Sequence[str]],
+        attentions: Sequence[int],
+        buffers: Mapping[str, Buffer],
+    ) -> _Ends:
+        last_use = {name: at for at, touched in enumerate(names) for name in touched}
+        ending: dict[int, list[str]] = {}
+        for name, at in last_use.items():
+            if buffers[name].role is Role.WORKSPACE:
+                if self._hold:
+                    later = bisect_right(attentions, at) + self._hold - 1
+                    at = attentions[later] if later < len(attentions) else len(names) - 1
+                ending.setdefault(at + 1, []).append(name)
+        frees = [(stop, self._free(tuple(ending[stop]))) for stop in sorted(ending)]
+        return _Ends(last_use.keys(), tuple(frees))
+
+    def _free(self, names: tuple[str, ...]) -> Free:
+        if names not in self._frees:
+            self._frees[names] = Free(names)
+        return self._frees[names]
 
 
-def _in_order(buffers: Iterable[Buffer], used: Mapping[str, int]) -> Iterable[Buffer]:
+def _in_order(buffers: Iterable[Buffer], used: Set[str]) -> Iterable[Buffer]:
     """Inputs and outputs always, workspace only where this rank uses it."""
-    return (b for b in buffers if b.role is not Role.WORKSPACE or b.name in used)
+    return (b for b in buffers if b.name in used or b.role is not Role.WORKSPACE)

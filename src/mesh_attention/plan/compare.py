@@ -6,7 +6,7 @@ fewest bytes) in the forward pass, then the fewest bytes in all. Time is another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from mesh_attention.plan.program import SendRecv
 __all__ = ["Compared", "Counts", "compare"]
 
 
-_FORWARD = (Direction.FORWARD,)
+_FORWARD, _BACKWARD = (Direction.FORWARD,), (Direction.BACKWARD,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,8 @@ class Counts:
     point_to_point: int
 
     @staticmethod
-    def of(plan: Plan, direction: Direction, counted: PassCount) -> Counts:
-        shifts = max(
-            sum(isinstance(op, SendRecv) for op in program.operations)
-            for program in plan.direction(direction).programs
-        )
+    def of(counted: PassCount) -> Counts:
+        shifts = max(rank.times.get(SendRecv.__name__, 0) for rank in counted.ranks)
         numbers = counted.to_json()
         return Counts(
             numbers["bytes_per_rank"]["max"],
@@ -85,7 +82,7 @@ def compare(
     rows = []
     for name, settings in tries.items():
         usable = {key: x for key, x in shared.items() if key in METHODS[name].options()}
-        best: tuple[tuple[float, float], dict[str, Any]] | None = None
+        best: tuple[tuple[float, float], dict[str, Any], Counts] | None = None
         reason = None
         for setting in settings:
             try:
@@ -96,23 +93,28 @@ def compare(
                 reason = str(error)
             else:
                 several = bool(ranks_per_node and ranks_per_node < num_ranks)
-                score = _score(dict(_counts(forward))[Direction.FORWARD], several)
+                counts = _counts(forward, Direction.FORWARD)
+                score = _score(counts, several)
                 if best is None or score < best[0]:
-                    best = (score, setting)
+                    best = (score, setting, counts)
             done += 1
             if progress:
                 progress(done, total)
         if best is None:
             rows.append(Compared(name, {}, {}, reason))
         else:
-            plan = make_plan(problem, num_ranks, method=name, **(usable | best[1]))
-            rows.append(Compared(name, best[1], dict(_counts(plan))))
+            _, setting, counts = best
+            backward = make_plan(
+                problem, num_ranks, method=name, directions=_BACKWARD, **(usable | setting)
+            )
+            back = _counts(backward, Direction.BACKWARD)
+            both = {Direction.FORWARD: counts, Direction.BACKWARD: back}
+            rows.append(Compared(name, setting, both))
     return rows
 
 
-def _counts(plan: Plan) -> Iterator[tuple[Direction, Counts]]:
-    for direction, counted in count(plan).items():
-        yield direction, Counts.of(plan, direction, counted)
+def _counts(plan: Plan, direction: Direction) -> Counts:
+    return Counts.of(count(plan)[direction])
 
 
 def _score(found: Counts, several_nodes: bool) -> tuple[float, float]:

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.forms import FormKey, FormKeys
+from mesh_attention.plan.names import NamesOf, written
+from mesh_attention.plan.peak import Peaks, workspace_sizes
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
-    Free,
+    Attend,
+    AttendBackward,
     Program,
     ReduceScatter,
     SendRecv,
-    writes,
 )
 from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 
@@ -30,7 +33,8 @@ __all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic."""
+    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic, and
+    `times` to how many there are."""
 
     rank: int
     total: Traffic
@@ -38,8 +42,12 @@ class RankCount:
     entering_node_bytes: int
     entering_node_token_bytes: int
     peak_buffer_bytes: int
-    num_communications: int
+    times: dict[str, int]
     num_kernel_calls: int
+
+    @property
+    def num_communications(self) -> int:
+        return sum(self.times.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ def _mean_and_max(values: list[Any]) -> dict[str, Any]:
 
 
 def count(plan: Plan) -> dict[Direction, PassCount]:
-    return {one.direction: count_pass(plan, one) for one in plan.passes}
+    return {one.direction: count_pass(plan, one) for one in a_plan(plan).passes}
 
 
 def count_pass(plan: Plan, one: Pass) -> PassCount:
@@ -102,8 +110,8 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
-    meter = TrafficMeter(plan.problem)
-    ranks = tuple(_count_rank(plan, p, group_nodes, member_of, meter) for p in one.programs)
+    forms = _Forms(plan.problem)
+    ranks = tuple(_count_rank(p, group_nodes, member_of, forms.of(p)) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -115,55 +123,62 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
     return PassCount(ranks, tuple(entering), tuple(tokens), min(per_node, plan.num_ranks), unit)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is known of the programs of one form."""
+
+    meter: TrafficMeter
+    peaks: Peaks
+
+
+class _Forms:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._keys = FormKeys()
+        self._known: dict[FormKey, _Form] = {}
+        self._written = NamesOf(written)
+
+    def of(self, program: Program) -> _Form:
+        key = self._keys.of(program)
+        found = self._known.get(key)
+        if found is None:
+            sizes = workspace_sizes(program, self._problem)
+            meter = TrafficMeter(self._problem, program.buffer_table())
+            found = self._known[key] = _Form(meter, Peaks(sizes, self._written))
+        return found
+
+
 def _count_rank(
-    plan: Plan,
     program: Program,
     group_nodes: dict[str, tuple[int, ...]],
     member_of: dict[str, dict[int, int]],
-    meter: TrafficMeter,
+    form: _Form,
 ) -> RankCount:
-    table = program.buffer_table()
-    by_operation: dict[str, Traffic] = defaultdict(Traffic)
-    entering = entering_tokens = communications = calls = 0
+    moved: dict[str, list[Traffic]] = defaultdict(list)
+    entering = entering_tokens = calls = 0
     for op in program.operations:
         if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
-            flows = meter.flows(op, table)
-            by_operation[type(op).__name__] += traffic_of(op, flows, member, len(nodes))
+            flows = form.meter.flows(op)
+            moved[type(op).__name__].append(traffic_of(op, flows, member, len(nodes)))
             crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
             entering_tokens += crossing[1]
-            communications += 1
-        else:
-            calls += len(getattr(op, "calls", ()))
-    total = sum(by_operation.values(), Traffic())
-    peak = peak_buffer_bytes(plan, program)
+        elif isinstance(op, Attend | AttendBackward):
+            calls += len(op.calls)
+    by_operation = {kind: Traffic.sum(each) for kind, each in moved.items()}
     return RankCount(
         program.rank,
-        total,
-        dict(by_operation),
+        Traffic.sum(by_operation.values()),
+        by_operation,
         entering,
         entering_tokens,
-        peak,
-        communications,
+        form.peaks.of(program),
+        {kind: len(each) for kind, each in moved.items()},
         calls,
     )
 
 
 def peak_buffer_bytes(plan: Plan, program: Program) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    size = {b.name: b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.WORKSPACE}
-    live: set[str] = set()
-    held = peak = 0
-    for op in program.operations:
-        if isinstance(op, Free):
-            for name in live.intersection(op.buffers):
-                held -= size[name]
-                live.discard(name)
-            continue
-        for piece in writes(op):
-            if piece.buffer in size and piece.buffer not in live:
-                live.add(piece.buffer)
-                held += size[piece.buffer]
-        peak = max(peak, held)
-    return peak
+    return Peaks(workspace_sizes(program, plan.problem)).of(program)

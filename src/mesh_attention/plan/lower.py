@@ -7,7 +7,8 @@ a causal square or ragged; equal neighbours are then joined into rectangles.
 
 Bounds never fall as queries grow, so the first and the last query alone show which key blocks all
 queries see and which none does; likewise for queries. Only the few *open* blocks in between are
-looked at closely, because planning for thousands of ranks lowers tens of thousands of tasks.
+looked at closely, because planning for thousands of ranks lowers tens of thousands of tasks. And
+of a ring's n^2 tasks all but a few have no open cell at all: those are told by a few comparisons.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +34,9 @@ __all__ = ["MAX_CALLS", "Queries", "RowList", "lower", "rectangles"]
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
 
+# Up to so many blocks a side are compared one by one; for more, arrays are faster.
+_FEW_BLOCKS = 4
+
 # Stretches of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
 _ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
 
@@ -45,14 +50,17 @@ class Blocks:
 
     starts: Array
     stops: Array
-    first_rows: list[int]  # of each block, and one past the last row
+    first_rows: tuple[int, ...]  # of each block, and one past the last row
     edges: list[int]  # all starts and stops, sorted
+    few: tuple[tuple[int, int], ...] | None  # (start, stop) of each, unless they are many
 
     @staticmethod
     def of(blocks: list[tuple[int, int]]) -> Blocks:
         starts, stops = np.array(blocks, dtype=np.int64).T
-        first_rows = [0, *np.cumsum(stops - starts).tolist()]
-        return Blocks(starts, stops, first_rows, sorted({e for block in blocks for e in block}))
+        first_rows = (0, *np.cumsum(stops - starts).tolist())
+        edges = sorted({e for block in blocks for e in block})
+        few = tuple(blocks) if len(blocks) <= _FEW_BLOCKS else None
+        return Blocks(starts, stops, first_rows, edges, few)
 
     def block(self, i: int) -> tuple[int, int]:
         return int(self.starts[i]), int(self.stops[i])
@@ -118,13 +126,18 @@ class Queries:
     some: tuple[int, int]  # the keys that some query sees, and those that all of them see
     all: tuple[int, int]
     sight: Sight | None  # block by block
+    few: tuple[tuple[int, int, int, int], ...] | None  # the same of few blocks without padding
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
         last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
         lo, hi = (x.tolist() for x in rows.bounds(np.array([q.first, last], dtype=np.int64)))
         sight = Sight.of(q.blocks.starts, q.blocks.stops - 1, rows) if q.blocks else None
-        return Queries(q, rows, (lo[0], hi[1]), (lo[1], hi[0]), sight)
+        few = None
+        if sight and q.blocks and q.blocks.few and q.last < rows.q_tokens:
+            sides = (sight.all_lo, sight.all_hi, sight.some_lo, sight.some_hi)
+            few = tuple(zip(*(side.tolist() for side in sides), strict=True))
+        return Queries(q, rows, (lo[0], hi[1]), (lo[1], hi[0]), sight, few)
 
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
@@ -137,8 +150,41 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
     if q.sight is None or q.list.blocks is None or k.blocks is None:
         return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
+    picture = _picture(q, k.blocks)
+    if picture is not None:
+        return _full_calls(picture, q.list.blocks.first_rows, k.blocks.first_rows)
     calls = _lower_blocks(q, q.list.blocks, q.sight, k.blocks)
     return calls if len(calls) <= MAX_CALLS else (whole,)
+
+
+def _picture(q: Queries, k_blocks: Blocks) -> bytes | None:
+    """For each (query block, key block) 1 if all is visible and 0 if nothing is, row by row.
+
+    None where a cell is open, or the blocks are many: then they must be looked at closely.
+    """
+    if q.few is None or k_blocks.few is None:
+        return None
+    cells = bytearray()
+    for all_lo, all_hi, some_lo, some_hi in q.few:
+        for start, stop in k_blocks.few:
+            if all_lo <= start and stop <= all_hi:
+                cells.append(1)
+            elif stop <= some_lo or some_hi <= start:
+                cells.append(0)
+            else:
+                return None
+    return bytes(cells)
+
+
+@lru_cache(maxsize=1024)
+def _full_calls(
+    picture: bytes, q_rows: tuple[int, ...], k_rows: tuple[int, ...]
+) -> tuple[Call, ...]:
+    cells = np.frombuffer(picture, dtype=np.bool_).reshape(len(q_rows) - 1, len(k_rows) - 1)
+    return tuple(
+        Call(CallKind.FULL, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
+        for i0, i1, j0, j1 in rectangles(cells)
+    )
 
 
 def _lower_blocks(q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks) -> tuple[Call, ...]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = ["Direction", "Pass", "Plan"]
+__all__ = ["Direction", "Pass", "Plan", "a_plan"]
 
 
 class Direction(StrEnum):
@@ -54,7 +56,8 @@ class Plan:
         for one in self.passes:
             if one.direction == direction:
                 return one
-        raise KeyError(f"this plan has no {direction} pass")
+        known = ", ".join(one.direction for one in self.passes)
+        raise PlanError(f"this plan has no {direction} pass; it has: {known}")
 
     @property
     def forward(self) -> Pass:
@@ -71,3 +74,10 @@ class Plan:
     @property
     def num_nodes(self) -> int:
         return -(-self.num_ranks // self.ranks_per_node) if self.ranks_per_node else 1
+
+
+def a_plan(value: Any) -> Plan:
+    """What a reader of plans was given, if it is one."""
+    if not isinstance(value, Plan):
+        raise PlanError(f"{type(value).__name__} is not a Plan; make one with make_plan(...)")
+    return value

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mesh_attention.errors import PlanTextError
@@ -21,7 +22,7 @@ from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.operation_text import operation_text, parse_operation
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program
 from mesh_attention.plan.schedule.tasks import Schedule
@@ -55,7 +56,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """The text, line by line. Objects that ranks share are written out once and reused."""
     yield _HEADER
     head = {
-        "method": plan.method,
+        "method": a_plan(plan).method,
         "problem": dataclasses.asdict(plan.problem),
         "q_layout": dataclasses.asdict(plan.q_layout),
         "kv_layout": dataclasses.asdict(plan.kv_layout),
@@ -99,6 +100,8 @@ def digest(plan: Plan) -> str:
 
 
 def parse_plan(text: str) -> Plan:
+    if not isinstance(text, str):
+        raise PlanTextError(f"the text of a plan is a str, not {type(text).__name__}")
     lines = text.splitlines()
     if len(lines) < 2 or lines[0] != _HEADER:
         raise PlanTextError(f"a plan begins with {_HEADER!r}, this text with {lines[:1]}")
@@ -117,7 +120,7 @@ def _parse(head: dict[str, Any], lines: list[str]) -> Plan:
         problem=_parse_problem(head["problem"]),
         q_layout=_parse_layout(head["q_layout"]),
         kv_layout=_parse_layout(head["kv_layout"]),
-        passes=tuple(_parse_passes(lines)),
+        passes=_parse_passes(lines),
         devices=tuple(head["devices"]),
         ranks_per_node=head["ranks_per_node"],
         method=head["method"],
@@ -135,32 +138,49 @@ def _parse_layout(fields: dict[str, Any]) -> Layout:
     return Layout(**{**fields, "kind": LayoutKind(fields["kind"])})
 
 
-def _parse_passes(lines: list[str]) -> Iterator[Pass]:
+def _parse_passes(lines: list[str]) -> tuple[Pass, ...]:
     starts = [i for i, line in enumerate(lines) if line.startswith("pass ")]
-    for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
-        _, direction, setting = lines[start].split(" ", 2)
-        groups: dict[str, tuple[int, ...]] = {}
-        steps: list[str] = []
-        programs: list[tuple[int, list[Buffer], list[Operation]]] = []
-        for line in lines[start + 1 : stop]:
-            word, _, rest = line.partition(" ")
-            if word == "group":
-                name, ranks = rest.split(" ")
-                groups[name] = tuple(map(int, ranks.split(",")))
-            elif word == "step":
-                steps.append(rest)
-            elif word == "rank":
-                programs.append((int(rest), [], []))
-            elif not programs:
-                raise PlanTextError(f"{line!r} stands before the first rank")
-            elif line.startswith("  buffer "):
-                programs[-1][1].append(_parse_buffer(line.strip()))
-            else:
-                programs[-1][2].append(parse_operation(line))
-        yield Pass(
-            Direction(direction),
-            groups,
-            tuple(Program(rank, tuple(b), tuple(ops)) for rank, b, ops in programs),
-            Schedule.parse("\n".join(steps)),
-            json.loads(setting),
-        )
+    stops = [*starts[1:], len(lines)]
+    passes = [_parse_pass(lines[a], lines[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
+    _once("pass", (one.direction for one in passes))
+    return tuple(passes)
+
+
+def _parse_pass(head: str, lines: list[str]) -> Pass:
+    _, direction, setting = head.split(" ", 2)
+    groups: list[tuple[str, tuple[int, ...]]] = []
+    steps: list[str] = []
+    programs: list[tuple[int, list[Buffer], list[Operation]]] = []
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word == "group":
+            name, ranks = rest.split(" ")
+            groups.append((name, tuple(map(int, ranks.split(",")))))
+        elif word == "step":
+            steps.append(rest)
+        elif word == "rank":
+            programs.append((int(rest), [], []))
+        elif not programs:
+            raise PlanTextError(f"{line!r} stands before the first rank")
+        elif line.startswith("  buffer "):
+            programs[-1][1].append(_parse_buffer(line.strip()))
+        else:
+            programs[-1][2].append(parse_operation(line))
+    _once("group", (name for name, _ in groups))
+    _once("rank", (rank for rank, _, _ in programs))
+    for rank, buffers, _ in programs:
+        _once(f"rank {rank}: buffer", (buffer.name for buffer in buffers))
+    return Pass(
+        Direction(direction),
+        dict(groups),
+        tuple(Program(rank, tuple(b), tuple(ops)) for rank, b, ops in programs),
+        Schedule.parse("\n".join(steps)),
+        json.loads(setting),
+    )
+
+
+def _once(what: str, names: Iterable[object]) -> None:
+    """A second line of one name would silently take the place of the first."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise PlanTextError(f"{what} {name} is written {times} times")

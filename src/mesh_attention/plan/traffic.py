@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Buffer, Piece
@@ -13,8 +13,6 @@ from mesh_attention.plan.program import (
     Communication,
     ReduceScatter,
     SendRecv,
-    reads,
-    writes,
 )
 
 __all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes", "traffic_of"]
@@ -29,10 +27,14 @@ class Traffic:
     token_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
+        return Traffic.sum((self, other))
+
+    @staticmethod
+    def sum(several: Collection[Traffic]) -> Traffic:
         return Traffic(
-            self.sent_bytes + other.sent_bytes,
-            self.received_bytes + other.received_bytes,
-            self.token_bytes + other.token_bytes,
+            sum(one.sent_bytes for one in several),
+            sum(one.received_bytes for one in several),
+            sum(one.token_bytes for one in several),
         )
 
 
@@ -48,54 +50,53 @@ class Flows:
 
 
 class TrafficMeter:
-    """Sizes of operations. Ranks share operations, so each is measured once for like buffers."""
+    """Sizes of operations on one table of buffers, or on tables that are alike.
 
-    def __init__(self, problem: Problem) -> None:
+    Ranks share operations, and transfers share their pieces, so each is measured once. What is
+    measured must stay alive as long as the meter: it is told apart by identity.
+    """
+
+    def __init__(self, problem: Problem, table: Mapping[str, Buffer]) -> None:
         self._problem = problem
-        self._known: dict[tuple[object, ...], Flows] = {}
-        self._names: dict[int, tuple[str, ...]] = {}
-        self._alive: list[Communication] = []
+        self._table = table
+        self._flows: dict[int, Flows] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
 
-    def flows(self, op: Communication, table: Mapping[str, Buffer]) -> Flows:
-        if isinstance(op, SendRecv):  # never shared, and quick to measure
-            return self._measure(op, table)
-        names = self._names.get(id(op))
-        if names is None:
-            pieces = (*reads(op), *writes(op))
-            names = self._names[id(op)] = tuple({piece.buffer for piece in pieces})
-            self._alive.append(op)  # ids stay unique while we hold the object
-        sizes = tuple((table[n].row_bytes(self._problem), table[n].num_heads) for n in names)
-        key = (id(op), sizes)
-        found = self._known.get(key)
+    def flows(self, op: Communication) -> Flows:
+        if isinstance(op, SendRecv):  # each rank's own, of shared pieces
+            sent, _ = self._size_of(op.sends)
+            return Flows({op.to_member: sent}, {op.from_member: self._size_of(op.receives)})
+        found = self._flows.get(id(op))
         if found is None:
-            found = self._known[key] = self._measure(op, table)
+            found = self._flows[id(op)] = self._measure(op)
         return found
 
-    def traffic(
-        self, op: Communication, member: int, num_members: int, table: Mapping[str, Buffer]
-    ) -> Traffic:
-        return traffic_of(op, self.flows(op, table), member, num_members)
+    def traffic(self, op: Communication, member: int, num_members: int) -> Traffic:
+        return traffic_of(op, self.flows(op), member, num_members)
 
-    def _measure(self, op: Communication, table: Mapping[str, Buffer]) -> Flows:
-        def size(pieces: Iterable[Piece]) -> tuple[int, int]:
-            everything = tokens = 0
-            for piece in pieces:
-                buffer = table[piece.buffer]
-                num_bytes = piece.num_bytes(buffer, self._problem)
-                everything += num_bytes
-                tokens += 0 if buffer.kind.is_statistic else num_bytes
-            return everything, tokens
+    def _measure(self, op: AllGather | ReduceScatter | AllToAll) -> Flows:
+        if isinstance(op, AllToAll):
+            return Flows(
+                {m: self._size_of(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
+                {m: self._size_of(pieces) for m, pieces in enumerate(op.receives) if pieces},
+            )
+        return Flows({}, {0: self._size(move.part for move in op.moves)})
 
-        match op:
-            case AllGather() | ReduceScatter():
-                return Flows({}, {0: size(move.part for move in op.moves)})
-            case AllToAll():
-                return Flows(
-                    {m: size(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
-                    {m: size(pieces) for m, pieces in enumerate(op.receives) if pieces},
-                )
-            case SendRecv():
-                return Flows({op.to_member: size(op.sends)[0]}, {op.from_member: size(op.receives)})
+    def _size_of(self, pieces: tuple[Piece, ...]) -> tuple[int, int]:
+        found = self._sizes.get(id(pieces))
+        if found is None:
+            found = self._sizes[id(pieces)] = self._size(pieces)
+        return found
+
+    def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
+        """Bytes, and those of them that are not statistics."""
+        everything = tokens = 0
+        for piece in pieces:
+            buffer = self._table[piece.buffer]
+            num_bytes = piece.num_bytes(buffer, self._problem)
+            everything += num_bytes
+            tokens += 0 if buffer.kind.is_statistic else num_bytes
+        return everything, tokens
 
 
 def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -> Traffic:
@@ -104,11 +105,15 @@ def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -
         # A collective passes each part on once per other member.
         moved, tokens = ((num_members - 1) * size for size in flows.received[0])
         return Traffic(moved, moved, tokens)
-    received = [flow for other, flow in flows.received.items() if other != member]
+    if isinstance(op, SendRecv):
+        received, tokens = flows.received[op.from_member] if op.from_member != member else (0, 0)
+        sent = flows.sent[op.to_member] if op.to_member != member else 0
+        return Traffic(sent, received, tokens)
+    arriving = [flow for other, flow in flows.received.items() if other != member]
     return Traffic(
         sum(size for other, size in flows.sent.items() if other != member),
-        sum(size for size, _ in received),
-        sum(tokens for _, tokens in received),
+        sum(size for size, _ in arriving),
+        sum(tokens for _, tokens in arriving),
     )
 
 
@@ -129,5 +134,7 @@ def entering_bytes(
             times = len(set(nodes)) - 1
         everything, tokens = flows.received[0]
         return times * everything, times * tokens
+    if isinstance(op, SendRecv):
+        return flows.received[op.from_member] if nodes[op.from_member] != here else (0, 0)
     crossing = [flow for other, flow in flows.received.items() if nodes[other] != here]
     return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

@@ -100,8 +100,7 @@ class Engine:
 
     def prepare(self, form: Form, needs_grad: bool, error: MeshAttentionError | None) -> None:
         """Agree on a kind of call once; afterwards nothing is exchanged."""
-        if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self.refuse_if_closed()
         self._calls += 1
         key = (form, needs_grad)
         if error is None and key in self._agreed:
@@ -188,8 +187,7 @@ class Engine:
         return self._captured[key](inputs)
 
     def executor(self, direction: Direction, form: Form) -> Executor:
-        if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self.refuse_if_closed()
         key = (direction, form)
         if key not in self._executors:
             plan = self.plan(form.dtype.itemsize)
@@ -228,6 +226,10 @@ class Engine:
             plan = self.plan(form.dtype.itemsize)
             found |= self._transports.choices(plan, self.rank(plan), (direction,), form.device)
         return found
+
+    def refuse_if_closed(self) -> None:
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
 
     def close(self) -> None:
         if not self._closed:

@@ -154,13 +154,12 @@ def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[str, flo
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
-    meter = TrafficMeter(plan.problem)
     for program in one.programs:
-        table = program.buffer_table()
+        meter = TrafficMeter(plan.problem, program.buffer_table())
         for op in program.operations:
             if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
                 members = member_of[op.group]
-                traffic = meter.traffic(op, members[program.rank], len(members), table)
+                traffic = meter.traffic(op, members[program.rank], len(members))
                 task = op.name.partition(".")[0]
                 seconds[task] += costs.communication_seconds(traffic.received_bytes)
     return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, patch_devices
@@ -13,26 +13,33 @@ from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
 from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.methods.weave import Inner, weave
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["Frame", "check_ranks", "devices_of", "layouts_of", "plan_by", "route_of"]
+__all__ = ["Frame", "check_ranks", "devices_of", "frame_of", "layouts_of", "plan_by", "route_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Setting):
     """What does not depend on how a method moves its blocks."""
 
-    method: str
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
+    method: str = ""
     combine: Combine = Combine.AUTO
-    gather_out: bool = False
-    ranks_per_node: int | None = None
     alpha: int | None = None
     ulysses: int = 1
+
+
+def frame_of(method: str, setting: Setting, *, ulysses: int | None = None) -> Frame:
+    """What a setting says about the frame, by the names they share; the degree, where given, is
+    the one that was chosen."""
+    shared = {field.name for field in fields(Frame)}
+    given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in shared}
+    if ulysses is not None:
+        given["ulysses"] = ulysses
+    return Frame(**given, method=method)
 
 
 def check_ranks(num_ranks: int, ranks_per_node: int | None) -> None:

@@ -19,21 +19,28 @@ class Lowerings:
         self._rows = rows
         self._queries: dict[Spans, Queries] = {}
         self._keys: dict[Spans, RowList] = {}
+        # By identity first: methods ask for the same spans again and again, and long ones are slow
+        # to hash. The spans are held, so their ids stay theirs.
+        self._queries_of: dict[int, tuple[Spans, Queries]] = {}
+        self._keys_of: dict[int, tuple[Spans, RowList]] = {}
         self._calls: dict[tuple[int, int], tuple[Call, ...]] = {}
         self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
 
     def queries(self, spans: Spans) -> Queries:
-        if spans not in self._queries:
-            self._queries[spans] = Queries.of(RowList.of(self._q_layout, spans), self._rows)
-        return self._queries[spans]
+        known = self._queries_of.get(id(spans))
+        if known is None:
+            if spans not in self._queries:
+                self._queries[spans] = Queries.of(RowList.of(self._q_layout, spans), self._rows)
+            known = self._queries_of[id(spans)] = (spans, self._queries[spans])
+        return known[1]
 
     def keys(self, spans: Spans) -> RowList:
-        if spans not in self._keys:
-            self._keys[spans] = RowList.of(self._kv_layout, spans)
-        return self._keys[spans]
-
-    def between(self, q: Spans, k: Spans) -> tuple[Call, ...]:
-        return self.calls(self.queries(q), self.keys(k))
+        known = self._keys_of.get(id(spans))
+        if known is None:
+            if spans not in self._keys:
+                self._keys[spans] = RowList.of(self._kv_layout, spans)
+            known = self._keys_of[id(spans)] = (spans, self._keys[spans])
+        return known[1]
 
     def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
         """Equal calls are the same object, so that tasks can be told apart by its id."""

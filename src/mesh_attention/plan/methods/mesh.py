@@ -11,14 +11,19 @@ from dataclasses import dataclass, field
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, best_tile, tiles_of
 from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.frame import Frame, check_ranks, devices_of, layouts_of, route_of
+from mesh_attention.plan.methods.frame import (
+    check_ranks,
+    devices_of,
+    frame_of,
+    layouts_of,
+    route_of,
+)
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
 from mesh_attention.plan.methods.mesh_pass import MeshPass
 from mesh_attention.plan.methods.mesh_programs import CAPPED, MeshInner, Order, order_tasks
+from mesh_attention.plan.methods.setting import TileSetting
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.methods.weave import weave
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -32,27 +37,17 @@ Scheduler = Order
 
 
 @dataclass(frozen=True, slots=True)
-class MeshSetting:
+class MeshSetting(TileSetting):
     """Everything a person can choose about a mesh; None means: choose for me.
 
     tile, chunks          (a, b) and (kq, kkv); the backward ones default to the forward ones
-    gather_out            backward gathers O as the paper does, instead of delta
-    combine               how partial results come home
-    alpha                 a node is an alpha-wide patch of the tile grid (needs ranks_per_node)
     max_buffer_bytes      cap on the workspace of each pass; the schedule keeps to it or refuses
     """
 
-    tile: tuple[int, int] | None = None
     backward_tile: tuple[int, int] | None = None
     rotation: bool = True
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    combine: Combine = Combine.AUTO
-    gather_out: bool = False
-    ranks_per_node: int | None = None
-    alpha: int | None = None
     scheduler: Scheduler = Scheduler.GREEDY
     gamma: float = 1.05
     max_buffer_bytes: int | None = None
@@ -86,16 +81,7 @@ def plan_mesh(
     backward_tile = (
         _tile(setting.backward_tile, units, setting.rotation) if setting.backward_tile else tile
     )
-    frame = Frame(
-        method,
-        setting.layout,
-        setting.stripe_block,
-        setting.combine,
-        setting.gather_out,
-        setting.ranks_per_node,
-        setting.alpha,
-        degree,
-    )
+    frame = frame_of(method, setting, ulysses=degree)
     devices = devices_of(tile, frame)
     q_layout, kv_layout = layouts_of(problem, num_ranks, frame)
     lowerings = Lowerings(q_layout, kv_layout, problem.rows)

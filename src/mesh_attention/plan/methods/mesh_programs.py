@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from mesh_attention.plan.assemble import touched
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.chunks import Chunk
 from mesh_attention.plan.cost import Costs
@@ -21,6 +20,7 @@ from mesh_attention.plan.lower import Queries, RowList
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.strand import Strand
+from mesh_attention.plan.names import touched
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
     AllGather,
@@ -96,7 +96,8 @@ class MeshInner(OnMesh):
 
     @property
     def hold(self) -> int:
-        return 0 if self.capped else HOLD
+        alone = self._mesh.tile.num_ranks == 1
+        return 0 if self.capped or alone else HOLD
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         return _buffers(self._mesh, unit)
@@ -280,16 +281,14 @@ def _communication_seconds(mesh: MeshPass, task: str, costs: Costs) -> float:
     """Mean over all units; with rotation they are all alike."""
     units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
     groups = mesh.groups()
-    meter = TrafficMeter(mesh.problem)
     total = 0.0
     for unit in units:
-        table = _local_buffers(mesh, unit) | _buffers(mesh, unit)
+        meter = TrafficMeter(mesh.problem, _local_buffers(mesh, unit) | _buffers(mesh, unit))
         for op in _fragment(mesh, unit, task):
             if isinstance(op, AllGather | ReduceScatter | AllToAll):
                 members = groups[op.group]
-                traffic = meter.traffic(
-                    op, members.index(mesh.strand.rank_of(unit)), len(members), table
-                )
+                member = members.index(mesh.strand.rank_of(unit))
+                traffic = meter.traffic(op, member, len(members))
                 total += costs.communication_seconds(traffic.received_bytes)
     return total / len(units)
 

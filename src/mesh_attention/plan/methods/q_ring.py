@@ -13,50 +13,29 @@ from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, tiles_of
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind, Spans
+from mesh_attention.plan.buffers import Buffer, Kind
 from mesh_attention.plan.methods.circulate import Route, hop, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.query_steps import Form, Pieces, QuerySteps
+from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Merge,
-    MergeRule,
-    Operation,
-    SendRecv,
-)
+from mesh_attention.plan.program import AllToAll, Call, Operation, SendRecv
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 __all__ = ["AgkvRingQoSetting", "RingQSetting", "plan_q_ring"]
 
 
 @dataclass(frozen=True, slots=True)
-class RingQSetting:
+class RingQSetting(Setting):
     """Queries wander in one ring; partial outputs go home by all-to-all."""
-
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AgkvRingQoSetting:
+class AgkvRingQoSetting(TileSetting):
     """A mesh whose KV is gathered; Q with its partial output wanders inside the Q group."""
-
-    tile: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    combine: Combine = Combine.AUTO
-    ranks_per_node: int | None = None
-    alpha: int | None = None
 
 
 class QRingInner(OnMesh):
@@ -66,6 +45,7 @@ class QRingInner(OnMesh):
         super().__init__(mesh)
         self._lowerings = lowerings
         self._travel = travel
+        self._steps = QuerySteps(mesh)
         self._made: tuple[int, _UnitRing] | None = None
 
     @property
@@ -108,144 +88,95 @@ class QRingInner(OnMesh):
 
     def _unit(self, unit: int) -> _UnitRing:
         if self._made is None or self._made[0] != unit:
-            self._made = (unit, _UnitRing(self._mesh, self._lowerings, unit, self._travel))
+            made = _UnitRing(self._mesh, self._lowerings, self._steps, unit, self._travel)
+            self._made = (unit, made)
         return self._made[1]
 
 
 class _UnitRing:
     """The steps of one unit."""
 
-    def __init__(self, mesh: MeshPass, lowerings: Lowerings, unit: int, travel: bool) -> None:
+    def __init__(
+        self, mesh: MeshPass, lowerings: Lowerings, steps: QuerySteps, unit: int, travel: bool
+    ) -> None:
         self._mesh = mesh
         self._lowerings = lowerings
+        self._steps = steps
         self._travel = travel
         tile, strand = mesh.tile, mesh.strand
         members = tile.q_group(tile.row(unit))
         self._route: Route = ring(members.index(unit), len(members))
         self._group = strand.group_name(f"Q{tile.row(unit)}")
-        self._rows = [strand.rows(Kind.Q, members[m]) for m in self._route.blocks]
-        self._keys: Spans = mesh.kv_spans(tile.column(unit), 0)
-        self._size = strand.size(Kind.Q)
-        # What a partial result of a Q block consists of.
-        self._kinds = tuple(kind for _, kind in mesh.q_partials())
-        self._backward = mesh.direction is Direction.BACKWARD
-        self._rule = MergeRule.SUM if self._backward else MergeRule.SOFTMAX
+        self._rows = [mesh.own_rows(Kind.Q, members[m]) for m in self._route.blocks]
+        self._keys = lowerings.keys(mesh.kv_spans(tile.column(unit), 0))
+        self._heads = strand.heads(Kind.Q)
         self.has_key_gradients = False
         self.buffers: dict[str, Buffer] = {}
         for step in range(1, self._route.size):
-            for kind in mesh.q_inputs:
-                self._add(f"{kind}.{step}", kind, step)
+            self._add(steps.queries(step), steps.input_forms, step)
 
-    def _add(self, name: str, kind: Kind, step: int, *, accumulate: bool = False) -> Piece:
-        wide = accumulate or kind.is_statistic
-        precision = Precision.ACCUMULATE if wide else Precision.ELEMENT
-        heads = self._mesh.strand.heads(kind)
-        self.buffers[name] = Buffer(name, kind, self._rows[step], heads, precision)
-        return Piece(name, 0, self._size)
+    def _add(self, pieces: Pieces, forms: Sequence[Form], step: int) -> None:
+        """Declare the buffers that hold rows of a step's block."""
+        rows, heads = self._rows[step], self._heads
+        for piece, (kind, precision) in zip(pieces, forms, strict=True):
+            self.buffers[piece.buffer] = Buffer(piece.buffer, kind, rows, heads, precision)
 
-    def _queries(self, step: int) -> dict[Kind, Piece]:
-        strand = self._mesh.strand
-        return {
-            kind: Piece(strand.local(kind) if step == 0 else f"{kind}.{step}", 0, self._size)
-            for kind in self._mesh.q_inputs
-        }
-
-    def _travelling(self, step: int) -> tuple[Piece, ...]:
-        return tuple(self._queries(step).values())
+    def _calls(self, step: int) -> tuple[Call, ...]:
+        return self._lowerings.calls(self._lowerings.queries(self._rows[step]), self._keys)
 
     def operations(self) -> list[Operation]:
+        steps, route = self._steps, self._route
         operations: list[Operation] = []
-        partials: dict[int, tuple[Piece, ...]] = {}
         begun = False
-        for step in range(self._route.size):
-            if step + 1 < self._route.size:
-                name = f"Q-{step + 1}"
-                operations.append(hop(name, self._group, self._route, step + 1, self._travelling))
-            sums = tuple(
-                self._add(f"{kind}.{step}.sum", kind, step, accumulate=True) for kind in self._kinds
-            )
-            calls = self._lowerings.between(self._rows[step], self._keys)
+        for step in range(route.size):
+            if step + 1 < route.size:
+                operations.append(hop(f"Q-{step + 1}", self._group, route, step + 1, steps.queries))
+            self._add(steps.partial(f"{step}.sum"), steps.sum_forms, step)
+            calls = self._calls(step)
             if calls:
-                operations.append(self._compute(step, sums, begun))
-                begun = begun or self._backward
+                operations.append(steps.attend(step, calls, fresh_kv=not begun))
+                begun = begun or steps.backward
             else:
-                operations.append(Merge("C.empty", self._rule, (), sums))
-            partials[step] = sums
+                operations.append(steps.empty(step))
             if self._travel and step > 0:
-                operations += self._pass_on(step, sums)
+                operations += self._pass_on(step)
         self.has_key_gradients = begun
-        return operations + (self._end_of_travel() if self._travel else self._exchange(partials))
+        if self._travel:
+            return [*operations, steps.end_of_travel(came_home=route.size > 1)]
+        return operations + self._exchange()
 
-    def _compute(self, step: int, sums: tuple[Piece, ...], begun: bool) -> Operation:
-        mesh, name = self._mesh, f"C-{step}-0"
-        queries = self._queries(step)
-        calls = self._lowerings.between(self._rows[step], self._keys)
-        keys = (mesh.kv_piece("k", 0), mesh.kv_piece("v", 0))
-        if not self._backward:
-            return Attend(name, queries[Kind.Q], *keys, sums[0], sums[1], calls, fresh=True)
-        return AttendBackward(
-            name,
-            queries[Kind.Q],
-            *keys,
-            queries[Kind.GRAD_OUT],
-            queries[Kind.LSE],
-            queries.get(Kind.OUT),
-            queries.get(Kind.DELTA),
-            sums[0],
-            mesh.kv_partial("grad_k", 0),
-            mesh.kv_partial("grad_v", 0),
-            calls,
-            fresh_q=True,
-            fresh_kv=not begun,
-        )
-
-    def _results(self) -> tuple[Piece, ...]:
-        return tuple(Piece(self._mesh.strand.local(kind), 0, self._size) for kind in self._kinds)
-
-    def _pass_on(self, step: int, sums: tuple[Piece, ...]) -> list[Operation]:
+    def _pass_on(self, step: int) -> list[Operation]:
         """RingQ/O: merge into what came with the block, and send it after the block."""
-        parts = sums
-        if step > 1:
-            parts += tuple(Piece(f"{kind}.{step}.sofar", 0, self._size) for kind in self._kinds)
-        wires = tuple(self._add(f"{kind}.{step}.wire", kind, step) for kind in self._kinds)
+        steps, way = self._steps, self._route.hops[0]
         last = step == self._route.size - 1
         suffix, arrives = ("home", 0) if last else (f"{step + 1}.sofar", step + 1)
-        incoming = tuple(self._add(f"{kind}.{suffix}", kind, arrives) for kind in self._kinds)
-        way = self._route.hops[0]
+        outgoing, incoming = steps.partial(f"{step}.wire"), steps.partial(suffix)
+        self._add(outgoing, steps.wire_forms, step)
+        self._add(incoming, steps.wire_forms, arrives)
         return [
-            Merge(f"O-{step}.merge", self._rule, parts, wires),
-            SendRecv(f"O-{step}", self._group, way.to_member, wires, way.from_member, incoming),
+            steps.merge_on(step),
+            SendRecv(f"O-{step}", self._group, way.to_member, outgoing, way.from_member, incoming),
         ]
 
-    def _end_of_travel(self) -> list[Operation]:
-        parts = tuple(Piece(f"{kind}.0.sum", 0, self._size) for kind in self._kinds)
-        if self._route.size > 1:
-            parts += tuple(Piece(f"{kind}.home", 0, self._size) for kind in self._kinds)
-        return [Merge("O.end", self._rule, parts, self._results())]
-
-    def _exchange(self, partials: dict[int, tuple[Piece, ...]]) -> list[Operation]:
+    def _exchange(self) -> list[Operation]:
         """Pass-Q: every partial to its owner in one all-to-all; the own one stays."""
-        route, name = self._route, f"{self._mesh.q_return}-0"
+        steps, route = self._steps, self._route
         operations: list[Operation] = []
-        sends: list[tuple[Piece, ...]] = [()] * route.size
-        receives: list[tuple[Piece, ...]] = [()] * route.size
-        parts = partials[0]
+        sends: list[Pieces] = [()] * route.size
+        receives: list[Pieces] = [()] * route.size
         for step in range(1, route.size):
-            wires = []
-            for kind, total in zip(self._kinds, partials[step], strict=True):
-                wires.append(total)
-                if not kind.is_statistic and self._mesh.wire(total.buffer) != total.buffer:
-                    wires[-1] = self._add(self._mesh.wire(total.buffer), kind, step)
-                    cast = Merge(f"{name}.cast", MergeRule.SUM, (total,), (wires[-1],))
-                    operations.append(cast)
-            arrived = tuple(self._add(f"{kind}.{step}.in", kind, 0) for kind in self._kinds)
-            sends[route.blocks[step]] = tuple(wires)
-            receives[route.users[step]] = arrived
-            parts += arrived
+            outgoing, casts = steps.casts(step)
+            for cast in casts:
+                self._add(cast.operation.outputs, (cast.form,), step)
+                operations.append(cast.operation)
+            incoming = steps.partial(f"{step}.in")
+            self._add(incoming, steps.wire_forms, 0)
+            sends[route.blocks[step]] = outgoing
+            receives[route.users[step]] = incoming
         if route.size > 1:
+            name = f"{self._mesh.q_return}-0"
             operations.append(AllToAll(name, self._group, tuple(sends), tuple(receives)))
-        operations.append(Merge(f"{name}.merge", self._rule, parts, self._results()))
-        return operations
+        return [*operations, steps.merge_all(route.size)]
 
 
 def plan_q_ring(

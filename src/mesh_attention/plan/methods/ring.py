@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, tiles_of
 from mesh_attention.plan.buffers import Buffer, Kind
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.circulate import Route, double_ring, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
-from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing, QueryPieces
+from mesh_attention.plan.methods.key_steps import Gradients, KeySteps, QueryPieces
+from mesh_attention.plan.methods.kv_ring import KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation
@@ -28,40 +28,25 @@ __all__ = ["AgqRingKvSetting", "DoubleRingSetting", "RingSetting", "plan_kv_ring
 
 
 @dataclass(frozen=True, slots=True)
-class RingSetting:
+class RingSetting(Setting):
     """Keys wander in one ring. `gradients`: how dK and dV come home."""
 
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
     gradients: Gradients = Gradients.TRAVEL
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class DoubleRingSetting:
+class DoubleRingSetting(Setting):
     """Rings of `inner` ranks (None: the ranks of a node), and one ring of such rings."""
 
     inner: int | None = None
     ulysses: int = 1
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AgqRingKvSetting:
+class AgqRingKvSetting(TileSetting):
     """A mesh whose Q is gathered and whose KV wanders inside the KV group."""
 
-    tile: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    combine: Combine = Combine.AUTO
     gradients: Gradients = Gradients.TRAVEL
-    ranks_per_node: int | None = None
-    alpha: int | None = None
 
 
 class KvRingInner(OnMesh):
@@ -74,6 +59,9 @@ class KvRingInner(OnMesh):
         self._lowerings = lowerings
         self._gradients = gradients
         self._inner = inner
+        own = (mesh.strand.local(Kind.K), mesh.strand.local(Kind.V))
+        self._queries = query_pieces(mesh)
+        self._steps = KeySteps(own, mesh.strand.size(Kind.K), self._queries)
         self._made: tuple[int, KeyRing] | None = None
 
     @property
@@ -124,10 +112,11 @@ class KvRingInner(OnMesh):
         return KeyRing(
             strand.group_name(f"KV{column}"),
             self._route(members.index(unit), len(members)),
-            lambda member: strand.rows(Kind.K, members[member]),
-            (strand.local(Kind.K), strand.local(Kind.V)),
+            lambda member: mesh.own_rows(Kind.K, members[member]),
             strand.heads(Kind.K),
-            query_pieces(mesh, unit),
+            mesh.q_spans(mesh.tile.row(unit), 0),
+            self._queries,
+            self._steps,
             self._lowerings,
         )
 
@@ -135,15 +124,13 @@ class KvRingInner(OnMesh):
         return double_ring(member, size, self._inner) if self._inner else ring(member, size)
 
 
-def query_pieces(mesh: MeshPass, unit: int) -> QueryPieces:
+def query_pieces(mesh: MeshPass) -> QueryPieces:
     """The query side of a mesh pass that is not chunked."""
-    rows = mesh.q_spans(mesh.tile.row(unit), 0)
     q = mesh.q_piece("q", 0)
     if mesh.direction is Direction.FORWARD:
-        return QueryPieces(rows, q, mesh.q_partial("out", 0), mesh.q_partial("lse", 0))
+        return QueryPieces(q, mesh.q_partial("out", 0), mesh.q_partial("lse", 0))
     has_out = Kind.OUT in mesh.q_inputs
     return QueryPieces(
-        rows,
         q,
         out=q,
         lse=mesh.q_piece("lse", 0),

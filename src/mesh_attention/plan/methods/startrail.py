@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.chunks import stack_rows
 from mesh_attention.plan.home import Combine, Home, bring_sum_home
-from mesh_attention.plan.layout import LayoutKind, Spans
+from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.methods.circulate import ring
-from mesh_attention.plan.methods.frame import Frame, plan_by
-from mesh_attention.plan.methods.kv_ring import Gradients, KeyRing
+from mesh_attention.plan.methods.frame import frame_of, plan_by
+from mesh_attention.plan.methods.key_steps import Gradients, KeySteps
+from mesh_attention.plan.methods.kv_ring import KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
+from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv
@@ -42,17 +45,13 @@ class FirstBlock(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StarTrailSetting:
+class StarTrailSetting(Setting):
     """team: C, with C^2 dividing the ranks; None takes the one that moves the fewest bytes."""
 
     team: int | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
     combine: Combine = Combine.AUTO
-    gather_out: bool = False
     gradients: Gradients = Gradients.TRAVEL
     first_block: FirstBlock = FirstBlock.NEAR
-    ranks_per_node: int | None = None
 
 
 def team_sizes(num_ranks: int) -> list[int]:
@@ -101,6 +100,9 @@ class StarInner(OnMesh):
         self.lowerings = lowerings
         self.star = star
         self.gradients = gradients
+        self._queries = query_pieces(mesh)
+        self._block = cache(self._block_rows)
+        self._steps = cache(self._steps_from)
         self._made: dict[int, KeyRing] = {}
 
     @property
@@ -130,8 +132,11 @@ class StarInner(OnMesh):
                     groups[f"S{u}.{j}"] = members[first : first + star.width]
         return groups
 
-    def _block(self, team: int) -> Spans:
+    def _block_rows(self, team: int) -> Spans:
         return self.mesh.kv_rows_of(self.mesh.tile.q_group(team))
+
+    def _steps_from(self, own: tuple[str, str]) -> KeySteps:
+        return KeySteps(own, self.star.size * self.strand.size(Kind.K), self._queries)
 
     def _places(self, unit: int) -> bool:
         """Does this member get its first block from another?"""
@@ -147,9 +152,10 @@ class StarInner(OnMesh):
                 f"S{u}.{j}",
                 ring(w, star.width),
                 lambda member: self._block(star.team(u + j, member + star.shift)),
-                own,
                 self.strand.heads(Kind.K),
-                query_pieces(self.mesh, unit),
+                self.mesh.q_spans(unit // star.size, 0),
+                self._queries,
+                self._steps(own),
                 self.lowerings,
             )
         return self._made[unit]
@@ -256,18 +262,10 @@ def plan_startrail(
         )
     width = num_ranks // (team * team)
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
-    frame = Frame(
-        "startrail",
-        setting.layout,
-        setting.stripe_block,
-        setting.combine,
-        setting.gather_out,
-        setting.ranks_per_node,
-    )
     return plan_by(
         problem,
         num_ranks,
-        frame,
+        frame_of("startrail", setting),
         Tile(team, num_ranks // team),
         directions,
         lambda mesh, low: StarInner(mesh, low, _Star(team, width, shift), setting.gradients),

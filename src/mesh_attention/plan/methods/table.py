@@ -15,7 +15,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number, pair, real
 from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.candidates import (
     Candidates,
     degrees,
@@ -25,8 +24,8 @@ from mesh_attention.plan.methods.candidates import (
     tiles,
     unit_tiles,
 )
-from mesh_attention.plan.methods.frame import Frame
-from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.frame import frame_of
+from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
 from mesh_attention.plan.methods.q_ring import AgkvRingQoSetting, RingQSetting, plan_q_ring
 from mesh_attention.plan.methods.ring import (
@@ -35,6 +34,7 @@ from mesh_attention.plan.methods.ring import (
     RingSetting,
     plan_kv_ring,
 )
+from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.methods.startrail import StarTrailSetting, plan_startrail
 from mesh_attention.plan.methods.ulysses import (
     MeshUspSetting,
@@ -55,16 +55,12 @@ Directions = tuple[Direction, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherKvSetting:
+class AllGatherKvSetting(Setting):
     """Every rank gathers all KV, as Llama 3 training did: the mesh with a = 1."""
 
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
     combine: Combine = Combine.AUTO
-    gather_out: bool = False
-    ranks_per_node: int | None = None
     scheduler: Scheduler = Scheduler.GREEDY
     max_buffer_bytes: int | None = None
 
@@ -86,13 +82,6 @@ class Method:
         return tuple(field.name for field in fields(self.setting))
 
 
-def _frame(name: str, setting: Any) -> Frame:
-    """What a setting says about the frame, by the names they share."""
-    own = {field.name for field in fields(Frame)} - {"method"}
-    given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in own}
-    return Frame(name, **given)
-
-
 def _mesh(problem: Problem, ranks: int, setting: MeshSetting, directions: Directions) -> Plan:
     return plan_mesh(problem, ranks, setting, directions=directions)
 
@@ -106,7 +95,7 @@ def _all_gather_kv(
 
 
 def _ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
-    frame = _frame("ring", setting)
+    frame = frame_of("ring", setting)
     return plan_kv_ring(problem, ranks, frame, directions, gradients=setting.gradients)
 
 
@@ -119,27 +108,27 @@ def _double_ring(
     if inner is None:
         most = max((setting.ranks_per_node or 8) // setting.ulysses, 1)
         inner = max(size for size in range(1, min(most, units) + 1) if units % size == 0)
-    frame = _frame("double-ring", setting)
+    frame = frame_of("double-ring", setting)
     return plan_kv_ring(problem, ranks, frame, directions, gradients=Gradients.DIRECT, inner=inner)
 
 
 def _agq_ringkv(
     problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
 ) -> Plan:
-    frame = _frame("agq-ringkv", setting)
+    frame = frame_of("agq-ringkv", setting)
     tile = setting.tile or _squarest(ranks)
     return plan_kv_ring(problem, ranks, frame, directions, tile=tile, gradients=setting.gradients)
 
 
 def _ring_q(problem: Problem, ranks: int, setting: RingQSetting, directions: Directions) -> Plan:
-    return plan_q_ring(problem, ranks, _frame("ring-q", setting), directions)
+    return plan_q_ring(problem, ranks, frame_of("ring-q", setting), directions)
 
 
 def _agkv_ringqo(
     problem: Problem, ranks: int, setting: AgkvRingQoSetting, directions: Directions
 ) -> Plan:
     tile = setting.tile or _squarest(ranks)
-    frame = _frame("agkv-ringqo", setting)
+    frame = frame_of("agkv-ringqo", setting)
     return plan_q_ring(problem, ranks, frame, directions, tile=tile, travel=True)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.frame import Frame, check_ranks
-from mesh_attention.plan.methods.kv_ring import Gradients
+from mesh_attention.plan.methods.frame import check_ranks, frame_of
+from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.ring import plan_kv_ring
+from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.methods.strand import ulysses_degrees
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
@@ -32,25 +32,16 @@ Directions = tuple[Direction, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class UlyssesSetting:
-    """Nothing to choose: the degree is the number of ranks, which must divide the heads."""
-
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
-    ranks_per_node: int | None = None
+class UlyssesSetting(Setting):
+    """Nothing of its own: the degree is the number of ranks, which must divide the heads."""
 
 
 @dataclass(frozen=True, slots=True)
-class UspSetting:
+class UspSetting(Setting):
     """ulysses: the degree inside; None takes the largest up to 8 (or a node) that works."""
 
     ulysses: int | None = None
-    layout: LayoutKind | None = None
-    stripe_block: int = 1
-    gather_out: bool = False
     gradients: Gradients = Gradients.TRAVEL
-    ranks_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +76,7 @@ def plan_ulysses(
             f"{num_ranks} ranks do not share out {problem.num_heads} heads ({problem.kv_heads} KV "
             f"heads); numbers of ranks that work: {', '.join(map(str, fits))}"
         )
-    frame = Frame(
-        "ulysses",
-        setting.layout,
-        setting.stripe_block,
-        gather_out=setting.gather_out,
-        ranks_per_node=setting.ranks_per_node,
-        ulysses=num_ranks,
-    )
+    frame = frame_of("ulysses", setting, ulysses=num_ranks)
     return plan_kv_ring(problem, num_ranks, frame, directions)
 
 
@@ -102,14 +86,7 @@ def plan_usp(problem: Problem, num_ranks: int, setting: UspSetting, directions: 
     if degree is None:
         degree = usual_degree(problem, num_ranks, setting.ranks_per_node)
     check_degree(problem, num_ranks, degree)
-    frame = Frame(
-        "usp",
-        setting.layout,
-        setting.stripe_block,
-        gather_out=setting.gather_out,
-        ranks_per_node=setting.ranks_per_node,
-        ulysses=degree,
-    )
+    frame = frame_of("usp", setting, ulysses=degree)
     return plan_kv_ring(problem, num_ranks, frame, directions, gradients=setting.gradients)
 
 

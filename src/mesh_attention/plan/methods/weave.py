@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from mesh_attention.plan.assemble import assemble, touched
+from mesh_attention.plan.assemble import Assembler
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction, Pass
-from mesh_attention.plan.program import AllToAll, Free, Merge, MergeRule, Operation, Program
+from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Program
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 __all__ = ["Inner", "caller_kinds", "weave"]
@@ -75,9 +75,7 @@ def weave(strands: Sequence[Inner]) -> Pass:
         for unit in range(first.strand.num_units):
             groups[f"U{unit}"] = tuple(range(unit * degree, (unit + 1) * degree))
     swap = _Swap([inner.strand for inner in strands], first)
-    touches: dict[int, list[str]] = {}
-    frees: dict[tuple[str, ...], Free] = {}
-    kept: list[Operation] = []  # ids in `touches` stay unique while the operations live
+    assembler = Assembler(first.hold)
     programs: list[Program] = []
     for rank in range(degree * first.strand.num_units):
         unit, index = divmod(rank, degree)
@@ -87,12 +85,8 @@ def weave(strands: Sequence[Inner]) -> Pass:
             *inner.unit_operations(unit),
             *swap.after(unit, index),
         ]
-        for op in operations:
-            if id(op) not in touches:
-                touches[id(op)] = touched(op)
-                kept.append(op)
         buffers = {**swap.buffers(unit, index), **inner.unit_buffers(unit)}
-        programs.append(assemble(rank, operations, buffers, touches, frees, hold=inner.hold))
+        programs.append(assembler.program(rank, operations, buffers))
     schedule = _present(first.schedule, programs)
     if degree > 1:
         schedule = Schedule((Step(SCATTER, ()), *schedule.steps, Step(RETURN, ())))
@@ -102,7 +96,8 @@ def weave(strands: Sequence[Inner]) -> Pass:
 
 def _present(schedule: Schedule, programs: Sequence[Program]) -> Schedule:
     """The schedule without tasks that are empty on every rank."""
-    names = {op.name.partition(".")[0] for program in programs for op in program.operations}
+    used = {op.name for program in programs for op in program.operations}
+    names = {name.partition(".")[0] for name in used}
     steps = []
     for step in schedule.steps:
         compute = tuple(task for task in step.compute if task in names)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mesh_attention.plan.buffers import Kind
-from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.plan import Pass, Plan, a_plan
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -43,7 +43,7 @@ _MOST_FINDINGS = 20
 def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
     """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` is told
     the number of operations."""
-    total = sum(len(p.operations) for one in plan.passes for p in one.programs)
+    total = sum(len(p.operations) for one in a_plan(plan).passes for p in one.programs)
     done = 0
     findings: list[Finding] = []
     for one in plan.passes:

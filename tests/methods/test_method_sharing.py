@@ -1,0 +1,29 @@
+"""Ranks share operations: else a plan for hundreds of ranks takes minutes to make and to count."""
+
+from __future__ import annotations
+
+import pytest
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter, SendRecv
+
+RANKS = 32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_a_transfer_is_made_once_for_a_step_and_not_once_for_a_rank(
+    method: str, causal: bool
+) -> None:
+    problem = Problem(RANKS * 64, RANKS, 8, mask=Mask(causal=causal))
+    plan = make_plan(problem, RANKS, method=method)
+    for one in plan.passes:
+        operations = [op for program in one.programs for op in program.operations]
+        alike = {
+            id(op): op
+            for op in operations
+            if not isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv)
+        }
+        # A few kinds of operation at each of at most 32 steps, in a few states of a causal mask.
+        assert len(alike) <= 16 * RANKS, f"{len(alike)} of {len(operations)}"

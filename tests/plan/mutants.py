@@ -1,0 +1,103 @@
+"""Proven plans changed in one place, and that `verify` catches the change in the right pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+from plan_cases import random_plan
+
+from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Operation,
+    Program,
+    ReduceScatter,
+)
+from mesh_attention.plan.verify import Finding, verify
+
+__all__ = [
+    "MUTANTS",
+    "Collective",
+    "Compute",
+    "Place",
+    "caught",
+    "is_collective",
+    "is_compute",
+    "places",
+    "random_places",
+]
+
+MUTANTS = 120  # of each kind
+Collective = AllGather | ReduceScatter | AllToAll
+Compute = Attend | AttendBackward
+
+
+class Place:
+    """One operation of one rank in one pass of a plan, and what a plan without it looks like."""
+
+    def __init__(self, plan: Plan, one: Pass, rank: int, at: int) -> None:
+        self.plan, self.one, self.rank, self.at = plan, one, rank, at
+
+    @property
+    def program(self) -> Program:
+        return self.one.programs[self.rank]
+
+    @property
+    def op(self) -> Operation:
+        return self.program.operations[self.at]
+
+    def with_operations(self, operations: tuple[Operation, ...]) -> Plan:
+        programs = list(self.one.programs)
+        programs[self.rank] = replace(self.program, operations=operations)
+        changed = replace(self.one, programs=tuple(programs))
+        passes = tuple(changed if one is self.one else one for one in self.plan.passes)
+        return replace(self.plan, passes=passes)
+
+    def put(self, *new: Operation) -> Plan:
+        """The plan with other operations (or none) in place of this one."""
+        ops = self.program.operations
+        return self.with_operations((*ops[: self.at], *new, *ops[self.at + 1 :]))
+
+
+def places(plan: Plan, wanted: Callable[[Operation], bool]) -> list[Place]:
+    return [
+        Place(plan, one, program.rank, at)
+        for one in plan.passes
+        for program in one.programs
+        for at, op in enumerate(program.operations)
+        if wanted(op)
+    ]
+
+
+def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tuple[Random, Place]]:
+    """Places in many random plans, a few from each."""
+    rng = Random(seed)
+    found = 0
+    while found < MUTANTS:
+        plan = random_plan(rng, most_ranks=9)
+        if plan.problem.q_tokens > 500 or plan.problem.keys > 500:
+            continue
+        here = places(plan, wanted)
+        for place in rng.sample(here, min(8, len(here))):
+            yield rng, place
+            found += 1
+
+
+def caught(place: Place, mutant: Plan) -> Finding:
+    findings = verify(mutant)
+    assert findings, f"not caught: {place.one.direction}, rank {place.rank}, {place.op}"
+    assert findings[0].direction == place.one.direction
+    return findings[0]
+
+
+def is_compute(op: Operation) -> bool:
+    return isinstance(op, Attend | AttendBackward)
+
+
+def is_collective(op: Operation) -> bool:
+    return isinstance(op, AllGather | ReduceScatter | AllToAll)

@@ -1,0 +1,154 @@
+"""Kernel calls that compute too much, too little or into the wrong state are caught at their task.
+
+A few changes are harmless; the tests that meet them say why, and check that they pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from dense_oracle import pairs_of_calls
+from mutants import (
+    MUTANTS,
+    Compute,
+    Place,
+    caught,
+    is_compute,
+    places,
+    random_places,
+)
+
+from mesh_attention.plan.buffers import Piece, Role
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import (
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Call,
+    CallKind,
+    Free,
+    Merge,
+    Operation,
+    Program,
+)
+from mesh_attention.plan.verify import verify
+
+
+def computed(place: Place, op: Compute) -> bool:
+    """Do these calls compute exactly the visible pairs of the task, each once?"""
+    table, plan = place.program.buffer_table(), place.plan
+    q = plan.q_layout.positions_of(op.q.spans(table[op.q.buffer]))
+    k = plan.kv_layout.positions_of(op.k.spans(table[op.k.buffer]))
+    rows = plan.problem.rows
+    lo, hi = rows.bounds(q)
+    visible = (k[None, :] >= lo[:, None]) & (k[None, :] < hi[:, None])
+    return bool((pairs_of_calls(op.calls, q, k, rows) == visible).all())
+
+
+def resized(rng: Random, call: Call, rows: int, columns: int) -> Call | None:
+    """One side of a call moved by one row, where that leaves a call inside the task."""
+    field = rng.choice(("q_start", "q_stop", "k_start", "k_stop"))
+    new = replace(call, **{field: getattr(call, field) + rng.choice((-1, 1))})
+    inside = 0 <= new.q_start < new.q_stop <= rows and 0 <= new.k_start < new.k_stop <= columns
+    return new if inside else None
+
+
+def test_a_call_enlarged_or_shrunk_is_caught_at_that_task_unless_it_computes_the_same_pairs() -> (
+    None
+):
+    """A row range computes what the mask shows, so rows that see nothing may come or go."""
+    broken = 0
+    for rng, place in random_places(9, is_compute):
+        op = place.op
+        assert isinstance(op, Attend | AttendBackward)
+        at = rng.randrange(len(op.calls))
+        new = resized(rng, op.calls[at], op.q.num_rows, op.k.num_rows)
+        if new is None:
+            continue
+        changed = replace(op, calls=(*op.calls[:at], new, *op.calls[at + 1 :]))
+        mutant = place.put(changed)
+        square = new.kind is not CallKind.CAUSAL or (
+            new.q_stop - new.q_start == new.k_stop - new.k_start
+        )
+        if square and computed(place, changed):
+            assert verify(mutant) == []
+            continue
+        finding = caught(place, mutant)
+        assert (finding.rank, finding.operation) == (place.rank, op.name)
+        assert "call" in finding.message
+        broken += 1
+    assert broken > MUTANTS // 4
+
+
+def test_a_row_range_without_its_padding_row_computes_the_same_and_is_proven() -> None:
+    problem = Problem(599, 1, 4, mask=Mask(causal=True))
+    plan = plan_mesh(problem, 2, MeshSetting(tile=(1, 2), layout=LayoutKind.STRIPED))
+    place = next(p for p in places(plan, is_compute) if p.rank == 1)
+    assert isinstance(place.op, Attend)
+    (call,) = place.op.calls
+    assert call == Call(CallKind.RANGE, 0, 300, 0, 600)
+    shorter, too_short = (replace(call, q_stop=stop) for stop in (299, 298))
+    assert verify(place.put(replace(place.op, calls=(shorter,)))) == []
+    finding = caught(place, place.put(replace(place.op, calls=(too_short,))))
+    assert (finding.rank, finding.operation) == (1, place.op.name)
+
+
+def test_a_dropped_or_doubled_call_is_caught_at_that_task() -> None:
+    for rng, place in random_places(10, is_compute):
+        op = place.op
+        assert isinstance(op, Attend | AttendBackward)
+        at = rng.randrange(len(op.calls))
+        for calls in ((*op.calls[:at], *op.calls[at + 1 :]), (*op.calls, op.calls[at])):
+            finding = caught(place, place.put(replace(op, calls=calls)))
+            assert (finding.rank, finding.operation) == (place.rank, op.name)
+
+
+def test_a_wrong_fresh_flag_is_caught_at_that_rank_and_task() -> None:
+    """Set, it loses what was there; cleared, it adds to what was never written."""
+    for rng, place in random_places(12, is_compute):
+        op = place.op
+        wrong: Operation
+        if isinstance(op, Attend):
+            wrong = replace(op, fresh=not op.fresh)
+        elif isinstance(op, AttendBackward) and rng.random() < 0.5:
+            wrong = replace(op, fresh_q=not op.fresh_q)
+        else:
+            assert isinstance(op, AttendBackward)
+            wrong = replace(op, fresh_kv=not op.fresh_kv)
+        finding = caught(place, place.put(wrong))
+        assert (finding.rank, finding.operation) == (place.rank, op.name)
+
+
+def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
+    """Else one copy could be computed and the other, which is not, be taken for the result."""
+    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    (place,) = places(plan, is_compute)
+    op, end = place.op, place.program.operations[place.at + 1]
+    assert isinstance(op, Attend)
+    assert isinstance(end, Merge)
+    twice = ((0, 8), (0, 8))
+    accumulators = (op.out.buffer, op.lse.buffer)
+    buffers = [
+        replace(b, rows=twice) if b.name in accumulators else b for b in place.program.buffers
+    ]
+    own = next(b for b in buffers if b.name == "q")
+    buffers.append(replace(own, name="qq", rows=twice, role=Role.WORKSPACE))
+    copies = ((Piece("q", 0, 8), Piece("q", 0, 8)),)
+    into = ((Piece("qq", 0, 8), Piece("qq", 8, 16)),)
+    operations = (
+        AllToAll("AG-Q-0", "all", copies, into),
+        replace(
+            op, q=Piece("qq", 0, 16), out=replace(op.out, stop=16), lse=replace(op.lse, stop=16)
+        ),
+        replace(end, inputs=tuple(replace(piece, start=8, stop=16) for piece in end.inputs)),
+        Free(("qq", *accumulators)),
+    )
+    program = Program(0, tuple(buffers), operations)
+    one = replace(place.one, programs=(program,), groups={"all": (0,)})
+    (finding,) = verify(replace(plan, passes=(one,)))
+    assert (finding.operation, "same query twice" in finding.message) == (op.name, True)

@@ -1,0 +1,139 @@
+"""Operations dropped, doubled or swapped on one rank: `verify` catches each and names the place.
+
+A proven plan is changed in one place, chosen at random among all places where the change means
+something (`mutants.py`); the files beside this one break kernel calls, transfers, merges and frees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from mutants import (
+    MUTANTS,
+    Collective,
+    Place,
+    caught,
+    is_collective,
+    is_compute,
+    places,
+    random_places,
+)
+from plan_cases import random_plan
+
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.verify import verify
+
+
+def test_the_plans_are_proven_before_they_are_broken() -> None:
+    rng = Random(0)
+    for _ in range(60):
+        assert verify(random_plan(rng, most_ranks=9)) == []
+
+
+def test_a_dropped_compute_task_is_caught() -> None:
+    """At the owner of what it would have computed: only there is it known that nobody else did."""
+    for _, place in random_places(1, is_compute):
+        caught(place, place.put())
+
+
+def test_a_duplicated_compute_task_is_caught_at_that_rank_and_task() -> None:
+    """Also where its accumulator is fresh: the second one would lose what the first computed."""
+    for _, place in random_places(2, is_compute):
+        finding = caught(place, place.put(place.op, place.op))
+        assert (finding.rank, finding.operation) == (place.rank, place.op.name)
+
+
+def test_a_dropped_collective_is_caught() -> None:
+    """Its group waits for ever, or a reader finds nothing; which comes first is left open."""
+    for _, place in random_places(3, is_collective):
+        caught(place, place.put())
+
+
+def test_a_duplicated_collective_is_caught_at_that_rank_and_operation() -> None:
+    for _, place in random_places(4, is_collective):
+        finding = caught(place, place.put(place.op, place.op))
+        assert (finding.rank, finding.operation) == (place.rank, place.op.name)
+
+
+def swapped(place: Place, other: int) -> Plan:
+    ops = list(place.program.operations)
+    ops[place.at], ops[other] = ops[other], ops[place.at]
+    return place.with_operations(tuple(ops))
+
+
+def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
+    """By the schedule at that rank, or, inside one task, because its group waits for ever."""
+    tried = 0
+    for rng, place in random_places(5, is_collective):
+        assert isinstance(place.op, Collective)
+        group, ops = place.op.group, place.program.operations
+        others = [
+            at
+            for at, op in enumerate(ops)
+            if isinstance(op, Collective) and op.group == group and at != place.at
+        ]
+        if others:
+            other = rng.choice(others)
+            finding = caught(place, swapped(place, other))
+            names = (place.op.name, ops[other].name)
+            assert finding.rank == place.rank or finding.operation in names
+            tried += 1
+    assert tried > MUTANTS // 2
+
+
+def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_named() -> None:
+    setting = MeshSetting(tile=(2, 2), combine=Combine.REDUCE_SCATTER)
+    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    for place in places(plan, lambda op: op.name == "RS-Q-0.lse"):
+        names = [op.name for op in place.program.operations]
+        findings = verify(swapped(place, names.index("RS-Q-0.lse-all")))
+        waiting = {f.rank: f.operation for f in findings if "waits for ever" in f.message}
+        assert waiting[place.rank] == "RS-Q-0.lse-all"
+        group = next(
+            g for name, g in place.one.groups.items() if name[0] == "Q" and place.rank in g
+        )
+        assert {waiting[other] for other in group if other != place.rank} == {"RS-Q-0.lse"}
+
+
+def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none_would_hang() -> (
+    None
+):
+    """A Q group and a KV group share one rank at most, so such a swap alone cannot deadlock; but
+    the program is then not the schedule that people see, and the finding says so."""
+    setting = MeshSetting(tile=(2, 2))
+    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    for place in places(plan, lambda op: op.name == "AG-Q-0"):
+        names = [op.name for op in place.program.operations]
+        finding = caught(place, swapped(place, names.index("AG-KV-0")))
+        assert finding.rank == place.rank
+        assert finding.operation in ("AG-Q-0", "AG-KV-0")
+        assert "schedule" in finding.message
+
+
+def test_the_total_of_a_pass_is_checked_against_the_mask_and_not_against_the_programs() -> None:
+    """Programs of a plan for one mask do not pass for another."""
+    causal, full = (
+        plan_mesh(Problem(32, 1, 4, mask=Mask(causal=c)), 4, MeshSetting(tile=(2, 2), layout=kind))
+        for c, kind in ((True, LayoutKind.CONTIGUOUS), (False, LayoutKind.CONTIGUOUS))
+    )
+    assert verify(replace(full, passes=causal.passes))
+    assert verify(replace(causal, passes=full.passes))
+
+
+def test_findings_say_pass_rank_and_operation_in_words_and_in_json() -> None:
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    place = next(p for p in places(plan, is_compute) if p.rank == 2)
+    finding = caught(place, place.put(place.op, place.op))
+    assert str(finding).startswith("forward, rank 2, C-0-0: ")
+    assert finding.to_json() == {
+        "pass": "forward",
+        "rank": 2,
+        "operation": "C-0-0",
+        "message": finding.message,
+    }

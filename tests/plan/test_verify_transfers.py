@@ -1,0 +1,137 @@
+"""What travels to the wrong place, or arrives as something else, is caught at that transfer.
+
+One change is harmless; its test says why, and checks that it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from mutants import (
+    MUTANTS,
+    caught,
+    places,
+    random_places,
+)
+
+from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.home import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Move,
+    Operation,
+    ReduceScatter,
+)
+from mesh_attention.plan.verify import verify
+
+
+def test_pieces_sent_to_the_wrong_owner_are_caught_at_that_exchange() -> None:
+    tried = 0
+    for rng, place in random_places(8, lambda op: isinstance(op, AllToAll)):
+        op = place.op
+        assert isinstance(op, AllToAll)
+        filled = [m for m, pieces in enumerate(op.sends) if pieces]
+        if len(filled) < 2 or op.name.startswith("AG-KV"):
+            continue
+        i, j = rng.sample(filled, 2)
+        sends = list(op.sends)
+        sends[i], sends[j] = sends[j], sends[i]
+        finding = caught(place, place.put(replace(op, sends=tuple(sends))))
+        assert finding.operation == op.name
+        assert finding.rank in {place.one.groups[op.group][m] for m in (i, j)}
+        assert f"rank {place.rank}" in finding.message
+        tried += 1
+    assert tried > MUTANTS // 3
+
+
+def test_kv_sent_to_a_rank_that_does_not_expect_it_is_caught_there() -> None:
+    """Without rotation the fetch of KV is an all-to-all; every user gets the same pieces."""
+    setting = MeshSetting(tile=(3, 3), rotation=False)
+    plan = plan_mesh(Problem(54, 1, 4), 9, setting)
+    for place in places(plan, lambda op: op.name == "AG-KV-0"):
+        op = place.op
+        assert isinstance(op, AllToAll)
+        users = [m for m, pieces in enumerate(op.sends) if pieces]
+        other = next(m for m in range(9) if m not in users)
+        sends = list(op.sends)
+        sends[users[0]], sends[other] = (), sends[users[0]]
+        finding = caught(place, place.put(replace(op, sends=tuple(sends))))
+        assert finding.operation == "AG-KV-0"
+        assert finding.rank in (users[0], other)
+
+
+def test_two_copies_that_change_places_in_a_stack_are_harmless() -> None:
+    """An owner merges the partials of all members, in whatever order they lie."""
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1), combine=Combine.EXCHANGE))
+    place = places(plan, lambda op: op.name == "RS-Q-0")[0]
+    op = place.op
+    assert isinstance(op, AllToAll)
+    receives = (op.receives[1], op.receives[0], *op.receives[2:])
+    assert verify(place.put(replace(op, receives=receives))) == []
+
+
+def test_a_gather_of_the_wrong_rows_is_caught_at_that_gather() -> None:
+    tried = 0
+    for rng, place in random_places(13, lambda op: isinstance(op, AllGather)):
+        op = place.op
+        assert isinstance(op, AllGather)
+        at = rng.randrange(len(op.moves))
+        part = op.moves[at].part
+        shift = rng.choice((-part.num_rows, -1, 1, part.num_rows))
+        wrong = Piece(part.buffer, part.start + shift, part.stop + shift, part.heads)
+        moves = (*op.moves[:at], replace(op.moves[at], part=wrong), *op.moves[at + 1 :])
+        finding = caught(place, place.put(replace(op, moves=moves)))
+        assert finding.operation == op.name
+        # Rows that the buffer has not are this rank's fault; a gather that delivers other rows
+        # than its wholes declare shows at its first member.
+        assert finding.rank in place.one.groups[op.group]
+        tried += 1
+    assert tried >= MUTANTS
+
+
+def with_moves_everywhere(plan: Plan, name: str, change: Callable[[Move], Move]) -> Plan:
+    """The same wrong moves on all ranks, so that sizes still match."""
+
+    def altered(op: Operation) -> Operation:
+        if isinstance(op, AllGather | ReduceScatter) and op.name == name:
+            return replace(op, moves=tuple(map(change, op.moves)))
+        return op
+
+    one = plan.forward
+    programs = tuple(
+        replace(program, operations=tuple(map(altered, program.operations)))
+        for program in one.programs
+    )
+    passes = tuple(replace(p, programs=programs) if p is one else p for p in plan.passes)
+    return replace(plan, passes=passes)
+
+
+@pytest.mark.parametrize("cuts", [(0, 8), (0, 3, 8), (0, 5, 8), (0, 2, 4, 8)])
+def test_wrong_cuts_of_a_gather_are_caught_even_where_all_members_agree_on_them(
+    cuts: tuple[int, ...],
+) -> None:
+    """Zigzag halves of 4 rows each: any other cut lays the gathered rows out otherwise."""
+    setting = MeshSetting(tile=(2, 2), layout=LayoutKind.ZIGZAG)
+    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    assert verify(with_moves_everywhere(plan, "AG-Q-0", lambda m: m)) == []
+    mutant = with_moves_everywhere(plan, "AG-Q-0", lambda m: replace(m, cuts=cuts))
+    findings = verify(mutant)
+    assert findings
+    assert findings[0].operation == "AG-Q-0"
+
+
+def test_a_gather_into_a_buffer_of_another_kind_is_caught_at_that_gather() -> None:
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    mutant = with_moves_everywhere(
+        plan,
+        "AG-KV-0",
+        lambda m: replace(m, part=replace(m.part, buffer="v" if m.part.buffer == "k" else "k")),
+    )
+    assert verify(mutant)[0].operation == "AG-KV-0"
