@@ -48,6 +48,8 @@ _FLAGS = {
     "max_buffer_bytes": "--max-memory",
     "block": "--stripe-block",
     "ranks": "--ranks",
+    "rank": "--rank",
+    "sms": "--sms",
     "alpha": "--alpha",
     "ulysses": "--ulysses",
     "team": "--team",

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mesh_attention.cli import demo, draw, plan, simulate, verify, volume
+from mesh_attention.cli import bench, demo, draw, plan, simulate, verify, volume
 from mesh_attention.cli.command import Command, Parser, UsageError, did_you_mean
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.version import __version__
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
         simulate.COMMAND,
         draw.COMMAND,
         demo.COMMAND,
+        bench.COMMAND,
     )
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from mesh_attention.cli.command import did_you_mean
 
-__all__ = ["byte_size", "count", "cuts", "one_of", "pair", "size", "window"]
+__all__ = ["byte_size", "count", "cuts", "one_of", "pair", "rank_or", "size", "window"]
 
 _UNITS = {"": 1, "b": 1} | {
     letter + ending: base**power
@@ -40,6 +40,19 @@ def _whole_number(text: str, *, at_least: int) -> int:
             f"{text} is not possible; give a whole number of at least {at_least}"
         )
     return number
+
+
+def rank_or(word: str) -> Callable[[str], int | str]:
+    """The number of a rank, or a word that stands for one."""
+
+    def read(text: str) -> int | str:
+        if text == word:
+            return text
+        if not text.isdigit():
+            raise ArgumentTypeError(f"{text!r} is neither the number of a rank nor {word}")
+        return count(text)
+
+    return read
 
 
 def pair(what: str) -> Callable[[str], tuple[int, int]]:

@@ -1,0 +1,184 @@
+"""The cells of the replay tables: which plan, on which cluster, in which direction.
+
+Planning and simulating 256 ranks takes longer than replaying one of them, and needs no GPU. So a
+cell can be prepared on any computer (`prepare`) and stored; the GPU then runs what was stored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.planning import plan_on, setting_of
+from mesh_attention.cluster.simulate import simulate
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.replay.share import Share, share_of
+
+__all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
+
+CLUSTERS = ("paper", "hgx-h100")
+K = 1024
+SIZES = (256 * K, 512 * K, 1024 * K)
+SEARCHED = ("mesh", "mesh-usp")  # at their best predicted setting; others at their own, or given
+GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
+# 512K tokens on 256 ranks: chunks, and GiB of workspace that they can do with.
+LEAN = {
+    "forward": (((4, 4), 1.4), ((8, 2), 1.2)),
+    "backward": (((2, 4), 3.25), ((4, 4), 3.25), ((4, 4), 2.8)),
+}
+TABLES = ("settings", "methods", "grouped", "memory", "tuned")
+
+
+@dataclass(frozen=True)
+class Cell:
+    table: str
+    cluster: str
+    method: str
+    ranks: int
+    tokens: int
+    causal: bool
+    direction: str
+    kv_heads: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        words = [self.cluster, self.method, str(self.ranks), f"{self.tokens // K}K"]
+        words += ["causal" if self.causal else "full", self.direction]
+        words += [f"kv{self.kv_heads}"] if self.kv_heads != 64 else []
+        words += [f"{key}={_short(value)}" for key, value in self.options.items()]
+        return "-".join(words)
+
+    @property
+    def problem(self) -> Problem:
+        mask = Mask(causal=self.causal)
+        return Problem(self.tokens, 64, 128, num_kv_heads=self.kv_heads, mask=mask)
+
+
+def _short(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def cells() -> Iterator[Cell]:
+    """What matters most and lasts least first."""
+    yield from _settings("mesh")
+    yield from _settings("usp")
+    yield from _grouped()
+    yield from _memory()
+    yield from _tuned()
+    ring = list(_settings("ring"))
+    yield from (cell for cell in ring if cell.tokens < 1024 * K)
+    yield from _methods()
+    yield from (cell for cell in ring if cell.tokens >= 1024 * K)
+
+
+def _settings(method: str) -> Iterator[Cell]:
+    given = GIVEN.get(method, {})
+    for cluster in CLUSTERS:
+        for tokens in (512 * K, 256 * K, 1024 * K):
+            if method == "ring" and cluster != "paper" and tokens != 512 * K:
+                continue  # seconds of waiting each, to no purpose: no goal is set there
+            for ranks in (256, 128):
+                for causal in (False, True):
+                    for direction in Direction:
+                        yield Cell(
+                            *("settings", cluster, method, ranks, tokens, causal),
+                            direction.value,
+                            options=given,
+                        )
+
+
+def _methods() -> Iterator[Cell]:
+    others = [name for name in METHODS if name not in ("mesh", "usp", "ring")]
+    for cluster in CLUSTERS:
+        for method in others:  # the rest are among the settings
+            for causal in (False, True):
+                for direction in Direction:
+                    place = ("methods", cluster, method, 256, 512 * K, causal, direction.value)
+                    yield Cell(*place)
+
+
+def _grouped() -> Iterator[Cell]:
+    for method in ("mesh", "mesh-usp", "usp", "ulysses", "ring"):
+        for ranks in (8, 16, 32, 64):
+            for direction in Direction:
+                place = ("grouped", "hgx-h100", method, ranks, ranks * 8 * K, True)
+                yield Cell(*place, direction.value, 8, GIVEN.get(method, {}))
+
+
+def _memory() -> Iterator[Cell]:
+    for cluster in CLUSTERS:
+        for direction in Direction:
+            for chunks, gib in LEAN[direction.value]:
+                yield Cell(
+                    *("memory", cluster, "mesh", 256, 512 * K, False, direction.value),
+                    options={"chunks": chunks, "max_buffer_bytes": int(gib * 2**30)},
+                )
+
+
+def _tuned() -> Iterator[Cell]:
+    """More chunks than the search thinks best: what a measured search might find."""
+    for cluster in CLUSTERS:
+        for causal in (False, True):
+            for direction in Direction:
+                place = ("tuned", cluster, "mesh", 256, 512 * K, causal, direction.value)
+                for chunks in ((2, 2), (2, 4), (4, 2), (4, 4)):
+                    yield Cell(*place, options={"chunks": chunks})
+
+
+def prepare(cell: Cell, folder: Path) -> Path:
+    """Plan, simulate, and store one rank's share; what is stored already stays."""
+    path = folder / f"{cell.name}.pickle.gz"
+    if path.exists():
+        return path
+    cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
+    options = cell.options | (_shape_of_best(cell, folder) if cell.table == "tuned" else {})
+    if cell.method in SEARCHED and cell.table != "tuned":
+        best = find_best(
+            *(cell.problem, cell.ranks, cluster),
+            method=cell.method,
+            direction=direction,
+            options=cell.options,
+        )
+        timeline, options = best.timeline, best.options
+    else:
+        plan = plan_on(
+            *(cluster, cell.problem, cell.ranks),
+            method=cell.method,
+            directions=(direction,),
+            **options,
+        )
+        timeline = simulate(plan, cluster, direction)
+    share = share_of(timeline)
+    setting = setting_of(timeline.plan, timeline.one, options)
+    share.predicted["setting"] = {key: str(value) for key, value in setting.items()}
+    part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
+    with gzip.open(part, "wb") as file:
+        pickle.dump(share, file)
+    return part.rename(path)
+
+
+def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Tile and patch that the search found for the same cell."""
+    searched = replace(cell, table="settings", options={})
+    prepare(searched, folder)
+    setting = load(searched, folder).predicted["setting"]
+    a, b = map(int, setting["tile"].split("x"))
+    alpha = setting["alpha"]
+    return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})
+
+
+def load(cell: Cell, folder: Path) -> Share:
+    with gzip.open(folder / f"{cell.name}.pickle.gz", "rb") as file:
+        share: Share = pickle.load(file)
+    return share

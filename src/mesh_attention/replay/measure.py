@@ -1,0 +1,111 @@
+"""Runs one rank's share on the GPU at hand and measures it.
+
+The program runs in turns with stand-ins in place of its communications, and alone: the same
+kernels in the same order with silent communications, which no network could beat.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.replay.received import inputs_of
+from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.share import Share
+from mesh_attention.replay.transport import ReplayTransport
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.workspace import Workspace
+
+__all__ = ["check_device", "measure"]
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def check_device(sms: int) -> torch.device:
+    """The CUDA device, or an error that says what would do."""
+    if not torch.cuda.is_available():
+        raise MeshAttentionError(
+            f"a replay needs a CUDA GPU, and torch {torch.__version__} finds none; "
+            "mesh-attention simulate models the same plan without one"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    if sms >= there:
+        raise MeshAttentionError(
+            f"sms={sms}: the GPU has {there} SMs, and computation needs some of them"
+        )
+    return device
+
+
+def measure(
+    share: Share,
+    *,
+    sms: int,
+    repeats: int,
+    high_priority: bool = True,
+    limit_seconds: float | None = None,
+) -> Replayed:
+    """`limit_seconds` ends the repetitions early; at least one is always made."""
+    device = check_device(sms)
+    from mesh_attention.replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    form = Form(1, _DTYPES[share.plan.problem.element_bytes], device)
+    holder = CudaHolder(device, sms, high_priority=high_priority)
+    inputs = inputs_of(share.program, share.plan, form)
+    executor = Executor(
+        share.plan,
+        share.one,
+        0,  # the share holds one program, whatever its rank is
+        ReplayTransport(share.program, share.seconds, holder),
+        Workspace(),
+        form,
+        softmax_scale=float(share.plan.problem.head_dim) ** -0.5,
+    )
+
+    def seconds(mode: Mode) -> float:
+        holder.mode = mode
+        return _seconds(lambda: run_to_end(executor.run(inputs)), device)
+
+    seconds(Mode.HURRY)  # compiles kernels, and leaves random data in the workspace
+    seconds(Mode.SILENT)
+    replayed: list[float] = []
+    alone: list[float] = []
+    peak_bytes = 0
+    begin = time.monotonic()
+    while len(replayed) < repeats:
+        alone.append(seconds(Mode.SILENT))
+        torch.cuda.reset_peak_memory_stats(device)
+        replayed.append(seconds(Mode.KEEP_TIME))
+        peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated(device))
+        if limit_seconds is not None and time.monotonic() - begin > limit_seconds:
+            break
+    return Replayed(
+        machine=torch.cuda.get_device_name(device),
+        share=share,
+        sms=sms,
+        high_priority=high_priority,
+        seconds=statistics.median(replayed),
+        all_seconds=tuple(replayed),
+        compute_seconds=statistics.median(alone),
+        peak_bytes=peak_bytes,
+        planned_scratch_bytes=executor.scratch_bytes,
+        stand_in_bytes=holder.num_bytes,
+        kernels=tuple(sorted({choice.kernel.name for choice in executor.choices.values()})),
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    events[0].record()
+    work()
+    events[1].record()
+    torch.cuda.synchronize(device)
+    return float(events[0].elapsed_time(events[1])) * 1e-3

@@ -1,0 +1,61 @@
+"""Tensors as runs of words: a plain reading of the table writes every element and no other."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from mesh_attention.replay.runs import BLOCK_WORDS, Description, describe, runs_of
+
+
+def follow(found: Description) -> None:
+    """What the kernel does with its table, word by word: sets every byte to 1."""
+    for address, _, words, length, stride in found.numbers:
+        assert found.columns * found.rows == BLOCK_WORDS
+        for first in range(0, words, length):
+            size = min(length, words - first) * found.word_bytes
+            ctypes.memset(address + first // length * stride * found.word_bytes, 1, size)
+
+
+def check(cuts: list[Tensor], wholes: list[Tensor]) -> Description:
+    found = describe([runs_of(cut, cut) for cut in cuts])
+    follow(found)
+    for cut, whole in zip(cuts, wholes, strict=True):
+        assert int(cut.ne(0).sum()) == cut.numel()
+        assert int(whole.ne(0).sum()) == cut.numel()
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("heads", [(0, 8), (2, 5), (7, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_whole_rows_and_some_heads(batch: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    whole = torch.zeros(70, batch, 8, 48, dtype=dtype)
+    check([whole[3:61, :, heads[0] : heads[1]]], [whole])
+
+
+def test_pieces_of_all_sizes_share_a_table() -> None:
+    wholes = [torch.zeros(*shape) for shape in ((900, 1, 8, 64), (33, 1, 8, 1), (1, 1, 1, 1))]
+    found = check(wholes, wholes)
+    assert found.columns == 1
+    assert not found.aligned
+
+
+def test_odd_widths_of_two_bytes_are_written_in_words_of_two_bytes() -> None:
+    whole = torch.zeros(5, 1, 3, 7, dtype=torch.bfloat16)
+    assert check([whole[:, :, 1:2]], [whole]).word_bytes == 2
+
+
+def test_rows_of_usual_size_are_written_in_long_vectors() -> None:
+    whole = torch.zeros(2048, 1, 8, 128, dtype=torch.bfloat16)
+    found = check([whole], [whole])
+    assert found.aligned == (whole.data_ptr() % 16 == 0)
+    assert found.columns == BLOCK_WORDS
+    assert found.word_bytes == 4
+
+
+def test_nothing_to_write_is_a_table_without_pieces() -> None:
+    assert describe([]).numbers == ()

@@ -1,0 +1,70 @@
+"""One rank's share of a simulated plan: durations, flops, and nothing of the other ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from mesh_attention import Mask, MeshAttentionError, Problem
+from mesh_attention.cluster import Timeline, load_cluster, simulate
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.dependencies import is_communication
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.replay.share import rank_of, share_of
+
+
+def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:
+    cluster = load_cluster("paper")
+    problem = Problem(8192, 16, 64, mask=Mask(causal=True))
+    plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
+    return simulate(plan, cluster, direction)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("method", METHODS)
+def test_communications_last_as_simulated(method: str, direction: Direction) -> None:
+    found = timeline(method, direction)
+    share = share_of(found, 5)
+    events = {event.name: event for event in found.events(5)}
+    talked = 0.0
+    for op, seconds in zip(share.program.operations, share.seconds, strict=True):
+        if is_communication(op):
+            assert seconds == events[op.name].end - events[op.name].start
+            talked += seconds
+        else:
+            assert seconds == 0.0
+    assert talked > 0.0
+    assert share.program == found.one.programs[5]
+    assert share.rank == 5
+
+
+def test_flops_of_the_whole_are_shared_equally() -> None:
+    found = timeline("mesh")
+    share = share_of(found, 0)
+    assert share.flops * 16 == pytest.approx(found.flops)
+    assert share.peak_tflops == 989
+    assert share.predicted["runtime_seconds"] == found.runtime_seconds
+
+
+def test_nothing_of_other_ranks_is_kept_and_a_share_can_be_stored() -> None:
+    share = share_of(timeline("mesh"), 7)
+    assert len(share.one.programs) == len(share.plan.passes[0].programs) == 1
+    assert all(7 in members for members in share.one.groups.values())
+    again = pickle.loads(pickle.dumps(share))
+    assert again == share
+
+
+def test_the_slowest_rank_ends_last() -> None:
+    found = timeline("ring")
+    rank = rank_of(found, "slowest")
+    assert max(found.ranks[rank].end) == found.runtime_seconds
+    earlier = [max(found.ranks[other].end) for other in range(rank)]
+    assert all(end < found.runtime_seconds for end in earlier)
+
+
+@pytest.mark.parametrize("asked", [-1, 16, "fastest"])
+def test_ranks_that_are_not_there_are_refused(asked: int | str) -> None:
+    with pytest.raises(MeshAttentionError, match="ranks 0 to 15; or give slowest"):
+        rank_of(timeline("mesh"), asked)

@@ -1,0 +1,90 @@
+"""The replay's transport under the real executor, with a holder that only takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mesh_attention import Mask, Problem
+from mesh_attention.cluster import load_cluster, simulate
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.buffers import Kind
+from mesh_attention.plan.dependencies import is_communication
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.replay.received import fill, inputs_of
+from mesh_attention.replay.share import share_of
+from mesh_attention.replay.transport import Landing, ReplayTransport
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.transport.interface import Handle, Start
+from mesh_attention.runtime.workspace import Workspace
+
+
+class Done:
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class NotingHolder:
+    """Fills at once and notes how long it would have lasted."""
+
+    def __init__(self) -> None:
+        self.held: list[float] = []
+
+    def prepare(self, landings: Sequence[Landing], seconds: float) -> Start:
+        def start(after: Marks) -> Handle:
+            self.held.append(seconds)
+            for buffer, tensor in landings:
+                fill(buffer.kind, tensor)
+            return Done()
+
+        return start
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("method", METHODS)
+def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
+    method: str, direction: Direction
+) -> None:
+    cluster = load_cluster("paper")
+    problem = Problem(1024, 16, 16, element_bytes=4, mask=Mask(causal=True))
+    plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
+    share = share_of(simulate(plan, cluster, direction), 3)
+    form = Form(1, torch.float32, torch.device("cpu"))
+    holder = NotingHolder()
+    executor = Executor(
+        share.plan,
+        share.one,
+        0,
+        ReplayTransport(share.program, share.seconds, holder),
+        Workspace(poison=True),
+        form,
+        softmax_scale=0.25,
+    )
+    for _ in range(2):
+        holder.held.clear()
+        outputs = run_to_end(executor.run(inputs_of(share.program, share.plan, form)))
+        communications = [
+            seconds
+            for op, seconds in zip(share.program.operations, share.seconds, strict=True)
+            if is_communication(op)
+        ]
+        assert holder.held == communications
+        assert outputs
+        for name, x in outputs.items():
+            assert x.isfinite().all(), name
+
+
+def test_received_numbers_are_never_zeros_and_lse_is_that_of_a_long_sequence() -> None:
+    torch.manual_seed(0)
+    for kind, mean, spread in ((Kind.K, 0.0, 1.0), (Kind.LSE, 13.0, 0.1), (Kind.DELTA, 0.0, 0.1)):
+        x = torch.zeros(4096)
+        fill(kind, x)
+        assert (x != 0).float().mean() > 0.99
+        assert x.mean().item() == pytest.approx(mean, abs=0.1)
+        assert x.std().item() == pytest.approx(spread, rel=0.1)
