@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from provenance import commit
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
 from mesh_attention.plan.mask import Mask
@@ -328,7 +330,8 @@ def main() -> None:
             for cell, one in found.items()
         ]
         constants = {path: get(cluster, path) for path in FREE}
-        report = {"summary": result, "fitted": constants, "cells": rows}
+        taken = {"date": datetime.now(UTC).isoformat(), "commit": commit()}
+        report = taken | {"summary": result, "fitted": constants, "cells": rows}
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 

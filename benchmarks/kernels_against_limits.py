@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import commit
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
@@ -336,16 +336,6 @@ def main() -> None:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     short = {f"{r.mask} {r.direction} {r.chunks}": round(r.percent_of_one_kernel, 1) for r in rows}
     print(json.dumps({"percent_of_one_kernel": short, "host_us": max(host.values())}))
-
-
-def commit() -> str:
-    here = Path(__file__).parent
-    told = here.parent / "COMMIT"  # where the code was copied without its history
-    if told.exists():
-        return told.read_text().strip()
-    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -25,6 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from provenance import commit
 from replay_cells import TABLES, Cell, cells, load, prepare
 from replay_show import show
 
@@ -166,16 +166,6 @@ def _line(row: dict[str, Any]) -> str:
         f" predicted {row['predicted_mfu_percent']:4.1f})"
         f" peak {row['peak_bytes'] / 2**30:.2f} GiB"
     )
-
-
-def commit() -> str:
-    here = Path(__file__).parent
-    told = here.parent / "COMMIT"  # where the code was copied without its history
-    if told.exists():
-        return told.read_text().strip()
-    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from provenance import commit
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,7 +50,7 @@ def main() -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": given.commit or _commit(),
+        "commit": given.commit or commit(),
         "machine": _machine(),
         "command": f"python {' '.join(sys.argv)}",
         "columns": "errors: relative, against float64, of out, grad_q, grad_k, grad_v; "
@@ -158,14 +158,6 @@ def _machine() -> str:
         f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU "
         f"cores, torch {torch.__version__}, Python {platform.python_version()}"
     )
-
-
-def _commit() -> str:
-    here = Path(__file__).parent
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
-    )
-    return asked.stdout.strip() if asked.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "calibrate_paper.py"
 
 
 def calibration() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))  # scripts there share small files
     spec = importlib.util.spec_from_file_location("calibrate_paper", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

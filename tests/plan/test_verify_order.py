@@ -82,8 +82,7 @@ def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
             other = rng.choice(others)
             finding = caught(place, swapped(place, other))
             names = (place.op.name, ops[other].name)
-            stuck = f"rank {place.rank} is at" in finding.message
-            assert stuck or finding.rank == place.rank or finding.operation in names
+            assert finding.rank == place.rank or finding.operation in names
             tried += 1
     assert tried > MUTANTS // 2
 

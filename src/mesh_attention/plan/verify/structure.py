@@ -44,7 +44,7 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
         wrong = _caller_fault(plan, one, program) or _program_fault(plan, one, program)
         if wrong:
             findings.append(Finding(direction, program.rank, *wrong))
-    return findings or _schedule_findings(one)
+    return findings or _schedule_findings(one) or _meeting_findings(one)
 
 
 _CALLER = {
@@ -111,6 +111,28 @@ def _schedule_findings(one: Pass) -> list[Finding]:
     missing = [name for name in place if name not in seen]
     if missing:
         return [Finding(str(one.direction), 0, missing[0], "is scheduled but no rank does it")]
+    return []
+
+
+def _meeting_findings(one: Pass) -> list[Finding]:
+    """Members come to the tasks of their group in the same order: said here, where the odd rank can
+    be named, rather than when all of them wait."""
+    tasks = set(one.schedule.order())
+    orders: dict[str, dict[tuple[str, ...], list[int]]] = {name: {} for name in one.groups}
+    for program in one.programs:
+        met: dict[str, list[str]] = {}
+        for op in program.operations:
+            if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.name in tasks:
+                met.setdefault(op.group, []).append(op.name)
+        for group, names in met.items():
+            orders[group].setdefault(tuple(names), []).append(program.rank)
+    for group, by_order in orders.items():
+        usual = max(by_order, key=lambda order: len(by_order[order]), default=())
+        for order, ranks in by_order.items():
+            for here, there in zip(order, usual, strict=False):
+                if here != there:
+                    message = f"others of group {group} come to {there} first"
+                    return [Finding(str(one.direction), ranks[0], here, message)]
     return []
 
 
