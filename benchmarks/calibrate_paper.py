@@ -1,4 +1,4 @@
-"""Fit the `paper` cluster to the paper's 128-GPU table (algorithm.md, section 10), or check it.
+"""Fit the `paper` cluster to the paper's 128-GPU table (docs/spec/algorithm.md, 10), or check it.
 
     python benchmarks/calibrate_paper.py  # simulate all cells, print them side by side
     python benchmarks/calibrate_paper.py --fit --write

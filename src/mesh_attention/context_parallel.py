@@ -11,6 +11,8 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 from __future__ import annotations
 
 from datetime import timedelta
+from difflib import get_close_matches
+from inspect import signature
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ from mesh_attention.plan.arguments import number, real
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
@@ -103,7 +105,8 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
+        error = _name_fault(options)
+        error = error or _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
         error = error or _graph_fault(group, transport, cuda_graph, nvtx)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
@@ -265,6 +268,17 @@ class ContextParallel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _name_fault(options: dict[str, Any]) -> MeshAttentionError | None:
+    """An option that is nearly the name of an argument is not one of the method's."""
+    own = [name for name in signature(ContextParallel).parameters if name != "options"]
+    known = {option for method in METHODS.values() for option in method.options()}
+    for name in options.keys() - known:
+        close = get_close_matches(name, own, n=1, cutoff=0.5)
+        if close:
+            return MeshAttentionError(f"unknown argument {name!r}; did you mean {close[0]}?")
+    return None
 
 
 def _argument_fault(

@@ -49,9 +49,11 @@ def test_less_overlap_is_never_faster(method: str) -> None:
 
 
 def test_the_cluster_says_how_many_ranks_a_node_has() -> None:
-    plan = plan_on(PAPER, problem_of(), 16, directions=())
+    plan = plan_on(PAPER, problem_of(), 16, directions=(Direction.FORWARD,))
     assert plan.ranks_per_node == 8
-    assert plan_on(PAPER, problem_of(), 16, directions=(), ranks_per_node=8) == plan
+    assert (
+        plan_on(PAPER, problem_of(), 16, directions=(Direction.FORWARD,), ranks_per_node=8) == plan
+    )
     with pytest.raises(ClusterError, match="ranks_per_node=4: a node of paper has 8 ranks"):
         plan_on(PAPER, problem_of(), 16, ranks_per_node=4)
 

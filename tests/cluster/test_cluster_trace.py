@@ -80,5 +80,5 @@ def test_only_the_first_ranks_are_shown_and_the_trace_says_so() -> None:
     assert trace["otherData"]["cluster"] == "hgx-h100"
     with pytest.raises(MeshAttentionError, match="at least 1 rank"):
         trace_of([timeline], num_ranks=0)
-    with pytest.raises(MeshAttentionError, match="at least one timeline"):
+    with pytest.raises(MeshAttentionError, match="at least one Timeline"):
         trace_of([])

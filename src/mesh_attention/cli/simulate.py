@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.clusters:
         return _show_clusters(args)
-    cluster = load_cluster(args.cluster or DEFAULT_CLUSTER)
+    cluster = load_cluster(DEFAULT_CLUSTER if args.cluster is None else args.cluster)
     if args.gantt:
         check_gantt(args.gantt, args.gantt_ranks)
     try:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.order import Overlap
+from mesh_attention.cluster.load import a_cluster
+from mesh_attention.cluster.order import Overlap, an_overlap
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.plan import Direction, a_direction
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["Best", "find_best"]
@@ -41,7 +44,7 @@ class Best:
 def find_best(
     problem: Problem,
     num_ranks: int,
-    cluster: Cluster,
+    cluster: Cluster | str | Path,
     *,
     method: str = DEFAULT_METHOD,
     direction: Direction | str = Direction.FORWARD,
@@ -51,8 +54,16 @@ def find_best(
 ) -> Best:
     """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
     those that do not; those that the method refuses are passed over, unless it refuses all."""
+    cluster, overlap = a_cluster(cluster), an_overlap(overlap)
+    num_ranks = number("ranks", num_ranks)
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
+    if not isinstance(method, str) or method not in METHODS:
+        raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    if options is not None and not isinstance(options, Mapping):
+        raise PlanError(f"options={options!r}: must be a mapping of names to values")
     given = dict(options or {})
-    one = Direction(direction)
+    one = a_direction(direction)
 
     def measure(setting: dict[str, Any]) -> Timeline:
         plan = plan_on(cluster, problem, num_ranks, method=method, directions=(one,), **setting)
@@ -60,10 +71,8 @@ def find_best(
 
     search = _Search(measure, progress)
     search.attempt(given)  # the method's own choice, and its refusal of what was given
-    shapes = []
-    if method in METHODS:
-        shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
-    chunked = method in METHODS and "chunks" in METHODS[method].options()
+    shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
+    chunked = "chunks" in METHODS[method].options()
     free_chunks = chunked and not {"chunks", "backward_chunks"} & given.keys()
     first = {"chunks": FIRST_CHUNKS} if free_chunks else {}
     search.expect(len(shapes) + (12 if free_chunks else 0))

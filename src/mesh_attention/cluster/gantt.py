@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.timeline import Event, Lane, Timeline
+from mesh_attention.cluster.timeline import Event, Lane, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plots import pyplot
 
@@ -29,7 +29,7 @@ _LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
 
 def check_gantt(path: Path | str, num_ranks: int) -> None:
     """Refuses now what `draw_gantt` would refuse after a long search."""
-    if Path(path).suffix.lower() not in _FORMATS:
+    if not isinstance(path, str | Path) or Path(path).suffix.lower() not in _FORMATS:
         raise MeshAttentionError(f"{path}: a Gantt chart is written as .png or .svg")
     if num_ranks < 1:
         raise MeshAttentionError(f"num_ranks={num_ranks}: a Gantt chart shows at least 1 rank")
@@ -39,6 +39,7 @@ def check_gantt(path: Path | str, num_ranks: int) -> None:
 def draw_gantt(timelines: Sequence[Timeline], path: Path | str, num_ranks: int = 4) -> None:
     """One panel a pass, written as PNG or SVG by the ending of `path`."""
     check_gantt(path, num_ranks)
+    some_timelines(timelines)
     plt = pyplot()
     shown = min(num_ranks, timelines[0].plan.num_ranks)
     height = 1.4 + 0.56 * shown

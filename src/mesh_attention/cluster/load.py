@@ -6,7 +6,6 @@ nobody chose.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -19,7 +18,7 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.program import CallKind
 
-__all__ = ["ClusterError", "cluster_names", "load_cluster", "parse_cluster"]
+__all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
 
 
 class ClusterError(MeshAttentionError, ValueError):
@@ -47,24 +46,31 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
     if name in cluster_names():
         return parse_cluster((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), name)
     path = Path(name_or_file)
-    if not path.is_file():
+    if len(name) > 1000 or not path.is_file():
         close = get_close_matches(name, cluster_names(), n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ClusterError(
-            f"no cluster {name!r}{hint}: it is neither a file nor one of "
+            f"no cluster {name[:100]!r}{hint}: it is neither a file nor one of "
             f"{', '.join(cluster_names())}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path} is not text: {error}") from error
     return parse_cluster(text, str(path))
 
 
+def a_cluster(value: Any) -> Cluster:
+    """What was given where a cluster is wanted: one, or the name or file of one."""
+    return value if isinstance(value, Cluster) else load_cluster(value)
+
+
 def parse_cluster(text: str, source: str) -> Cluster:
+    if not isinstance(text, str):
+        raise ClusterError(f"{source}: {type(text).__name__} is not text")
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterError(f"{source} is not TOML: {error}") from error
     cluster: Cluster = _read(Cluster, table, source, ())
     if cluster.node.ranks % cluster.network.nics:
@@ -72,6 +78,13 @@ def parse_cluster(text: str, source: str) -> Cluster:
             f"{source}: network.nics = {cluster.network.nics} does not divide "
             f"node.ranks = {cluster.node.ranks}; ranks share NICs in equal blocks"
         )
+    for one in (cluster.compute.forward, cluster.compute.backward):
+        for kind, rate in one.items():
+            if rate.tflops > cluster.gpu.peak_tflops:
+                raise ClusterError(
+                    f"{source}: {kind} kernels at {rate.tflops:g} TFLOP/s are faster than "
+                    f"gpu.peak_tflops = {cluster.gpu.peak_tflops:g}"
+                )
     return cluster
 
 
@@ -93,8 +106,8 @@ def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
         if not isinstance(value, str) or not value:
             raise refuse(f"= {value!r} must be text")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise refuse(f"= {value!r} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_usual(value):
+        raise refuse(f"= {repr(value)[:40]} must be a number of usual size")
     if kind is int:
         if not isinstance(value, int) or value < 1:
             raise refuse(f"= {value!r} must be a whole number of at least 1")
@@ -106,6 +119,11 @@ def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
     if name.endswith("slowdown") and value >= 1:
         raise refuse(f"= {value!r} must be below 1: it is the part of the speed that is lost")
     return float(value)
+
+
+def _is_usual(value: float) -> bool:
+    """Neither NaN nor infinite, and not so large or small that results would be."""
+    return value == 0 or 1e-12 < abs(value) < 1e12
 
 
 def _read_table(

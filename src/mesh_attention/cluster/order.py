@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Pass, Plan
@@ -15,7 +16,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Free, Program, reads, writes
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = ["Overlap", "Waits"]
+__all__ = ["Overlap", "Waits", "an_overlap"]
 
 WaitsOfOps = tuple[tuple[int, ...], ...]
 Signature = tuple[object, object]
@@ -25,6 +26,14 @@ class Overlap(StrEnum):
     NONE = "none"
     STRICT = "strict"
     EVENTS = "events"
+
+
+def an_overlap(value: Overlap | str) -> Overlap:
+    try:
+        return Overlap(value)
+    except ValueError:
+        known = ", ".join(Overlap)
+        raise PlanError(f"overlap={value!r} is unknown; known: {known}") from None
 
 
 class Waits:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.load import ClusterError, a_cluster
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, make_plan
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
@@ -21,7 +23,7 @@ _STATED = (
 
 
 def plan_on(
-    cluster: Cluster,
+    cluster: Cluster | str | Path,
     problem: Problem,
     num_ranks: int,
     *,
@@ -30,6 +32,7 @@ def plan_on(
     **options: Any,
 ) -> Plan:
     """`make_plan` for so many ranks of this cluster."""
+    cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if num_ranks > cluster.num_ranks:
         raise ClusterError(
             f"{cluster.name} has {cluster.num_ranks} ranks ({cluster.nodes} nodes of "
@@ -42,7 +45,7 @@ def plan_on(
             "leave it out, or describe another cluster in a file"
         )
     nodes = {"ranks_per_node": cluster.node.ranks}
-    if method in METHODS and "costs" in METHODS[method].options():
+    if isinstance(method, str) and method in METHODS and "costs" in METHODS[method].options():
         options.setdefault("costs", cluster.planning_costs(num_ranks))
     return make_plan(problem, num_ranks, method=method, directions=directions, **nodes, **options)
 

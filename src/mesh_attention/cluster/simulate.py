@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from mesh_attention.cluster.clock import Activity, Clock, Shared
@@ -21,12 +22,12 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.communication_cost import CommunicationCosts
 from mesh_attention.cluster.compute_cost import ComputeCosts
 from mesh_attention.cluster.lanes import Lanes
-from mesh_attention.cluster.load import ClusterError
-from mesh_attention.cluster.order import Overlap, Waits
+from mesh_attention.cluster.load import ClusterError, a_cluster
+from mesh_attention.cluster.order import Overlap, Waits, an_overlap
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.forms import FormKey, FormKeys
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -72,13 +73,15 @@ class ClusterCosts:
 
 def simulate(
     plan: Plan,
-    cluster: Cluster,
+    cluster: Cluster | str | Path,
     direction: Direction | str = Direction.FORWARD,
     *,
     overlap: Overlap | str = Overlap.EVENTS,
     costs: OperationCosts | None = None,
 ) -> Timeline:
-    """When everything happens if `plan` runs on `cluster`."""
+    """When everything happens if `plan` runs on `cluster` (or on the one of that name or file)."""
+    plan, cluster = a_plan(plan), a_cluster(cluster)
+    overlap = an_overlap(overlap)
     if plan.num_ranks > cluster.num_ranks:
         raise ClusterError(
             f"the plan has {plan.num_ranks} ranks, but {cluster.name} has "
@@ -87,7 +90,7 @@ def simulate(
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one)
     with _no_garbage_collection():
-        return _Simulation(plan, one, cluster, given, Overlap(overlap)).run()
+        return _Simulation(plan, one, cluster, given, overlap).run()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ and begins when the other members have come too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -14,13 +14,14 @@ from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.order import Overlap
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Free
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["Event", "Lane", "LaneTimes", "RankTimes", "Timeline"]
+__all__ = ["Event", "Lane", "LaneTimes", "RankTimes", "Timeline", "some_timelines"]
 
 
 class Lane(StrEnum):
@@ -58,6 +59,17 @@ class LaneTimes:
 
     busy_seconds: float
     waiting_seconds: float
+
+
+def some_timelines(value: Any) -> Sequence[Timeline]:
+    """What was given where pictures and traces want timelines: at least one, in a list."""
+    if (
+        not isinstance(value, Sequence)
+        or not value
+        or not all(isinstance(one, Timeline) for one in value)
+    ):
+        raise MeshAttentionError("give a list of at least one Timeline, as simulate(...) returns")
+    return value
 
 
 @dataclass(frozen=True)

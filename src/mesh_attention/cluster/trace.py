@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mesh_attention.cluster.timeline import Event, Lane, Timeline
+from mesh_attention.cluster.timeline import Event, Lane, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.program import (
     AllGather,
@@ -33,9 +33,7 @@ def trace_of(timelines: Sequence[Timeline], num_ranks: int = 16) -> dict[str, An
     """For `json.dump`. The first `num_ranks` ranks only: thousands would not open."""
     if num_ranks < 1:
         raise MeshAttentionError(f"num_ranks={num_ranks}: a trace shows at least 1 rank")
-    if not timelines:
-        raise MeshAttentionError("a trace needs at least one timeline")
-    first = timelines[0]
+    first = some_timelines(timelines)[0]
     shown = min(num_ranks, first.plan.num_ranks)
     events = [event for rank in range(shown) for event in _headings(first, rank)]
     begin = 0

@@ -16,7 +16,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = ["Direction", "Pass", "Plan", "a_plan"]
+__all__ = ["Direction", "Pass", "Plan", "a_direction", "a_plan"]
 
 
 class Direction(StrEnum):
@@ -74,6 +74,13 @@ class Plan:
     @property
     def num_nodes(self) -> int:
         return -(-self.num_ranks // self.ranks_per_node) if self.ranks_per_node else 1
+
+
+def a_direction(value: Any) -> Direction:
+    try:
+        return Direction(value)
+    except ValueError:
+        raise PlanError(f"{value!r} is not a pass; known: {', '.join(Direction)}") from None
 
 
 def a_plan(value: Any) -> Plan:

@@ -10,6 +10,7 @@ from mesh_attention.plan.mask import Mask, RowRanges
 
 __all__ = ["MAX_TOKENS", "Problem"]
 
+MAX_HEADS = 1 << 16  # far beyond any model; degrees that divide them are looked for one by one
 MAX_TOKENS = 1 << 30  # pairs of more tokens than that overflow 64-bit counts
 
 
@@ -48,6 +49,8 @@ class Problem:
         for name in ("q_tokens", "kv_tokens"):
             if getattr(self, name) > MAX_TOKENS:
                 raise PlanError(f"{name}={getattr(self, name)}: at most {MAX_TOKENS} are supported")
+        if self.num_heads > MAX_HEADS:
+            raise PlanError(f"num_heads={self.num_heads}: at most {MAX_HEADS} are supported")
         if self.num_heads % self.kv_heads:
             fits = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise PlanError(

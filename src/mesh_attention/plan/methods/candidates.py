@@ -45,8 +45,8 @@ def _patches(tile: tuple[int, int], ranks_per_node: int | None) -> list[int]:
 
 
 def degrees(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Degrees inside a node; 1, which swaps nothing, only where there is no other."""
-    fits = [u for u in ulysses_degrees(problem, ranks) if u <= (ranks_per_node or 8)]
+    """All degrees that work; 1, which swaps nothing, only where there is no other."""
+    fits = ulysses_degrees(problem, ranks)
     return [{"ulysses": u} for u in fits if u > 1 or len(fits) == 1]
 
 
@@ -61,9 +61,14 @@ def unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Sett
 
 
 def inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Inner rings as large as a node."""
-    most = ranks_per_node or 8
-    return [{"inner": max(size for size, _ in factorisations(ranks) if size <= most)}]
+    """Inner rings as large as what a degree of Ulysses leaves of a node, and half as large."""
+    settings: Settings = []
+    for degree in ulysses_degrees(problem, ranks):
+        units = ranks // degree
+        most = max((ranks_per_node or 8) // degree, 1)
+        fits = [size for size, _ in factorisations(units) if size <= most]
+        settings += [{"ulysses": degree, "inner": inner} for inner in sorted(fits)[-2:]]
+    return settings
 
 
 def teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:

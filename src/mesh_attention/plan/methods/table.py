@@ -45,7 +45,7 @@ from mesh_attention.plan.methods.ulysses import (
     plan_ulysses,
     plan_usp,
 )
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["DEFAULT_METHOD", "METHODS", "Method", "make_plan"]
@@ -207,6 +207,9 @@ def make_plan(
     num_ranks = number("ranks", num_ranks)
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
+    if isinstance(directions, str) or not directions:
+        raise PlanError(f"directions={directions!r}: must be a tuple of passes")
+    directions = tuple(map(a_direction, directions))
     chosen = METHODS[method]
     unknown = [name for name in options if name not in chosen.options()]
     if unknown:

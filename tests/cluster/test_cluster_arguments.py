@@ -1,0 +1,71 @@
+"""What is no plan, cluster, method, pass or timeline is refused by name, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from simulated_cases import problem_of
+
+from mesh_attention import MeshAttentionError
+from mesh_attention.cluster import load_cluster, simulate
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.load import parse_cluster
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.trace import trace_of
+from mesh_attention.plan.methods.table import make_plan
+
+HGX = load_cluster("hgx-h100")
+PROBLEM = problem_of(4096)
+PLAN = plan_on(HGX, PROBLEM, 4)
+TIMELINE = simulate(PLAN, HGX)
+TEXT = "name = 1"
+
+BAD: dict[str, Callable[[], Any]] = {
+    "no plan": lambda: simulate(None, HGX),  # type: ignore[arg-type]
+    "a problem as plan": lambda: simulate(PROBLEM, HGX),  # type: ignore[arg-type]
+    "no cluster": lambda: simulate(PLAN, None),  # type: ignore[arg-type]
+    "unknown cluster": lambda: simulate(PLAN, "hgx-h10"),
+    "long name": lambda: load_cluster("x" * 5000),
+    "overlap": lambda: simulate(PLAN, HGX, overlap="x"),
+    "pass": lambda: simulate(PLAN, HGX, "sideways"),
+    "ranks 0": lambda: find_best(PROBLEM, 0, HGX),
+    "ranks as text": lambda: find_best(PROBLEM, "4", HGX),  # type: ignore[arg-type]
+    "plan on ranks as text": lambda: plan_on(HGX, PROBLEM, "4"),  # type: ignore[arg-type]
+    "no problem": lambda: find_best(None, 4, HGX),  # type: ignore[arg-type]
+    "method": lambda: find_best(PROBLEM, 4, HGX, method=[]),  # type: ignore[arg-type]
+    "direction": lambda: find_best(PROBLEM, 4, HGX, direction="x"),
+    "search overlap": lambda: find_best(PROBLEM, 4, HGX, overlap="x"),
+    "options": lambda: find_best(PROBLEM, 4, HGX, options="x"),  # type: ignore[arg-type]
+    "directions": lambda: make_plan(PROBLEM, 4, directions=("x",)),  # type: ignore[arg-type]
+    "directions as text": lambda: make_plan(PROBLEM, 4, directions="forward"),  # type: ignore[arg-type]
+    "no directions": lambda: make_plan(PROBLEM, 4, directions=()),
+    "bytes": lambda: parse_cluster(b"", "x"),  # type: ignore[arg-type]
+    "nested": lambda: parse_cluster("a = " + "[" * 5000, "x"),
+    "one timeline": lambda: trace_of(TIMELINE),  # type: ignore[arg-type]
+    "a chart of nothing": lambda: draw_gantt([], "x.png"),
+    "a chart nowhere": lambda: draw_gantt([TIMELINE], None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_it_is_refused(bad: Callable[[], Any]) -> None:
+    with pytest.raises(MeshAttentionError):
+        bad()
+
+
+def test_a_cluster_may_be_given_by_its_name() -> None:
+    assert simulate(PLAN, "hgx-h100").runtime_seconds == TIMELINE.runtime_seconds
+    assert find_best(PROBLEM, 4, "hgx-h100").timeline.cluster == HGX
+
+
+def test_kernels_faster_than_the_gpu_are_refused() -> None:
+    from importlib import resources
+
+    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    with pytest.raises(MeshAttentionError, match="faster than"):
+        parse_cluster(text.replace("peak_tflops = 989", "peak_tflops = 100"), "mine")
+    with pytest.raises(MeshAttentionError, match="usual size"):
+        parse_cluster(text.replace("peak_tflops = 989", "peak_tflops = " + "9" * 400), "mine")
