@@ -41,7 +41,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "options": lambda: find_best(PROBLEM, 4, HGX, options="x"),  # type: ignore[arg-type]
     "directions": lambda: make_plan(PROBLEM, 4, directions=("x",)),  # type: ignore[arg-type]
     "directions as text": lambda: make_plan(PROBLEM, 4, directions="forward"),  # type: ignore[arg-type]
-    "no directions": lambda: make_plan(PROBLEM, 4, directions=()),
     "bytes": lambda: parse_cluster(b"", "x"),  # type: ignore[arg-type]
     "nested": lambda: parse_cluster("a = " + "[" * 5000, "x"),
     "one timeline": lambda: trace_of(TIMELINE),  # type: ignore[arg-type]

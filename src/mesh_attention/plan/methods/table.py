@@ -207,7 +207,7 @@ def make_plan(
     num_ranks = number("ranks", num_ranks)
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
-    if isinstance(directions, str) or not directions:
+    if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
     directions = tuple(map(a_direction, directions))
     chosen = METHODS[method]
