@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -105,7 +105,7 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _name_fault(options)
+        error = _name_fault(method, options)
         error = error or _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
         error = error or _graph_fault(group, transport, cuda_graph, nvtx)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
@@ -270,14 +270,17 @@ class ContextParallel:
         self.close()
 
 
-def _name_fault(options: dict[str, Any]) -> MeshAttentionError | None:
-    """An option that is nearly the name of an argument is not one of the method's."""
+def _name_fault(method: object, options: dict[str, Any]) -> MeshAttentionError | None:
+    """An option that is nearly the name of an argument was meant as one."""
     own = [name for name in signature(ContextParallel).parameters if name != "options"]
-    known = {option for method in METHODS.values() for option in method.options()}
-    for name in options.keys() - known:
-        close = get_close_matches(name, own, n=1, cutoff=0.5)
+    known = {option for one in METHODS.values() for option in one.options()}
+    for name in sorted(options.keys() - known):
+        close = [argument for argument in own if name in argument]
+        close += get_close_matches(name, own, n=1, cutoff=0.7)
         if close:
-            return MeshAttentionError(f"unknown argument {name!r}; did you mean {close[0]}?")
+            return MeshAttentionError(
+                f"method {method} has no option {name!r}; did you mean the argument {close[0]}?"
+            )
     return None
 
 

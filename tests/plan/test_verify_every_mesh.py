@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import cycle, islice, product
 from random import Random
 
 import pytest
@@ -16,30 +16,46 @@ from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
 
+ALL_MANNERS = 20  # up to so many ranks every layout and mask is proven for every tile
+MOST = 64
+MANNERS = tuple(product(LayoutKind, (False, True)))
 
-def prove_every_mesh(n: int) -> None:
-    """Settings that multiply the cases are taken in turn, so that each occurs with every other."""
+
+def prove_every_mesh(n: int, manners: int) -> None:
+    """So many layouts and masks for each tile, in turn. Settings that multiply the cases are taken
+    in turn too, so that each occurs with every other."""
     chunks = cycle(((1, 1), (2, 1), (1, 2), (2, 2), (1, 1)) if n <= 20 else ((1, 1),))
     combine = cycle((Combine.EXCHANGE, Combine.REDUCE_SCATTER, Combine.REDUCE_SCATTER))
     gather_out = cycle((False, True, False, False, True))
+    turn = cycle(MANNERS[n % len(MANNERS) :] + MANNERS[: n % len(MANNERS)])
     for tile in factorisations(n):
-        for layout in LayoutKind:
-            for causal in (False, True):
-                setting = MeshSetting(
-                    tile=tile,
-                    layout=layout,
-                    chunks=next(chunks),
-                    combine=next(combine),
-                    gather_out=next(gather_out),
-                )
-                problem = Problem(4 * n, num_heads=1, head_dim=4, mask=Mask(causal=causal))
-                findings = verify(plan_mesh(problem, n, setting))
-                assert not findings, (setting, [str(f) for f in findings])
+        for layout, causal in islice(turn, manners):
+            setting = MeshSetting(
+                tile=tile,
+                layout=layout,
+                chunks=next(chunks),
+                combine=next(combine),
+                gather_out=next(gather_out),
+            )
+            problem = Problem(4 * n, num_heads=1, head_dim=4, mask=Mask(causal=causal))
+            findings = verify(plan_mesh(problem, n, setting))
+            assert not findings, (setting, [str(f) for f in findings])
 
 
-@pytest.mark.parametrize("n", range(1, 65))
+@pytest.mark.parametrize("n", range(1, ALL_MANNERS + 1))
 def test_every_factorisation_in_three_layouts_causal_and_not_is_proven_both_passes(n: int) -> None:
-    prove_every_mesh(n)
+    prove_every_mesh(n, len(MANNERS))
+
+
+@pytest.mark.parametrize("n", range(ALL_MANNERS + 1, MOST + 1))
+def test_every_factorisation_up_to_64_is_proven_with_layouts_and_masks_in_turn(n: int) -> None:
+    prove_every_mesh(n, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(ALL_MANNERS + 1, MOST + 1))
+def test_every_factorisation_up_to_64_is_proven_in_every_layout_causal_and_not(n: int) -> None:
+    prove_every_mesh(n, len(MANNERS))
 
 
 @pytest.mark.parametrize("part", range(10))

@@ -61,13 +61,15 @@ def unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Sett
 
 
 def inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Inner rings as large as what a degree of Ulysses leaves of a node, and half as large."""
+    """Inner rings as large as what a degree of Ulysses leaves of a node. Beyond a node there is
+    only one ring: of those degrees the largest."""
+    node = ranks_per_node or 8
+    fits = ulysses_degrees(problem, ranks)
     settings: Settings = []
-    for degree in ulysses_degrees(problem, ranks):
-        units = ranks // degree
-        most = max((ranks_per_node or 8) // degree, 1)
-        fits = [size for size, _ in factorisations(units) if size <= most]
-        settings += [{"ulysses": degree, "inner": inner} for inner in sorted(fits)[-2:]]
+    for degree in [u for u in fits if u <= node or u == fits[-1]]:
+        most = max(node // degree, 1)
+        inner = max(size for size, _ in factorisations(ranks // degree) if size <= most)
+        settings.append({"ulysses": degree, "inner": inner})
     return settings
 
 
