@@ -82,12 +82,17 @@ def cells() -> Iterator[Cell]:
     yield from (cell for cell in ring if cell.tokens >= 1024 * K)
 
 
+ALL_TOKENS = (512 * K, 256 * K, 1024 * K)
+# Seconds of waiting each, and no goal is set for the others.
+TOKENS_OF = {("ring", "hgx-h100"): (512 * K,)}
+
+
 def _settings(method: str) -> Iterator[Cell]:
     given = GIVEN.get(method, {})
     for cluster in CLUSTERS:
-        for tokens in (512 * K, 256 * K, 1024 * K):
-            if method == "ring" and cluster != "paper" and tokens != 512 * K:
-                continue  # seconds of waiting each, to no purpose: no goal is set there
+        for tokens in ALL_TOKENS:
+            if tokens not in TOKENS_OF.get((method, cluster), ALL_TOKENS):
+                continue
             for ranks in (256, 128):
                 for causal in (False, True):
                     for direction in Direction:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,13 @@ from mesh_attention.plan.problem import Problem
 
 PAGE = Path(__file__).with_name("scaling.md")
 METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp")
+LONG = ("ring",)  # as many steps as ranks: these begin first
+# What a column stands for, where that is not the best of everything the method has.
+FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
+    "usp": lambda ranks: [{"ulysses": min(8, ranks)}],
+    # A team of 1 is the ring, which has a column of its own and takes long to simulate.
+    "startrail": lambda ranks: [{"team": size} for size in team_sizes(ranks) if size > 1],
+}
 CLUSTERS = ("paper", "hgx-h100")
 K = 1024
 HEADS, HEAD_DIM = 64, 128
@@ -89,12 +96,7 @@ def simulate_point(point: Point) -> Found:
 
 def fixed_settings(point: Point) -> list[dict[str, int]]:
     """What the search keeps, one search for each; nothing for most methods."""
-    if point.method == "usp":
-        return [{"ulysses": min(8, point.ranks)}]
-    if point.method == "startrail":
-        # A team of 1 is the ring, which has a column of its own and takes long to simulate.
-        return [{"team": size} for size in team_sizes(point.ranks) if size > 1]
-    return [{}]
+    return FIXED.get(point.method, lambda _: [{}])(point.ranks)
 
 
 def rows_of(cluster: str, scaling: dict[int, int]) -> list[Point]:
@@ -116,7 +118,7 @@ def cells(row: Point) -> list[Point]:
 
 def simulate_all(points: Iterable[Point], jobs: int) -> dict[Point, Found]:
     """Each point once, the long ones first."""
-    ordered = sorted(set(points), key=lambda p: (p.ranks, p.method == "ring"), reverse=True)
+    ordered = sorted(set(points), key=lambda p: (p.ranks, p.method in LONG), reverse=True)
     found: dict[Point, Found] = {}
     with ProcessPoolExecutor(jobs) as pool, progress("simulating") as tell:
         waiting = {pool.submit(simulate_point, point): point for point in ordered}

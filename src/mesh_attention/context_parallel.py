@@ -11,7 +11,6 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 from __future__ import annotations
 
 from datetime import timedelta
-from difflib import get_close_matches
 from inspect import signature
 from types import TracebackType
 from typing import Any, Literal
@@ -21,13 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.context_arguments import (
+    argument_fault,
+    checked_device,
+    checked_dim,
+    graph_fault,
+    name_fault,
+    process_group,
+)
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import kernel_names
-from mesh_attention.plan.arguments import number, real
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
@@ -105,9 +111,9 @@ class ContextParallel:
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
             return build_plan(problem, size, method, given)
 
-        error = _name_fault(method, options)
-        error = error or _argument_fault(softmax_scale, dtype, kernel, transport, timeout)
-        error = error or _graph_fault(group, transport, cuda_graph, nvtx)
+        error = name_fault(method, options, signature(ContextParallel).parameters)
+        error = error or argument_fault(softmax_scale, dtype, kernel, transport, timeout)
+        error = error or graph_fault(group, transport, cuda_graph, nvtx)
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         self._engine = Engine(
             group,
@@ -209,7 +215,7 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int, *, side: Side = "q") -> Tensor:
         """This rank's slots of a whole tensor along `dim`; padding slots are zero."""
         layout = self._layout(side)
-        dim = _checked_dim(x, dim)
+        dim = checked_dim(x, dim)
         length = x.shape[dim]
         if length != layout.num_tokens:
             again = length == layout.slots
@@ -227,7 +233,7 @@ class ContextParallel:
         """
         self._engine.refuse_if_closed()
         layout = self._layout(side)
-        dim = _checked_dim(x, dim)
+        dim = checked_dim(x, dim)
         if x.shape[dim] != layout.slots:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
@@ -237,7 +243,7 @@ class ContextParallel:
     def positions(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`."""
         positions = torch.from_numpy(self._layout(side).positions(self.rank))
-        return positions if device is None else positions.to(_checked_device(device))
+        return positions if device is None else positions.to(checked_device(device))
 
     def padding(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """True where a local slot holds no token."""
@@ -268,103 +274,3 @@ class ContextParallel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _name_fault(method: object, options: dict[str, Any]) -> MeshAttentionError | None:
-    """An option that is nearly the name of an argument was meant as one."""
-    own = [name for name in signature(ContextParallel).parameters if name != "options"]
-    known = {option for one in METHODS.values() for option in one.options()}
-    for name in sorted(options.keys() - known):
-        close = [argument for argument in own if name in argument]
-        close += get_close_matches(name, own, n=1, cutoff=0.7)
-        if close:
-            return MeshAttentionError(
-                f"method {method} has no option {name!r}; did you mean the argument {close[0]}?"
-            )
-    return None
-
-
-def _argument_fault(
-    softmax_scale: Any, dtype: Any, kernel: Any, transport: Any, timeout: Any
-) -> MeshAttentionError | None:
-    """What is wrong with arguments that the planner does not see."""
-    try:
-        if softmax_scale is not None:
-            real("softmax_scale", softmax_scale)
-    except MeshAttentionError as error:
-        return error
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        return MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
-    if kernel is not None and kernel not in kernel_names():
-        known = ", ".join(kernel_names())
-        return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
-    if transport not in list(TransportName):
-        known = ", ".join(TransportName)
-        return MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
-    return None
-
-
-def _graph_fault(
-    group: dist.ProcessGroup, transport: Any, cuda_graph: Any, nvtx: Any
-) -> MeshAttentionError | None:
-    for name, value in (("cuda_graph", cuda_graph), ("nvtx", nvtx)):
-        if not isinstance(value, bool):
-            return MeshAttentionError(f"{name}={value!r}: must be True or False")
-    backend = dist.get_backend(group)
-    if cuda_graph and backend != dist.Backend.NCCL:
-        return MeshAttentionError(
-            f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
-            "only what lives on CUDA streams can be captured; leave cuda_graph out"
-        )
-    if cuda_graph and transport == TransportName.SYMMETRIC:
-        return MeshAttentionError(
-            "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
-        )
-    return None
-
-
-def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise MeshAttentionError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
-        )
-    if isinstance(group_or_mesh, DeviceMesh):
-        if group_or_mesh.ndim != 1:
-            raise MeshAttentionError(
-                f"the DeviceMesh has {group_or_mesh.ndim} dimensions "
-                f"{group_or_mesh.mesh_dim_names}; pass one of them, as in mesh['cp']"
-            )
-        if group_or_mesh.get_coordinate() is not None:
-            return group_or_mesh.get_group()
-        raise MeshAttentionError("this rank is not a member of the DeviceMesh it was given")
-    group = dist.group.WORLD if group_or_mesh is None else group_or_mesh
-    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
-        return group
-    # To ranks it leaves out, new_group gives a number in place of a group.
-    if isinstance(group, dist.ProcessGroup | type(dist.GroupMember.NON_GROUP_MEMBER)):
-        raise MeshAttentionError("this rank is not a member of the group it was given")
-    raise MeshAttentionError(
-        f"the group is {group!r}; give a torch.distributed.ProcessGroup, a 1-D DeviceMesh, "
-        "or None for the default group"
-    )
-
-
-def _checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
-        raise MeshAttentionError(
-            f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
-        )
-    if not -x.ndim <= dim < x.ndim:
-        raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
-    return dim % x.ndim
-
-
-def _checked_device(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (TypeError, RuntimeError):
-        raise MeshAttentionError(
-            f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
-        ) from None

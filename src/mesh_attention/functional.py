@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_parallel import ContextParallel, process_group
+from mesh_attention.context_arguments import process_group
+from mesh_attention.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.transport.make_group import is_registered

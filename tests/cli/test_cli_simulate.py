@@ -108,7 +108,6 @@ def test_best_keeps_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trace_and_a_chart_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     trace, chart = tmp_path / "trace.json", tmp_path / "chart.svg"
     files = f"--trace {trace} --trace-ranks 2 --gantt {chart} --gantt-ranks 2"
     out = output(f"{SMALL} {files}", capsys)
@@ -137,3 +136,11 @@ def test_a_cluster_of_ones_own_is_a_file(
     mine = as_json(f"{line} --cluster {file}", capsys)
     shipped = as_json(f"{line} --cluster hgx-h100", capsys)
     assert mine | {"cluster": "hgx-h100"} == shipped
+
+
+@pytest.mark.parametrize("option", ["trace", "gantt"])
+def test_ranks_of_a_file_that_is_not_written_are_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", f"--{option}-ranks", "3"]) == 2
+    assert f"--{option}-ranks does nothing without --{option}" in capsys.readouterr().err

@@ -29,6 +29,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "no cluster": lambda: simulate(PLAN, None),  # type: ignore[arg-type]
     "unknown cluster": lambda: simulate(PLAN, "hgx-h10"),
     "long name": lambda: load_cluster("x" * 5000),
+    "other nodes": lambda: simulate(make_plan(PROBLEM, 4, ranks_per_node=2), HGX),
     "overlap": lambda: simulate(PLAN, HGX, overlap="x"),
     "pass": lambda: simulate(PLAN, HGX, "sideways"),
     "ranks 0": lambda: find_best(PROBLEM, 0, HGX),

@@ -29,8 +29,6 @@ def test_every_command_of_the_page_works(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "--gantt" in command:
-        pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out

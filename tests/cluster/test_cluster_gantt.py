@@ -16,7 +16,6 @@ from mesh_attention.plan.plan import Direction
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_chart_of_both_passes_is_drawn(ending: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / f"chart.{ending}"
     draw_gantt([timeline_of("mesh", direction=direction) for direction in Direction], file)
     content = file.read_bytes()

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
-import subprocess
-import sys
 
 import pytest
 
 import mesh_attention.plan
+from support.layer import imported_with, modules_of
 
-MODULES = sorted(
-    info.name
-    for info in pkgutil.walk_packages(mesh_attention.plan.__path__, "mesh_attention.plan.")
-)
+MODULES = modules_of(mesh_attention.plan)
 
 
 def test_importing_the_package_and_every_module_of_the_plan_layer_imports_no_torch() -> None:
     assert len(MODULES) > 20
-    script = (
-        "import importlib, sys\n"
-        f"for name in ['mesh_attention', *{MODULES!r}]: importlib.import_module(name)\n"
-        "print([m for m in sys.modules if m.partition('.')[0] == 'torch'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert imported_with(["mesh_attention", *MODULES], ("torch",)) == "[]"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -146,7 +146,9 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ranks-per-node", type=size, metavar="N", help="default: one node")
+    group.add_argument(
+        "--ranks-per-node", type=size, metavar="N", help="default: one node, or the cluster's"
+    )
     group.add_argument(
         "--alpha", type=size, metavar="N", help="a node is an N-wide patch of the grid of tiles"
     )

@@ -61,7 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--trace-ranks",
         type=size,
         metavar="N",
-        default=TRACE_RANKS,
         help=f"ranks in the trace (default the first {TRACE_RANKS})",
     )
     parser.add_argument(
@@ -71,7 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--gantt-ranks",
         type=size,
         metavar="N",
-        default=GANTT_RANKS,
         help=f"ranks in the chart (default the first {GANTT_RANKS})",
     )
     add_pass_option(parser)
@@ -81,6 +79,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.clusters:
         return _show_clusters(args)
+    for ranks, file in (("trace_ranks", "trace"), ("gantt_ranks", "gantt")):
+        if getattr(args, ranks) is not None and getattr(args, file) is None:
+            raise UsageError(f"--{file}-ranks does nothing without --{file} FILE")
+    args.trace_ranks = args.trace_ranks or TRACE_RANKS
+    args.gantt_ranks = args.gantt_ranks or GANTT_RANKS
     cluster = load_cluster(DEFAULT_CLUSTER if args.cluster is None else args.cluster)
     if args.gantt:
         check_gantt(args.gantt, args.gantt_ranks)

@@ -2,7 +2,8 @@
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.simulate import Overlap, simulate
+from mesh_attention.cluster.order import Overlap
+from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 
 __all__ = ["Cluster", "Overlap", "Timeline", "cluster_names", "load_cluster", "simulate"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mesh_attention.cluster.clock import Activity
 from mesh_attention.cluster.timeline import RankTimes
+from mesh_attention.cluster.transfer import Transfer
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.program import Operation
-
-if TYPE_CHECKING:
-    from mesh_attention.cluster.simulate import Transfer
 
 __all__ = ["Lanes"]
 

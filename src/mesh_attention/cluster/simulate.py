@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from mesh_attention.cluster.clock import Activity, Clock, Shared
+from mesh_attention.cluster.clock import Activity, Clock
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.communication_cost import CommunicationCosts
-from mesh_attention.cluster.compute_cost import ComputeCosts
 from mesh_attention.cluster.lanes import Lanes
 from mesh_attention.cluster.load import ClusterError, a_cluster
+from mesh_attention.cluster.operation_costs import ClusterCosts, Collective, OperationCosts
 from mesh_attention.cluster.order import Overlap, Waits, an_overlap
 from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.plan.buffers import Buffer
+from mesh_attention.cluster.transfer import Shares, Transfer
 from mesh_attention.plan.forms import FormKey, FormKeys
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import (
@@ -39,36 +37,9 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.plan.traffic import Flows, TrafficMeter, traffic_of
+from mesh_attention.plan.traffic import TrafficMeter, traffic_of
 
-__all__ = ["OperationCosts", "Overlap", "simulate"]
-
-
-class OperationCosts(Protocol):
-    """Seconds of operations when nothing disturbs them. Tests put their own here."""
-
-    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float: ...
-
-    def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
-
-    def flow(self, source: int, target: int, num_bytes: int) -> float: ...
-
-
-class ClusterCosts:
-    """What the cluster's description says."""
-
-    def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
-        self._compute = ComputeCosts(cluster, plan, one.direction)
-        self._communication = CommunicationCosts(cluster, plan, one)
-
-    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
-        return self._compute.seconds(op, table)
-
-    def collective(self, op: Collective, flows: Flows, member: int) -> float:
-        return self._communication.collective(op, flows, member)
-
-    def flow(self, source: int, target: int, num_bytes: int) -> float:
-        return self._communication.flow(source, target, num_bytes)
+__all__ = ["simulate"]
 
 
 def simulate(
@@ -86,6 +57,11 @@ def simulate(
         raise ClusterError(
             f"the plan has {plan.num_ranks} ranks, but {cluster.name} has "
             f"{cluster.num_ranks} ({cluster.nodes} nodes of {cluster.node.ranks})"
+        )
+    if plan.ranks_per_node not in (None, cluster.node.ranks):
+        raise ClusterError(
+            f"the plan is for nodes of {plan.ranks_per_node} ranks, those of {cluster.name} have "
+            f"{cluster.node.ranks}; make it with plan_on(cluster, ...)"
         )
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one)
@@ -108,7 +84,6 @@ def _no_garbage_collection() -> Iterator[None]:
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
 _Place = tuple[int, int]  # rank, index of the operation
-Collective = AllGather | ReduceScatter | AllToAll
 
 
 @dataclass(slots=True)
@@ -126,21 +101,6 @@ class _End:
     rank: int
     at: int
     num_bytes: int
-
-
-class Transfer:
-    """A communication under way. Computation of any member slows all of it."""
-
-    __slots__ = ("activity", "computing", "held_up")
-
-    def __init__(self, activity: Activity, held_up: float) -> None:
-        self.activity = activity
-        self.held_up = held_up
-        self.computing = 0  # members that compute at the same time
-
-    @property
-    def speed(self) -> float:
-        return 1.0 - self.held_up if self.computing else 1.0
 
 
 def _meters(plan: Plan, one: Pass) -> Iterator[TrafficMeter]:
@@ -176,7 +136,7 @@ class _Simulation:
         self._senders: dict[_Flow, deque[_End]] = {}
         self._receivers: dict[_Flow, deque[_End]] = {}
         self._halves: dict[_Place, int] = {}
-        self._shared: dict[object, Shared] = {}
+        self._shares = Shares(cluster)
         self._received = [0] * plan.num_ranks
         self._known_seconds: dict[tuple[int, int], float] = {}
         self._waits = waits = Waits(plan, one, overlap)
@@ -282,23 +242,13 @@ class _Simulation:
         meeting.arrived.append((rank, at))
         if len(meeting.arrived) == size:
             del self._meetings[op.group, times]
+            devices = [self._plan.devices[member] for member, _ in meeting.arrived]
             self._begin(
-                Activity(meeting.seconds, _nothing, self._nics([r for r, _ in meeting.arrived])),
+                Activity(meeting.seconds, _nothing, self._shares.of_collective(devices)),
                 self._cluster.disturbance.collective_slowdown,
                 meeting.arrived,
                 self._communicated,
             )
-
-    def _nics(self, ranks: list[int]) -> tuple[Shared, ...]:
-        """Shared NICs that a collective between nodes uses; a NIC for each rank is never shared."""
-        cluster = self._cluster
-        if not cluster.ranks_share_nics:
-            return ()
-        devices = [self._plan.devices[rank] for rank in ranks]
-        if len({cluster.node_of(device) for device in devices}) == 1:
-            return ()
-        nics = {("nic", *cluster.nic_of(device)) for device in devices}
-        return tuple(self._shared.setdefault(nic, Shared(1.0)) for nic in sorted(nics))
 
     def _arrive_at_peers(self, lanes: Lanes, at: int, op: SendRecv) -> None:
         ranks = self._one.groups[op.group]
@@ -332,26 +282,9 @@ class _Simulation:
         seconds = self._costs.flow(devices[source], devices[target], end.num_bytes)
         self._received[target] += end.num_bytes
         ends = [(other.rank, other.at), (end.rank, end.at)]
-        shares = self._flow_shares(devices[source], devices[target])
+        shares = self._shares.of_flow(devices[source], devices[target])
         held_up = self._cluster.disturbance.peer_slowdown(self._one.direction)
         self._begin(Activity(seconds, _nothing, shares), held_up, ends, self._half_done)
-
-    def _flow_shares(self, source: int, target: int) -> tuple[Shared, ...]:
-        cluster = self._cluster
-        if cluster.node_of(source) == cluster.node_of(target):
-            return ()
-        network = cluster.network
-        room = network.peer_node_gb_per_second / network.peer.gb_per_second
-        keys: list[tuple[object, float]] = [
-            (("out", cluster.node_of(source)), room),
-            (("in", cluster.node_of(target)), room),
-            (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
-        ]
-        if cluster.ranks_share_nics:
-            flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
-            keys += [(("send", *cluster.nic_of(source)), flows)]
-            keys += [(("receive", *cluster.nic_of(target)), flows)]
-        return tuple(self._shared.setdefault(key, Shared(size)) for key, size in keys)
 
     def _begin(
         self,

@@ -128,11 +128,7 @@ class DistributedTransport:
         self._rank = rank
         self._groups = groups
         self._stream = stream
-        self._global = {
-            name: [groups.global_rank(plan, member) for member in members]
-            for name, members in one.groups.items()
-            if rank in members
-        }
+        self._global = groups.global_ranks(plan, one, rank)
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
         # By group and name of the operation; recorded in every call.

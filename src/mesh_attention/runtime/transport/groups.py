@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
 from mesh_attention.runtime.transport.make_group import (
     default_store,
@@ -60,6 +60,14 @@ class Groups:
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
+
+    def global_ranks(self, plan: Plan, one: Pass, rank: int) -> dict[str, list[int]]:
+        """Members of every group of a pass that this logical rank belongs to."""
+        return {
+            name: [self.global_rank(plan, member) for member in members]
+            for name, members in one.groups.items()
+            if rank in members
+        }
 
     def of(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The process group of these global ranks, of which this one must be a member."""

@@ -36,11 +36,7 @@ class RoutedTransport:
         self._memory = memory
         self._near = near
         self._far = far
-        self._ranks = {
-            name: [groups.global_rank(plan, member) for member in members]
-            for name, members in one.groups.items()
-            if rank in members
-        }
+        self._ranks = groups.global_ranks(plan, one, rank)
 
     @property
     def in_order(self) -> bool:
