@@ -1,13 +1,14 @@
 """Chunks of partitions, and where a member's rows lie in gathered and in stacked buffers.
 
-A chunk is the same stretch of slots on every rank. A *whole* is a chunk of several members as a
-gather lays it out; a *stack* holds several members' versions of one chunk one below the other.
+A chunk is the same stretch of slots, and the same heads, on every rank. A *whole* is a chunk of
+several members as a gather lays it out; a *stack* holds several members' versions of one chunk one
+below the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mesh_attention.plan.buffers import Piece
@@ -15,6 +16,7 @@ from mesh_attention.plan.layout import Layout, Spans, joined, slice_spans
 
 __all__ = [
     "Chunk",
+    "by_heads",
     "chunks_between",
     "chunks_of",
     "in_stack",
@@ -27,12 +29,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Slots `start..stop`; `cuts` (counted from start) keep the halves of a zigzag apart."""
+    """Slots `start..stop`; `cuts` (counted from start) keep the halves of a zigzag apart.
+
+    `heads` are counted inside a buffer that holds all of them; None = all.
+    """
 
     index: int
     start: int
     stop: int
     cuts: tuple[int, ...]
+    heads: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
@@ -40,10 +46,13 @@ class Chunk:
 
     def local(self, buffer: str) -> Piece:
         """This chunk of a buffer that holds a rank's whole partition."""
-        return Piece(buffer, self.start, self.stop)
+        return Piece(buffer, self.start, self.stop, self.heads)
 
     def local_stretches(self, buffer: str) -> tuple[Piece, ...]:
-        return tuple(Piece(buffer, self.start + a, self.start + b) for a, b in pairwise(self.cuts))
+        return tuple(
+            Piece(buffer, self.start + a, self.start + b, self.heads)
+            for a, b in pairwise(self.cuts)
+        )
 
 
 def chunks_of(layout: Layout, count: int) -> tuple[Chunk, ...]:
@@ -59,6 +68,22 @@ def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
     return tuple(
         Chunk(i, start, stop, (0, *(h - start for h in halves if start < h < stop), stop - start))
         for i, (start, stop) in enumerate(pairwise(bounds))
+    )
+
+
+def by_heads(rows: Sequence[Chunk], num_heads: int, count: int) -> tuple[Chunk, ...]:
+    """These chunks of rows for each of `count` slices of the heads, slice after slice.
+
+    >>> [(c.index, c.heads) for c in by_heads([Chunk(0, 0, 8, (0, 8))], 6, 2)]
+    [(0, (0, 3)), (1, (3, 6))]
+    """
+    if count == 1:
+        return tuple(rows)
+    size = num_heads // count
+    return tuple(
+        replace(chunk, index=part * len(rows) + chunk.index, heads=(part * size, (part + 1) * size))
+        for part in range(count)
+        for chunk in rows
     )
 
 

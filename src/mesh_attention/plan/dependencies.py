@@ -78,9 +78,20 @@ def _former_users(name: str, memory: WorkspaceMap, history: dict[str, _History])
 
 
 def _inside(one: Piece, other: Piece) -> bool:
-    return other.start <= one.start and one.stop <= other.stop
+    if not (other.start <= one.start and one.stop <= other.stop):
+        return False
+    if other.heads is None or one.heads == other.heads:
+        return True
+    return (
+        one.heads is not None
+        and other.heads[0] <= one.heads[0]
+        and one.heads[1] <= other.heads[1]
+    )
 
 
 def _overlap(one: Piece, other: Piece) -> bool:
-    """By rows alone: pieces of different heads of one row are rare, and waiting is always safe."""
-    return one.start < other.stop and other.start < one.stop
+    if not (one.start < other.stop and other.start < one.stop):
+        return False
+    if one.heads is None or other.heads is None:
+        return True
+    return one.heads[0] < other.heads[1] and other.heads[0] < one.heads[1]

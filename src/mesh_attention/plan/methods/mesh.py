@@ -29,7 +29,7 @@ from mesh_attention.plan.methods.weave import weave
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "plan_mesh"]
+__all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "head_chunk_counts", "plan_mesh"]
 
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
@@ -41,6 +41,9 @@ class MeshSetting(TileSetting):
     """Everything a person can choose about a mesh; None means: choose for me.
 
     tile, chunks          (a, b) and (kq, kkv); the backward ones default to the forward ones
+    head_chunks           slices of the heads that follow each other through gather, attention and
+                          reduction: the first gather and the last reduction, which nothing hides,
+                          shrink with their number, and so does memory
     max_buffer_bytes      cap on the workspace of each pass; the schedule keeps to it or refuses
     """
 
@@ -48,6 +51,8 @@ class MeshSetting(TileSetting):
     rotation: bool = True
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
+    head_chunks: int = 1
+    backward_head_chunks: int | None = None
     scheduler: Scheduler = Scheduler.GREEDY
     gamma: float = 1.05
     max_buffer_bytes: int | None = None
@@ -90,13 +95,17 @@ def plan_mesh(
         forward = direction is Direction.FORWARD
         shape = tile if forward else backward_tile
         chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
+        heads = setting.head_chunks if forward else setting.backward_head_chunks
+        heads = setting.head_chunks if heads is None else heads
         _check_chunks(chunks)
+        _check_head_chunks(heads, problem, degree)
         route = route_of(frame, shape, devices)
 
         def on(strand: Strand) -> MeshPass:
             if forward:
-                return MeshForward(strand, shape, chunks, route)
-            return MeshBackward(strand, shape, chunks, route, gather_out=setting.gather_out)
+                return MeshForward(strand, shape, chunks, route, head_chunks=heads)
+            out = setting.gather_out
+            return MeshBackward(strand, shape, chunks, route, gather_out=out, head_chunks=heads)
 
         passes = [on(Strand(problem, q_layout, kv_layout, degree, i)) for i in range(degree)]
         schedule = order_tasks(
@@ -135,4 +144,20 @@ def _check_chunks(chunks: tuple[int, int]) -> None:
     if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
         raise PlanError(
             f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
+        )
+
+
+def head_chunk_counts(problem: Problem, degree: int = 1) -> list[int]:
+    """Slices of the heads that keep every KV head whole."""
+    held = max(1, problem.kv_heads // degree)
+    return [count for count in range(1, held + 1) if held % count == 0]
+
+
+def _check_head_chunks(count: int, problem: Problem, degree: int) -> None:
+    fits = head_chunk_counts(problem, degree)
+    if count not in fits:
+        of = f"{problem.kv_heads} KV heads" + (f" on {degree} ranks" if degree > 1 else "")
+        raise PlanError(
+            f"head_chunks={count} does not cut {of} into equal slices; "
+            f"numbers that do: {', '.join(map(str, fits))}"
         )

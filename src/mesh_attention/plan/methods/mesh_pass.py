@@ -14,7 +14,7 @@ from functools import cache
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.chunks import in_whole, stack_rows, whole_rows
+from mesh_attention.plan.chunks import Chunk, in_whole, stack_rows, whole_rows
 from mesh_attention.plan.home import Home, Route
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.methods.strand import Strand
@@ -34,12 +34,21 @@ class MeshPass(ABC):
     q_return: str  # task kinds of the ways home
     kv_return: str | None
 
-    def __init__(self, strand: Strand, tile: Tile, chunks: tuple[int, int], route: Route) -> None:
+    def __init__(
+        self,
+        strand: Strand,
+        tile: Tile,
+        chunks: tuple[int, int],
+        route: Route,
+        *,
+        head_chunks: int = 1,
+    ) -> None:
         self.strand = strand
         self.problem = strand.problem
         self.tile = tile
-        self.q_chunks = strand.chunks(Kind.Q, chunks[0])
-        self.kv_chunks = strand.chunks(Kind.K, chunks[1])
+        self.head_chunks = head_chunks
+        self.q_chunks = strand.chunks(Kind.Q, chunks[0], head_chunks)
+        self.kv_chunks = strand.chunks(Kind.K, chunks[1], head_chunks)
         self.q_route = route if tile.a > 1 else Route.LOCAL
         kv_route = route if tile.rotation else Route.EXCHANGE
         self.kv_route = kv_route if tile.b > 1 else Route.LOCAL
@@ -52,8 +61,9 @@ class MeshPass(ABC):
         self.q_home = cache(self._q_home)
         self.kv_home = cache(self._kv_home)
         self.own_rows = cache(strand.rows)
-        self.q_spans = cache(self._q_spans)
-        self.kv_spans = cache(self._kv_spans)
+        # Chunks of the same rows and other heads share their rows.
+        self._q_rows = cache(self._gathered_q_rows)
+        self._kv_rows = cache(self._gathered_kv_rows)
         self.row_buffers = cache(self._row_buffers)
         self.column_buffers = cache(self._column_buffers)
 
@@ -115,11 +125,17 @@ class MeshPass(ABC):
         same = self.problem.accumulate_bytes == self.problem.element_bytes
         return partial if same else f"{partial}.wire"
 
-    def _q_spans(self, row: int, i: int) -> Spans:
+    def q_spans(self, row: int, i: int) -> Spans:
+        return self._q_rows(row, i % (len(self.q_chunks) // self.head_chunks))
+
+    def kv_spans(self, column: int, j: int) -> Spans:
+        return self._kv_rows(column, j % (len(self.kv_chunks) // self.head_chunks))
+
+    def _gathered_q_rows(self, row: int, i: int) -> Spans:
         units = [self.own_rows(Kind.Q, unit) for unit in self.tile.q_group(row)]
         return whole_rows(units, self.q_chunks[i])
 
-    def _kv_spans(self, column: int, j: int) -> Spans:
+    def _gathered_kv_rows(self, column: int, j: int) -> Spans:
         units = [self.own_rows(Kind.K, unit) for unit in self.tile.kv_partitions(column)]
         return whole_rows(units, self.kv_chunks[j])
 
@@ -213,11 +229,11 @@ class MeshPass(ABC):
         for chunk in self.q_chunks:
             rows = self.q_spans(row, chunk.index)
             for kind in self.q_inputs if self.tile.a > 1 else ():
-                self._add(made, f"{kind}.{chunk.index}", kind, rows)
+                self._add(made, f"{kind}.{chunk.index}", kind, rows, chunk)
             for stem, kind in self.q_partials():
-                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows)
+                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows, chunk)
                 if self.q_route is Route.REDUCE_SCATTER and kind is Kind.LSE:
-                    self._add(made, f"{stem}.{chunk.index}.all", kind, rows)
+                    self._add(made, f"{stem}.{chunk.index}.all", kind, rows, chunk)
         return made
 
     def _column_buffers(self, column: int) -> dict[str, Buffer]:
@@ -225,9 +241,9 @@ class MeshPass(ABC):
         for chunk in self.kv_chunks:
             rows = self.kv_spans(column, chunk.index)
             for kind in (Kind.K, Kind.V) if self.tile.b > 1 else ():
-                self._add(made, f"{kind}.{chunk.index}", kind, rows)
+                self._add(made, f"{kind}.{chunk.index}", kind, rows, chunk)
             for stem, kind in self.kv_partials():
-                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows)
+                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows, chunk)
         return made
 
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
@@ -240,24 +256,34 @@ class MeshPass(ABC):
                 if self.q_route is Route.EXCHANGE or kind is Kind.LSE:
                     name = f"{stem}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
-                    self._add(made, f"{name}.in", kind, q_rows)
+                    self._add(made, f"{name}.in", kind, q_rows, chunk)
         for chunk in self.kv_chunks if self.kv_route is Route.EXCHANGE else ():
             copies = self.kv_home(self.fetch_key(unit), chunk.index).num_copies
             kv_rows = stack_rows(own_kv, copies, chunk)
             for stem, kind in self.kv_partials():
-                self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, kv_rows)
+                self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, kv_rows, chunk)
         return made
 
-    def _add_partial(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
-        heads, wire = self.strand.heads(kind), self.wire(name)
+    def _add_partial(
+        self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans, chunk: Chunk
+    ) -> None:
+        heads, wire = self._heads(kind, chunk), self.wire(name)
         travels_itself = wire == name and not kind.is_statistic
         precision = Precision.ELEMENT if travels_itself else Precision.ACCUMULATE
         made[name] = Buffer(name, kind, rows, heads, precision)
         if wire != name and not kind.is_statistic:
             made[wire] = Buffer(wire, kind, rows, heads, Precision.ELEMENT)
 
-    def _add(self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans) -> None:
-        made[name] = Buffer(name, kind, rows, self.strand.heads(kind), self.precision_of(kind))
+    def _add(
+        self, made: dict[str, Buffer], name: str, kind: Kind, rows: Spans, chunk: Chunk
+    ) -> None:
+        made[name] = Buffer(name, kind, rows, self._heads(kind, chunk), self.precision_of(kind))
+
+    def _heads(self, kind: Kind, chunk: Chunk) -> tuple[int, int]:
+        first, last = self.strand.heads(kind)
+        if chunk.heads is None:
+            return first, last
+        return first + chunk.heads[0], first + chunk.heads[1]
 
 
 class OnMesh:

@@ -84,11 +84,12 @@ class MeshInner(OnMesh):
 
     @property
     def setting(self) -> dict[str, str]:
-        mesh = self._mesh
+        mesh, parts = self._mesh, self._mesh.head_chunks
         return {
             "tile": str(mesh.tile),
             "rotation": "on" if mesh.tile.rotation else "off",
-            "chunks": f"{len(mesh.q_chunks)}x{len(mesh.kv_chunks)}",
+            "chunks": f"{len(mesh.q_chunks) // parts}x{len(mesh.kv_chunks) // parts}",
+            **({"head_chunks": str(parts)} if parts > 1 else {}),
             "q_home": mesh.q_route.value,
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
             "scheduler": self._ordered_by,
@@ -208,14 +209,20 @@ def _present_tasks(mesh: MeshPass) -> Pairs:
     """Tasks with something to do on some rank. Every (Q, KV) partition pair is on one rank, so the
     ranks' work together is all Q chunks i against all KV chunks j."""
     rows = mesh.problem.rows
-    q_runs = [_chunk_runs(mesh.strand, Kind.Q, chunk) for chunk in mesh.q_chunks]
-    kv_runs = [_chunk_runs(mesh.strand, Kind.K, chunk) for chunk in mesh.kv_chunks]
+    num_q, num_kv = (len(c) // mesh.head_chunks for c in (mesh.q_chunks, mesh.kv_chunks))
+    q_runs = [_chunk_runs(mesh.strand, Kind.Q, chunk) for chunk in mesh.q_chunks[:num_q]]
+    kv_runs = [_chunk_runs(mesh.strand, Kind.K, chunk) for chunk in mesh.kv_chunks[:num_kv]]
     pairs = {
         (i, j): int(visible_pairs(a, b, rows).sum())
         for i, a in enumerate(q_runs)
         for j, b in enumerate(kv_runs)
     }
-    return {key: count for key, count in pairs.items() if count}
+    return {  # queries meet keys of their own heads only
+        (part * num_q + i, part * num_kv + j): count
+        for part in range(mesh.head_chunks)
+        for (i, j), count in pairs.items()
+        if count
+    }
 
 
 def _chunk_runs(strand: Strand, kind: Kind, chunk: Chunk) -> list[Run]:
@@ -271,7 +278,8 @@ def _task_graph(mesh: MeshPass, tasks: Pairs, costs: Costs) -> TaskGraph:
     backward = mesh.direction is Direction.BACKWARD
     compute = []
     for (i, j), pairs in tasks.items():
-        flops = mesh.problem.flops(pairs, backward=backward) / mesh.strand.q_layout.num_ranks
+        shares = mesh.strand.q_layout.num_ranks * mesh.head_chunks
+        flops = mesh.problem.flops(pairs, backward=backward) / shares
         gathers = (f"AG-Q-{i}",) * (mesh.tile.a > 1) + (f"AG-KV-{j}",) * (mesh.tile.b > 1)
         compute.append(ComputeTask(names[i, j], i, j, costs.compute_seconds(flops), gathers))
     return TaskGraph(tuple(communication), tuple(compute))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
-from mesh_attention.plan.chunks import Chunk, chunks_between
+from mesh_attention.plan.chunks import Chunk, by_heads, chunks_between
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.problem import Problem
 
@@ -67,8 +67,10 @@ class Strand:
     def size(self, kind: Kind) -> int:
         return self.degree * self.layout(kind).slots
 
-    def chunks(self, kind: Kind, count: int) -> tuple[Chunk, ...]:
-        return chunks_between(self.halves(kind), count)
+    def chunks(self, kind: Kind, count: int, head_count: int = 1) -> tuple[Chunk, ...]:
+        """`count` chunks of rows for each of `head_count` slices of this strand's heads."""
+        first, last = self.heads(kind)
+        return by_heads(chunks_between(self.halves(kind), count), last - first, head_count)
 
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows. High halves of a zigzag come in order of position, so that

@@ -60,6 +60,8 @@ class AllGatherKvSetting(Setting):
 
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
+    head_chunks: int = 1
+    backward_head_chunks: int | None = None
     combine: Combine = Combine.AUTO
     scheduler: Scheduler = Scheduler.GREEDY
     max_buffer_bytes: int | None = None
