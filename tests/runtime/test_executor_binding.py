@@ -64,9 +64,11 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     bound: list[Operation] = []
     work = Compute.work
 
-    def watched(self: Compute, op: Attend | AttendBackward | Merge, views: Views) -> Work:
+    def watched(
+        self: Compute, op: Attend | AttendBackward | Merge, views: Views, *, joined: bool
+    ) -> Work:
         bound.append(op)
-        return work(self, op, views)
+        return work(self, op, views, joined=joined)
 
     monkeypatch.setattr(Compute, "work", watched)
     second = run_to_end(executor.run(given))

@@ -48,7 +48,7 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
     attend_backward = Compute.attend_backward
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: Compute, op: AttendBackward, views: Views) -> Work:
+    def with_stale_keys(self: Compute, op: AttendBackward, views: Views, *, joined: bool) -> Work:
         class Stale(Views):
             def tokens(self, piece: Piece) -> Tensor:
                 rows = views.tokens(piece)
@@ -60,7 +60,9 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
             def statistics(self, piece: Piece) -> Tensor:
                 return views.statistics(piece)
 
-        return lambda: attend_backward(self, op, Stale({}))()  # bound when the keys are there
+        return lambda: attend_backward(
+            self, op, Stale({}), joined=joined
+        )()  # bound when the keys are there
 
     monkeypatch.setattr(Compute, "attend_backward", with_stale_keys)
     found = distances(CASE)

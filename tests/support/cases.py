@@ -13,7 +13,7 @@ from mesh_attention import Mask, Plan, Problem, make_plan
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.mesh_programs import Order
+from mesh_attention.plan.methods.mesh_tasks import Order
 
 __all__ = ["HEADS", "Case", "random_case", "tiles"]
 

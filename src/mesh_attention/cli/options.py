@@ -122,6 +122,13 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
         "--chunks", type=chunks, metavar="KQxKKV", help="chunks that overlap (default 1x1)"
     )
     group.add_argument("--backward-chunks", type=chunks, metavar="KQxKKV", help="default: the same")
+    group.add_argument(
+        "--head-chunks",
+        type=size,
+        metavar="N",
+        help="slices of the heads that follow each other (default 1)",
+    )
+    group.add_argument("--backward-head-chunks", type=size, metavar="N", help="default: the same")
     choice("--layout", "layout", LayoutKind, "who owns which token (default: by the mask)")
     group.add_argument("--stripe-block", type=size, metavar="N", help="tokens of a stripe")
     choice("--combine", "way to combine", Combine, "how partial results come home (default auto)")

@@ -83,9 +83,7 @@ def _inside(one: Piece, other: Piece) -> bool:
     if other.heads is None or one.heads == other.heads:
         return True
     return (
-        one.heads is not None
-        and other.heads[0] <= one.heads[0]
-        and one.heads[1] <= other.heads[1]
+        one.heads is not None and other.heads[0] <= one.heads[0] and one.heads[1] <= other.heads[1]
     )
 
 

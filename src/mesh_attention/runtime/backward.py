@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mesh_attention.kernels import BlockMask, Kernel, RowKernels
@@ -16,6 +17,7 @@ from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.unseen import require_delta
 from mesh_attention.runtime.accumulate import SummedRows
 from mesh_attention.runtime.binding import cut
+from mesh_attention.runtime.lanes import Lanes
 
 __all__ = ["BackwardCall", "BackwardWork"]
 
@@ -42,7 +44,13 @@ class BackwardWork:
         lse_BHS: Tensor,
         out_BSHE: Tensor | None,
         delta_BHS: Tensor | None,
+        *,
+        lanes: Lanes,
+        joined: bool,
     ) -> None:
+        self._lanes = lanes
+        self._joined = joined
+        self._prepared = torch.cuda.Event() if lanes.two else None  # type: ignore[no-untyped-call]
         self._rows = rows
         self._calls = calls
         self._softmax_scale = softmax_scale
@@ -64,6 +72,11 @@ class BackwardWork:
         ]
         # The rows of all calls whose kernels need `out`.
         ready_made = [call.queries for call in calls if isinstance(call.kernel, DenseKernel)]
+        self._runs = {
+            call.queries: self._lse[at]
+            for at, call in enumerate(calls)
+            if isinstance(call.kernel, DenseKernel)
+        }
         self._first = min((a for a, _ in ready_made), default=0)
         self._last = max((b for _, b in ready_made), default=0)
         self._makes_out = bool(ready_made) and out_BSHE is None
@@ -72,17 +85,24 @@ class BackwardWork:
         self._delta_rows = None if delta_BHS is None else cut(delta_BHS, 2, *hull)
 
     def __call__(self) -> None:
-        scale = self._softmax_scale
+        scale, lanes = self._softmax_scale, self._lanes
         stand_in: Tensor | None = None
-        if self._makes_out:
-            stand_in = self._rows.stand_in(self._grad_out_rows, require_delta(self._delta_rows))
         finite: dict[tuple[int, int], Tensor] = {}
         for at, call in enumerate(self._calls):
+            lanes.turn()
+            if at == 0:
+                if self._joined:
+                    lanes.follow()
+                if self._makes_out:
+                    delta = require_delta(self._delta_rows)
+                    stand_in = self._rows.stand_in(self._grad_out_rows, delta)
+                finite = {run: self._rows.finite_lse(lse) for run, lse in self._runs.items()}
+                if self._prepared is not None:
+                    lanes.here(self._prepared)
+            elif at == 1 and self._prepared is not None:
+                lanes.after_event(self._prepared)
             if isinstance(call.kernel, DenseKernel):
-                lse = finite.get(call.queries)
-                if lse is None:
-                    lse = finite[call.queries] = self._rows.finite_lse(self._lse[at])
-                out = self._out_of(at, stand_in)
+                out, lse = self._out_of(at, stand_in), finite[call.queries]
                 grads = call.kernel.backward_prepared(
                     *(*self._tensors[at], out, lse), mask=call.mask, softmax_scale=scale
                 )
@@ -91,9 +111,11 @@ class BackwardWork:
                 grads = call.kernel.backward(
                     *(*self._tensors[at], *state), mask=call.mask, softmax_scale=scale
                 )
+            lanes.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
+        lanes.hold(stand_in, finite)
 
     def _out_of(self, at: int, stand_in: Tensor | None) -> Tensor:
         if stand_in is None:

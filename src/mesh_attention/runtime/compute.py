@@ -22,6 +22,7 @@ from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
 from mesh_attention.runtime.backward import BackwardCall, BackwardWork
 from mesh_attention.runtime.binding import Views, cut
 from mesh_attention.runtime.coverage import Coverage, coverage
+from mesh_attention.runtime.lanes import Lanes
 from mesh_attention.runtime.masks import BlockMasks
 
 __all__ = ["Compute", "Work"]
@@ -36,23 +37,26 @@ class Compute:
         masks: BlockMasks,
         rows: RowKernels,
         softmax_scale: float,
+        lanes: Lanes,
     ) -> None:
         self._kernels = kernels
+        self._lanes = lanes
         self._masks = masks
         self._rows = rows
         self._softmax_scale = softmax_scale
         self._covered: dict[tuple[int, str], Coverage] = {}  # by operation and side
 
-    def work(self, op: Attend | AttendBackward | Merge, views: Views) -> Work:
+    def work(self, op: Attend | AttendBackward | Merge, views: Views, *, joined: bool) -> Work:
+        """`joined`: the first kernel call reads what was computed right before it."""
         match op:
             case Attend():
-                return self.attend(op, views)
+                return self.attend(op, views, joined=joined)
             case AttendBackward():
-                return self.attend_backward(op, views)
+                return self.attend_backward(op, views, joined=joined)
             case Merge():
                 return self.merge(op, views)
 
-    def attend(self, op: Attend, views: Views) -> Work:
+    def attend(self, op: Attend, views: Views, *, joined: bool) -> Work:
         q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
         lse = views.statistics(op.lse)
         covered = self._coverage(op, "q", q.shape[1], op.fresh)
@@ -68,10 +72,12 @@ class Compute:
                 mask=mask,
                 softmax_scale=self._softmax_scale,
             )
-            works.append(partial(_forward, forward, MergedRows(self._rows, out, lse, stretches)))
+            target = MergedRows(self._rows, out, lse, stretches)
+            works.append(partial(_forward, self._lanes, joined, forward, target))
+            joined = False
         return partial(_in_turn, works)
 
-    def attend_backward(self, op: AttendBackward, views: Views) -> Work:
+    def attend_backward(self, op: AttendBackward, views: Views, *, joined: bool) -> Work:
         q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
         lse = views.statistics(op.lse)
         out = None if op.out is None else views.tokens(op.out)
@@ -99,7 +105,10 @@ class Compute:
             for at, call in enumerate(op.calls)
         ]
         scale = self._softmax_scale
-        works.append(BackwardWork(self._rows, calls, scale, q, k, v, grad_out, lse, out, delta))
+        tensors = (q, k, v, grad_out, lse, out, delta)
+        works.append(
+            BackwardWork(self._rows, calls, scale, *tensors, lanes=self._lanes, joined=joined)
+        )
         return partial(_in_turn, works)
 
     def _coverage(
@@ -138,8 +147,15 @@ class Compute:
                 return partial(rows.delta, out, grad_out, statistics(outputs[0]))
 
 
-def _forward(forward: Callable[[], tuple[Tensor, Tensor]], target: MergedRows) -> None:
-    target.take(*forward())
+def _forward(
+    lanes: Lanes, joined: bool, forward: Callable[[], tuple[Tensor, Tensor]], target: MergedRows
+) -> None:
+    lanes.turn()
+    if joined:
+        lanes.follow()
+    result = forward()
+    lanes.follow()
+    target.take(*result)
 
 
 def _merge_lse(partials: Sequence[Tensor], target: Tensor) -> None:

@@ -10,7 +10,7 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,18 @@ from mesh_attention.kernels import (
     choose,
     choose_rows,
 )
+from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Free,
+    Merge,
+    Operation,
+    writes,
+)
 from mesh_attention.runtime.binding import Bindings, Form, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.lanes import Lanes, Marks
@@ -56,6 +64,7 @@ class _Step:
     after: Marks  # on the compute lane, for a communication
     marked: bool  # a communication waits for this computation
     fixed: bool  # touches nothing of the caller's
+    joined: bool  # reads what was computed right before it
 
 
 class Executor:
@@ -74,6 +83,7 @@ class Executor:
         kernel: str | None = None,
         rows: RowKernels | None = None,
         trace: Trace | None = None,
+        two_lanes: bool | None = None,
     ) -> None:
         program = one.programs[rank]
         if form.dtype.itemsize != plan.problem.element_bytes:
@@ -91,9 +101,14 @@ class Executor:
         self.choices = _choose(plan, form, masks, one.direction, kernel)
         self.row_choice = choose_rows(form.device.type, form.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
-        self._scratch_bytes = scratch_bytes(program, plan.problem, kernels)
-        self._compute = Compute(kernels, masks, rows or self.row_choice.rows, softmax_scale)
-        self._lanes = Lanes(form.device)
+        # Communications that are not on streams follow the compute stream, so there is one of it.
+        self._lanes = Lanes(form.device, two=transport.in_order if two_lanes is None else two_lanes)
+        self._scratch_bytes = scratch_bytes(
+            program, plan.problem, kernels, two_lanes=self._lanes.two
+        )
+        self._compute = Compute(
+            kernels, masks, rows or self.row_choice.rows, softmax_scale, self._lanes
+        )
         waits = dependencies(program, self._memory)
         self._steps = self._make_steps(program.operations, waits)
 
@@ -119,41 +134,55 @@ class Executor:
         outputs = self._bindings.outputs()
         views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
         self._workspace.poison(block.memory, outputs.values())
-        self._lanes.begin()
+        lanes = self._lanes
+        lanes.begin()
         under_way: dict[int, Handle] = {}
-        for step, fixed in zip(self._steps, works, strict=True):
-            for before in step.waits:
-                handle = under_way.pop(before, None)
-                if handle is not None:
-                    while not handle.ready():
-                        yield
-                    handle.wait()
-            work = self._work(step.op, views) if fixed is None else fixed
-            if self._trace is not None:
-                work = _Traced(work, self._trace(step.op))
-            if step.communicates:
-                under_way[step.at] = work(step.after)
-            else:
-                work()
-                if step.marked:
-                    self._lanes.mark(step.at)
-        for handle in under_way.values():
-            while not handle.ready():
-                yield
-            handle.wait()
+        try:
+            for step, fixed in zip(self._steps, works, strict=True):
+                for before in step.waits:
+                    handle = under_way.pop(before, None)
+                    if handle is not None:
+                        yield from self._wait(handle)
+                work = self._work(step, views) if fixed is None else fixed
+                if self._trace is not None:
+                    work = _Traced(work, self._trace(step.op))
+                if step.communicates:
+                    under_way[step.at] = work(step.after)
+                else:
+                    work()
+                    if step.marked:
+                        lanes.mark(step.at)
+            for handle in under_way.values():
+                yield from self._wait(handle)
+        finally:
+            lanes.finish()
         return outputs
 
-    def _work(self, op: Operation, views: Views) -> Callable[..., Any]:
+    def _wait(self, handle: Handle) -> Generator[None, None, None]:
+        """What comes now on either lane needs a communication."""
+        lanes = self._lanes
+        while not handle.ready():
+            lanes.pause()
+            yield
+            lanes.resume()
+        handle.wait()
+        if lanes.two:
+            lanes.other()
+            handle.wait()
+            lanes.other()
+
+    def _work(self, step: _Step, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
+        op = step.op
         if isinstance(op, Attend | AttendBackward | Merge):
-            return self._compute.work(op, views)
+            return self._compute.work(op, views, joined=step.joined)
         assert not isinstance(op, Free)
         return self._transport.prepare(op, views.rows)
 
     def _bind(self, block: Block) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
         kept = Views(self._bindings.workspace(block.memory))
-        works = [self._work(step.op, kept) if step.fixed else None for step in self._steps]
+        works = [self._work(step, kept) if step.fixed else None for step in self._steps]
         block.bound[self] = kept, works
         return kept, works
 
@@ -165,6 +194,7 @@ class Executor:
             i for i, c in enumerate(communicates) if c
         }
         steps: list[_Step] = []
+        joined = _joined(operations)
         for at, op in enumerate(operations):
             if isinstance(op, Free):
                 continue  # offsets were planned from it; `dependencies` guards the reuse
@@ -178,9 +208,33 @@ class Executor:
                 _Step(
                     *(at, op, communicates[at], tuple(others), after, at in marked),
                     fixed=self._bindings.in_workspace(op),
+                    joined=at in joined,
                 )
             )
         return tuple(steps)
+
+
+def _joined(operations: Sequence[Operation]) -> set[int]:
+    """Attentions whose kernels read what was computed after the last kernel call but one: beside
+    the last call and its merge, where they would run, it may not be there yet."""
+    found = set()
+    calls = 0
+    computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
+    for at, op in enumerate(operations):
+        if isinstance(op, Attend | AttendBackward):
+            if any(computed.get(name, -1) >= calls for name in _kernel_inputs(op)):
+                found.add(at)
+            calls += len(op.calls)
+        if not is_communication(op):
+            computed.update((piece.buffer, calls) for piece in writes(op))
+    return found
+
+
+def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:
+    inputs: tuple[Piece | None, ...] = (op.q, op.k, op.v)
+    if isinstance(op, AttendBackward):
+        inputs += (op.grad_out, op.lse, op.out, op.delta)
+    return (piece.buffer for piece in inputs if piece is not None)
 
 
 class _Traced:

@@ -1,13 +1,20 @@
-"""The compute lane and its marks: where on it a communication may begin.
+"""The compute lanes of a rank, and marks on them: where a communication may begin.
 
-On the CPU computation is done when its call returns, so there is nothing to mark. On CUDA a mark is
-an event on the compute stream, and a communication waits for the marks it depends on, and for no
-other computation: that is what lets it overlap. Events are made once and recorded in every call.
+On the CPU computation is done when its call returns: there is one lane and nothing to mark. On CUDA
+a mark is an event on a compute stream, and a communication waits for the marks it depends on, and
+for no other computation: that is what lets it overlap. Events are made once and recorded in every
+call.
+
+Kernel calls take turns on two streams, because the last programs of a call leave most of the GPU
+idle, and merging its result leaves the matrix units idle: the next call fills both. All else stays
+in program order. The rule is one line: what comes after a kernel call waits for all that came
+before it, so a call runs beside the one before it and beside nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -17,18 +24,96 @@ Marks = tuple[torch.cuda.Event, ...]
 
 
 class Lanes:
-    def __init__(self, device: torch.device) -> None:
+    """`two`: kernel calls take turns. Only where communications run on streams of their own."""
+
+    def __init__(self, device: torch.device, *, two: bool = False) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._events: dict[int, torch.cuda.Event] = {}
-        self._begin = self._event() if self._cuda else None
-        self._stream: torch.cuda.Stream | None = None
+        self._begin = _event() if self._cuda else None
+        self._stream: torch.cuda.Stream | None = None  # that of the lane we are on
+        self._main: torch.cuda.Stream | None = None
+        self._side = _side_stream(device) if two and self._cuda else None
+        self._ends = [_event(), _event()] if self._side is not None else []
+        self._turn = 0
+        self._held: list[tuple[int, object]] = []
+
+    @property
+    def two(self) -> bool:
+        return self._side is not None
 
     def begin(self) -> None:
         """A new call begins here, on the stream that is now the current one."""
-        if self._begin is not None:
-            self._stream = torch.cuda.current_stream(self._device)
-            self._begin.record(self._stream)
+        if self._begin is None:
+            return
+        self._main = self._stream = torch.cuda.current_stream(self._device)
+        self._begin.record(self._main)
+        if self._side is not None:
+            self._side.wait_event(self._begin)
+            self._turn = 0
+
+    def turn(self) -> None:
+        """A kernel call comes: go to the other lane, where what was before the last call is done.
+
+        What was held for calls that are over is dropped; its memory belongs to the lane that made
+        it, and is given out again only to calls that wait for those."""
+        if self._side is None:
+            return
+        assert self._stream is not None
+        assert self._main is not None
+        self._ends[self._turn % 2].record(self._stream)
+        self._turn += 1
+        self._stream = self._side if self._turn % 2 else self._main
+        torch.cuda.set_stream(self._stream)
+        if self._held:
+            self._held = [held for held in self._held if held[0] + 2 > self._turn]
+
+    def follow(self) -> None:
+        """What comes now waits for all that came before the last turn."""
+        if self._side is not None:
+            assert self._stream is not None
+            self._stream.wait_event(self._ends[(self._turn + 1) % 2])
+
+    def hold(self, *things: object) -> None:
+        """Keep tensors that calls on both lanes read until those calls are over."""
+        if self._side is not None:
+            self._held.append((self._turn, things))
+
+    def here(self, event: torch.cuda.Event) -> None:
+        """Record an event on the lane we are on."""
+        if self._stream is not None:
+            event.record(self._stream)
+
+    def after_event(self, event: torch.cuda.Event) -> None:
+        """What comes now waits for an event of the other lane."""
+        if self._stream is not None:
+            self._stream.wait_event(event)
+
+    def other(self) -> None:
+        """Go to the other lane, to say something there, or back."""
+        if self._side is not None:
+            assert self._main is not None
+            self._stream = self._main if self._stream is self._side else self._side
+            torch.cuda.set_stream(self._stream)
+
+    def pause(self) -> None:
+        """Others use the device meanwhile, on the stream that was the current one."""
+        if self._side is not None and self._main is not None:
+            torch.cuda.set_stream(self._main)
+
+    def resume(self) -> None:
+        if self._side is not None and self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+    def finish(self) -> None:
+        """Both lanes are done: the call goes on where it began."""
+        if self._side is None or self._main is None:
+            return
+        self._ends[1].record(self._side)
+        self._main.wait_event(self._ends[1])
+        self._stream = self._main
+        torch.cuda.set_stream(self._main)
+        self._held.clear()
 
     def mark(self, at: int) -> None:
         if self._stream is not None:
@@ -39,9 +124,15 @@ class Lanes:
         wait for. The same events serve every call."""
         if self._begin is None:
             return ()
-        marks = [self._events.setdefault(i, self._event()) for i in computations]
+        marks = [self._events.setdefault(i, _event()) for i in computations]
         return (self._begin, *marks) if begin else tuple(marks)
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all programs of a process: the allocator keeps memory apart by stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

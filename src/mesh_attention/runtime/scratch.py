@@ -18,14 +18,20 @@ from mesh_attention.plan.program import Attend, AttendBackward, Call, Program
 __all__ = ["scratch_bytes"]
 
 
-def scratch_bytes(program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel]) -> int:
+def scratch_bytes(
+    program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel], *, two_lanes: bool
+) -> int:
+    """With two lanes what one operation prepared is held while the next one runs."""
     table = program.buffer_table()
-    largest = 0
+    largest = held = 0
     for op in program.operations:
         if isinstance(op, Attend):
             largest = max([largest, *(_forward(op, call, table, problem) for call in op.calls)])
-        elif isinstance(op, AttendBackward):
-            largest = max(largest, _backward(op, table, problem, kernels))
+        elif isinstance(op, AttendBackward) and op.calls:
+            prepared = _prepared(op, table, problem)
+            calls = max(_backward(op, call, table, problem, kernels) for call in op.calls)
+            largest = max(largest, held + prepared + calls)
+            held = prepared if two_lanes else 0
     return largest
 
 
@@ -35,30 +41,32 @@ def _forward(op: Attend, call: Call, table: dict[str, Buffer], problem: Problem)
     return rows * heads * (problem.v_dim * problem.element_bytes + problem.accumulate_bytes)
 
 
-def _backward(
-    op: AttendBackward,
-    table: dict[str, Buffer],
-    problem: Problem,
-    kernels: Mapping[MaskKind, Kernel],
-) -> int:
-    if not op.calls:
-        return 0
-    heads, kv_heads = _heads(op.q, table), _heads(op.k, table)
+def _prepared(op: AttendBackward, table: dict[str, Buffer], problem: Problem) -> int:
+    """What all calls of an operation share."""
+    heads = _heads(op.q, table)
     first, last = min(c.q_start for c in op.calls), max(c.q_stop for c in op.calls)
     runs = {(c.q_start, c.q_stop) for c in op.calls}
     statistics = sum(stop - start for start, stop in runs) * heads * problem.accumulate_bytes
     stand_in = 0 if op.out is not None else (last - first) * heads * problem.v_dim
-    calls = []
-    for call in op.calls:
-        rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
-        kernel = kernels[MaskKind(call.kind)]
-        own = 0
-        if isinstance(kernel, DenseKernel):
-            own = kernel.backward_workspace_bytes(rows, heads, problem.head_dim)
-        of_queries = rows * heads * problem.head_dim
-        of_keys = keys * kv_heads * (problem.head_dim + problem.v_dim)
-        calls.append((of_queries + of_keys) * problem.element_bytes + own)
-    return statistics + stand_in * problem.element_bytes + max(calls)
+    return statistics + stand_in * problem.element_bytes
+
+
+def _backward(
+    op: AttendBackward,
+    call: Call,
+    table: dict[str, Buffer],
+    problem: Problem,
+    kernels: Mapping[MaskKind, Kernel],
+) -> int:
+    heads, kv_heads = _heads(op.q, table), _heads(op.k, table)
+    rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+    kernel = kernels[MaskKind(call.kind)]
+    own = 0
+    if isinstance(kernel, DenseKernel):
+        own = kernel.backward_workspace_bytes(rows, heads, problem.head_dim)
+    of_queries = rows * heads * problem.head_dim
+    of_keys = keys * kv_heads * (problem.head_dim + problem.v_dim)
+    return (of_queries + of_keys) * problem.element_bytes + own
 
 
 def _heads(piece: Piece, table: dict[str, Buffer]) -> int:

@@ -22,7 +22,8 @@ from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
 from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.mesh_programs import CAPPED, MeshInner, Order, order_tasks
+from mesh_attention.plan.methods.mesh_programs import MeshInner
+from mesh_attention.plan.methods.mesh_tasks import CAPPED, Order, order_tasks
 from mesh_attention.plan.methods.setting import TileSetting
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.methods.weave import weave

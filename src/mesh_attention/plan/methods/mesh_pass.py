@@ -67,6 +67,11 @@ class MeshPass(ABC):
         self.row_buffers = cache(self._row_buffers)
         self.column_buffers = cache(self._column_buffers)
 
+    @property
+    def chunks_of_slice(self) -> tuple[int, int]:
+        """Q and KV chunks of one slice of the heads."""
+        return len(self.q_chunks) // self.head_chunks, len(self.kv_chunks) // self.head_chunks
+
     # What a subclass says.
 
     @abstractmethod
@@ -126,10 +131,10 @@ class MeshPass(ABC):
         return partial if same else f"{partial}.wire"
 
     def q_spans(self, row: int, i: int) -> Spans:
-        return self._q_rows(row, i % (len(self.q_chunks) // self.head_chunks))
+        return self._q_rows(row, i % self.chunks_of_slice[0])
 
     def kv_spans(self, column: int, j: int) -> Spans:
-        return self._kv_rows(column, j % (len(self.kv_chunks) // self.head_chunks))
+        return self._kv_rows(column, j % self.chunks_of_slice[1])
 
     def _gathered_q_rows(self, row: int, i: int) -> Spans:
         units = [self.own_rows(Kind.Q, unit) for unit in self.tile.q_group(row)]
