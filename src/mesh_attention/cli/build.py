@@ -29,8 +29,8 @@ MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
 
 # Settings of a method by the name of their option; --max-memory alone is called otherwise there.
 _SETTINGS = (
-    "tile", "backward_tile", "rotation", "chunks", "backward_chunks", "head_chunks",
-    "backward_head_chunks", "layout", "stripe_block", "combine", "gather_out", "scheduler",
+    "tile", "backward_tile", "rotation", "chunks", "backward_chunks", "heads_at_once",
+    "backward_heads_at_once", "layout", "stripe_block", "combine", "gather_out", "scheduler",
     "max_memory", "ranks_per_node", "alpha", "ulysses", "team", "inner", "gradients", "first_block",
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ _FLAGS = {
     "ranks": "--ranks",
     "rank": "--rank",
     "sms": "--sms",
-    "head_chunks": "--head-chunks",
+    "heads_at_once": "--heads-at-once",
     "alpha": "--alpha",
     "ulysses": "--ulysses",
     "team": "--team",

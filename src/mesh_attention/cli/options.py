@@ -93,6 +93,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
 
 def _add_setting(group: argparse._ArgumentGroup) -> None:
     tile, chunks = pair("a tile such as 4x2 (AxB)"), pair("a pair such as 4x4 (KQxKKV)")
+    heads = pair("a pair such as 2x8 (FIRSTxMOST)")
 
     def choice(name: str, what: str, names: Iterable[str], help: str) -> None:
         known = tuple(names)
@@ -123,12 +124,14 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--backward-chunks", type=chunks, metavar="KQxKKV", help="default: the same")
     group.add_argument(
-        "--head-chunks",
-        type=size,
-        metavar="N",
-        help="slices of the heads that follow each other (default 1)",
+        "--heads-at-once",
+        type=heads,
+        metavar="FIRSTxMOST",
+        help="KV heads of the first and of the largest slice (default: all at once)",
     )
-    group.add_argument("--backward-head-chunks", type=size, metavar="N", help="default: the same")
+    group.add_argument(
+        "--backward-heads-at-once", type=heads, metavar="FIRSTxMOST", help="default: the same"
+    )
     choice("--layout", "layout", LayoutKind, "who owns which token (default: by the mask)")
     group.add_argument("--stripe-block", type=size, metavar="N", help="tokens of a stripe")
     choice("--combine", "way to combine", Combine, "how partial results come home (default auto)")

@@ -17,7 +17,8 @@ __all__ = ["plan_on", "setting_of"]
 
 # Options that a pass states itself, for the pass at hand, or that follow from the cluster.
 _STATED = (
-    "tile", "backward_tile", "chunks", "backward_chunks", "head_chunks", "backward_head_chunks",
+    "tile", "backward_tile", "chunks", "backward_chunks", "heads_at_once",
+    "backward_heads_at_once",
     "rotation", "scheduler", "layout", "ranks_per_node", "costs", "gamma",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.layout import Layout, Spans, joined, slice_spans
@@ -71,18 +71,18 @@ def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
     )
 
 
-def by_heads(rows: Sequence[Chunk], num_heads: int, count: int) -> tuple[Chunk, ...]:
-    """These chunks of rows for each of `count` slices of the heads, slice after slice.
+def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:
+    """These chunks of rows for each slice of the heads, slice after slice.
 
-    >>> [(c.index, c.heads) for c in by_heads([Chunk(0, 0, 8, (0, 8))], 6, 2)]
-    [(0, (0, 3)), (1, (3, 6))]
+    >>> [(c.index, c.heads) for c in by_heads([Chunk(0, 0, 8, (0, 8))], [2, 4])]
+    [(0, (0, 2)), (1, (2, 6))]
     """
-    if count == 1:
+    if len(sizes) == 1:
         return tuple(rows)
-    size = num_heads // count
+    bounds = [0, *accumulate(sizes)]
     return tuple(
-        replace(chunk, index=part * len(rows) + chunk.index, heads=(part * size, (part + 1) * size))
-        for part in range(count)
+        replace(chunk, index=part * len(rows) + chunk.index, heads=heads)
+        for part, heads in enumerate(pairwise(bounds))
         for chunk in rows
     )
 

@@ -42,6 +42,7 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.runtime.binding import Bindings, Form, Views
 from mesh_attention.runtime.compute import Compute
+from mesh_attention.runtime.cuts import in_pieces
 from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks
 from mesh_attention.runtime.scratch import scratch_bytes
@@ -86,6 +87,10 @@ class Executor:
         two_lanes: bool | None = None,
     ) -> None:
         program = one.programs[rank]
+        # Communications that are not on streams follow the compute stream, so there is one of it.
+        self._lanes = Lanes(form.device, two=transport.in_order if two_lanes is None else two_lanes)
+        if self._lanes.two:
+            program = in_pieces(program)
         if form.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
                 f"the plan is for {plan.problem.element_bytes}-byte elements, "
@@ -101,8 +106,6 @@ class Executor:
         self.choices = _choose(plan, form, masks, one.direction, kernel)
         self.row_choice = choose_rows(form.device.type, form.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
-        # Communications that are not on streams follow the compute stream, so there is one of it.
-        self._lanes = Lanes(form.device, two=transport.in_order if two_lanes is None else two_lanes)
         self._scratch_bytes = scratch_bytes(
             program, plan.problem, kernels, two_lanes=self._lanes.two
         )

@@ -18,6 +18,7 @@ from mesh_attention.plan.methods.frame import (
     layouts_of,
     route_of,
 )
+from mesh_attention.plan.methods.head_slices import HeadsAtOnce, sizes_for
 from mesh_attention.plan.methods.lowerings import Lowerings
 from mesh_attention.plan.methods.mesh_backward import MeshBackward
 from mesh_attention.plan.methods.mesh_forward import MeshForward
@@ -30,7 +31,7 @@ from mesh_attention.plan.methods.weave import weave
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "head_chunk_counts", "plan_mesh"]
+__all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "plan_mesh"]
 
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
@@ -42,9 +43,9 @@ class MeshSetting(TileSetting):
     """Everything a person can choose about a mesh; None means: choose for me.
 
     tile, chunks          (a, b) and (kq, kkv); the backward ones default to the forward ones
-    head_chunks           slices of the heads that follow each other through gather, attention and
-                          reduction: the first gather and the last reduction, which nothing hides,
-                          shrink with their number, and so does memory
+    heads_at_once         KV heads of the first slice and of the largest (`head_slices.py`): slices
+                          of the heads follow each other, so that little stays open at both ends,
+                          and memory holds a few slices; None: all heads at once
     max_buffer_bytes      cap on the workspace of each pass; the schedule keeps to it or refuses
     """
 
@@ -52,8 +53,8 @@ class MeshSetting(TileSetting):
     rotation: bool = True
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
-    head_chunks: int = 1
-    backward_head_chunks: int | None = None
+    heads_at_once: HeadsAtOnce | None = None
+    backward_heads_at_once: HeadsAtOnce | None = None
     scheduler: Scheduler = Scheduler.GREEDY
     gamma: float = 1.05
     max_buffer_bytes: int | None = None
@@ -96,17 +97,18 @@ def plan_mesh(
         forward = direction is Direction.FORWARD
         shape = tile if forward else backward_tile
         chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
-        heads = setting.head_chunks if forward else setting.backward_head_chunks
-        heads = setting.head_chunks if heads is None else heads
+        heads = setting.heads_at_once
+        if not forward and setting.backward_heads_at_once is not None:
+            heads = setting.backward_heads_at_once
         _check_chunks(chunks)
-        _check_head_chunks(heads, problem, degree)
+        slices = sizes_for(problem, degree, heads)
         route = route_of(frame, shape, devices)
 
         def on(strand: Strand) -> MeshPass:
             if forward:
-                return MeshForward(strand, shape, chunks, route, head_chunks=heads)
+                return MeshForward(strand, shape, chunks, route, slices=slices)
             out = setting.gather_out
-            return MeshBackward(strand, shape, chunks, route, gather_out=out, head_chunks=heads)
+            return MeshBackward(strand, shape, chunks, route, gather_out=out, slices=slices)
 
         passes = [on(Strand(problem, q_layout, kv_layout, degree, i)) for i in range(degree)]
         schedule = order_tasks(
@@ -145,20 +147,4 @@ def _check_chunks(chunks: tuple[int, int]) -> None:
     if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
         raise PlanError(
             f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
-        )
-
-
-def head_chunk_counts(problem: Problem, degree: int = 1) -> list[int]:
-    """Slices of the heads that keep every KV head whole."""
-    held = max(1, problem.kv_heads // degree)
-    return [count for count in range(1, held + 1) if held % count == 0]
-
-
-def _check_head_chunks(count: int, problem: Problem, degree: int) -> None:
-    fits = head_chunk_counts(problem, degree)
-    if count not in fits:
-        of = f"{problem.kv_heads} KV heads" + (f" on {degree} ranks" if degree > 1 else "")
-        raise PlanError(
-            f"head_chunks={count} does not cut {of} into equal slices; "
-            f"numbers that do: {', '.join(map(str, fits))}"
         )

@@ -30,12 +30,12 @@ class MeshBackward(MeshPass):
         route: Route,
         *,
         gather_out: bool,
-        head_chunks: int = 1,
+        slices: tuple[int, ...] = (1,),
     ) -> None:
         self.gather_out = gather_out
         rest = Kind.OUT if gather_out else Kind.DELTA
         self.q_inputs = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, rest)
-        super().__init__(strand, tile, chunks, route, head_chunks=head_chunks)
+        super().__init__(strand, tile, chunks, route, slices=slices)
 
     def q_partials(self) -> tuple[tuple[str, Kind], ...]:
         return (("grad_q", Kind.GRAD_Q),)

@@ -41,14 +41,14 @@ class MeshPass(ABC):
         chunks: tuple[int, int],
         route: Route,
         *,
-        head_chunks: int = 1,
+        slices: tuple[int, ...] = (1,),
     ) -> None:
         self.strand = strand
         self.problem = strand.problem
         self.tile = tile
-        self.head_chunks = head_chunks
-        self.q_chunks = strand.chunks(Kind.Q, chunks[0], head_chunks)
-        self.kv_chunks = strand.chunks(Kind.K, chunks[1], head_chunks)
+        self.slices = slices  # of the heads: their sizes
+        self.q_chunks = strand.chunks(Kind.Q, chunks[0], slices)
+        self.kv_chunks = strand.chunks(Kind.K, chunks[1], slices)
         self.q_route = route if tile.a > 1 else Route.LOCAL
         kv_route = route if tile.rotation else Route.EXCHANGE
         self.kv_route = kv_route if tile.b > 1 else Route.LOCAL
@@ -70,7 +70,8 @@ class MeshPass(ABC):
     @property
     def chunks_of_slice(self) -> tuple[int, int]:
         """Q and KV chunks of one slice of the heads."""
-        return len(self.q_chunks) // self.head_chunks, len(self.kv_chunks) // self.head_chunks
+        count = len(self.slices)
+        return len(self.q_chunks) // count, len(self.kv_chunks) // count
 
     # What a subclass says.
 

@@ -40,13 +40,13 @@ class MeshInner(OnMesh):
 
     @property
     def setting(self) -> dict[str, str]:
-        mesh, slices = self._mesh, self._mesh.head_chunks
+        mesh = self._mesh
         num_q, num_kv = mesh.chunks_of_slice
         return {
             "tile": str(mesh.tile),
             "rotation": "on" if mesh.tile.rotation else "off",
             "chunks": f"{num_q}x{num_kv}",
-            **({"head_chunks": str(slices)} if slices > 1 else {}),
+            **({"head_slices": "+".join(map(str, mesh.slices))} if len(mesh.slices) > 1 else {}),
             "q_home": mesh.q_route.value,
             "kv_home": mesh.kv_route.value if mesh.kv_return else "none",
             "scheduler": self._ordered_by,

@@ -6,7 +6,7 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from mesh_attention.plan.buffers import Buffer, Kind, Role
@@ -54,15 +54,18 @@ def order_tasks(
     mesh: MeshPass, costs: Costs, order: Order, *, gamma: float, max_buffer_bytes: int | None
 ) -> Schedule:
     if max_buffer_bytes is not None:
-        graph = _task_graph(mesh, _present_tasks(mesh), costs, num_slices=mesh.head_chunks)
+        graph = _task_graph(mesh, _present_tasks(mesh), costs, range(len(mesh.slices)))
         return greedy_capped(graph, _memory_model(mesh, graph), max_buffer_bytes, gamma=gamma)
-    graph = _task_graph(mesh, _present_tasks(mesh), costs, num_slices=1)
-    first = search(graph).schedule if order is Order.SEARCH else greedy(graph, gamma=gamma)
-    return follow_each_other([_of_slice(mesh, first, part) for part in range(mesh.head_chunks)])
+    largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
+    graph = _task_graph(mesh, _present_tasks(mesh), costs, [largest])
+    found = search(graph).schedule if order is Order.SEARCH else greedy(graph, gamma=gamma)
+    return follow_each_other(
+        [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
+    )
 
 
-def _of_slice(mesh: MeshPass, first: Schedule, part: int) -> Schedule:
-    """The schedule of the first slice of heads, for another one."""
+def _of_slice(mesh: MeshPass, found: Schedule, part: int) -> Schedule:
+    """The schedule of a slice of heads, for the one so many places behind it."""
     num_q, num_kv = mesh.chunks_of_slice
 
     def name(task: str) -> str:
@@ -76,7 +79,7 @@ def _of_slice(mesh: MeshPass, first: Schedule, part: int) -> Schedule:
         communication = None if old.communication is None else name(old.communication)
         return Step(communication, tuple(map(name, old.compute)))
 
-    return Schedule(tuple(map(step, first.steps))) if part else first
+    return Schedule(tuple(map(step, found.steps))) if part else found
 
 
 def parts_of(task: str) -> tuple[str, int]:
@@ -134,11 +137,11 @@ def fragment(mesh: MeshPass, unit: int, task: str) -> list[Operation]:
     return mesh.return_kv(i, mesh.kv_home(mesh.fetch_key(unit), i))
 
 
-def _task_graph(mesh: MeshPass, pairs_of: Pairs, costs: Costs, *, num_slices: int) -> TaskGraph:
+def _task_graph(mesh: MeshPass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
     num_q, num_kv = mesh.chunks_of_slice
     tasks = {  # queries meet keys of their own heads only
-        (part * num_q + i, part * num_kv + j): pairs
-        for part in range(num_slices)
+        (part * num_q + i, part * num_kv + j): (part, pairs)
+        for part in slices
         for (i, j), pairs in pairs_of.items()
     }
     names = {key: f"C-{key[0]}-{key[1]}" for key in tasks}
@@ -152,7 +155,9 @@ def _task_graph(mesh: MeshPass, pairs_of: Pairs, costs: Costs, *, num_slices: in
                 CommunicationTask(name, kind, index, seconds, needs.get(index, ()))
             )
 
-    q_indices, kv_indices = range(num_slices * num_q), range(num_slices * num_kv)
+    q_indices, kv_indices = (
+        [part * count + at for part in slices for at in range(count)] for count in (num_q, num_kv)
+    )
     if mesh.tile.b > 1:
         add("AG-KV", kv_indices, {})
     if mesh.tile.a > 1:
@@ -164,9 +169,9 @@ def _task_graph(mesh: MeshPass, pairs_of: Pairs, costs: Costs, *, num_slices: in
         add(mesh.kv_return, kv_indices, by_kv)
     backward = mesh.direction is Direction.BACKWARD
     compute = []
-    for (i, j), pairs in tasks.items():
-        shares = mesh.strand.q_layout.num_ranks * mesh.head_chunks
-        flops = mesh.problem.flops(pairs, backward=backward) / shares
+    for (i, j), (part, pairs) in tasks.items():
+        share = mesh.slices[part] / sum(mesh.slices) / mesh.strand.q_layout.num_ranks
+        flops = mesh.problem.flops(pairs, backward=backward) * share
         gathers = (f"AG-Q-{i}",) * (mesh.tile.a > 1) + (f"AG-KV-{j}",) * (mesh.tile.b > 1)
         compute.append(ComputeTask(names[i, j], i, j, costs.compute_seconds(flops), gathers))
     return TaskGraph(tuple(communication), tuple(compute))

@@ -67,10 +67,15 @@ class Strand:
     def size(self, kind: Kind) -> int:
         return self.degree * self.layout(kind).slots
 
-    def chunks(self, kind: Kind, count: int, head_count: int = 1) -> tuple[Chunk, ...]:
-        """`count` chunks of rows for each of `head_count` slices of this strand's heads."""
+    def chunks(
+        self, kind: Kind, count: int, slices: tuple[int, ...] | None = None
+    ) -> tuple[Chunk, ...]:
+        """`count` chunks of rows for each slice of this strand's heads, given by KV heads."""
+        rows = chunks_between(self.halves(kind), count)
+        if slices is None or len(slices) == 1:
+            return rows
         first, last = self.heads(kind)
-        return by_heads(chunks_between(self.halves(kind), count), last - first, head_count)
+        return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
 
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows. High halves of a zigzag come in order of position, so that

@@ -25,6 +25,7 @@ from mesh_attention.plan.methods.candidates import (
     unit_tiles,
 )
 from mesh_attention.plan.methods.frame import frame_of
+from mesh_attention.plan.methods.head_slices import HeadsAtOnce
 from mesh_attention.plan.methods.key_steps import Gradients
 from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
 from mesh_attention.plan.methods.q_ring import AgkvRingQoSetting, RingQSetting, plan_q_ring
@@ -60,8 +61,8 @@ class AllGatherKvSetting(Setting):
 
     chunks: tuple[int, int] = (1, 1)
     backward_chunks: tuple[int, int] | None = None
-    head_chunks: int = 1
-    backward_head_chunks: int | None = None
+    heads_at_once: HeadsAtOnce | None = None
+    backward_heads_at_once: HeadsAtOnce | None = None
     combine: Combine = Combine.AUTO
     scheduler: Scheduler = Scheduler.GREEDY
     max_buffer_bytes: int | None = None

@@ -1,0 +1,48 @@
+"""Slices of the heads that follow each other through gather, attention and reduction.
+
+Attention of a slice hides the gather of the next one and the way home of the one before, so only
+the first gather and the last way home stay open. Those should be small and the rest large, since
+every slice costs a few transfers: sizes grow from the first slice on, no faster than attention
+usually outlasts the gather of as many heads, and fall again towards the last.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["HeadsAtOnce", "sizes_for", "slice_sizes"]
+
+HeadsAtOnce = tuple[int, int]  # KV heads of the first and last slice, and of the largest
+_GROWTH = 1.6
+
+
+def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
+    """
+    >>> slice_sizes(64, 2, 16), slice_sizes(64, 16, 16)
+    ((2, 3, 5, 8, 14, 14, 8, 5, 3, 2), (16, 16, 16, 16))
+    """
+    rising: list[int] = []
+    size = first
+    while size < most and 2 * (sum(rising) + size) + size <= num_heads:
+        rising.append(size)
+        size = max(size + 1, round(size * _GROWTH))
+    middle = num_heads - 2 * sum(rising)
+    count = -(-middle // most)
+    level = [middle // count + (at < middle % count) for at in range(count)] if count else []
+    return (*rising, *level, *reversed(rising))
+
+
+def sizes_for(problem: Problem, degree: int, heads: HeadsAtOnce | None) -> tuple[int, ...]:
+    """Sizes of the slices of the KV heads that one of `degree` ranks of a unit holds."""
+    held = max(1, problem.kv_heads // degree)
+    if heads is None:
+        return (held,)
+    first, most = heads
+    if not 1 <= first <= most <= held:
+        where = f"{held} KV heads" + (f" that a rank holds with ulysses={degree}" * (degree > 1))
+        raise PlanError(
+            f"heads_at_once={first}x{most}: give the KV heads of the first slice and of the "
+            f"largest, 1 <= first <= largest <= {where}"
+        )
+    return slice_sizes(held, first, most)
