@@ -10,15 +10,12 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number, pair
-from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS, make_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["attention_mask", "build_plan", "suggested_chunks"]
-
-_ROWS_PER_CHUNK = 4096  # fewer rows a side and kernels lose speed; more and less can overlap
+__all__ = ["attention_mask", "build_plan"]
 
 
 def attention_mask(
@@ -53,21 +50,12 @@ def _window(size: Any) -> tuple[int | None, int | None] | None:
     return (None if left == -1 else left, None if right == -1 else right)
 
 
-def suggested_chunks(problem: Problem, num_ranks: int, tile: tuple[int, int]) -> tuple[int, int]:
-    """Up to 4x4, as long as every chunk keeps enough rows for a kernel."""
-    q_rows = tile[0] * problem.q_tokens // num_ranks
-    kv_rows = tile[1] * problem.keys // num_ranks
-    kq, kkv = (min(4, max(1, rows // _ROWS_PER_CHUNK)) for rows in (q_rows, kv_rows))
-    return kq, kkv
-
-
 def build_plan(problem: Problem, num_ranks: int, method: str, given: Mapping[str, Any]) -> Plan:
     """The plan for options as people write them; None means: choose for me."""
     options = {name: value for name, value in given.items() if value is not None}
     if "tile" in options:
         options["tile"] = pair("tile", options["tile"])
-    chunked = method in METHODS and "chunks" in METHODS[method].options()
-    if chunked and "chunks" not in options:
-        tile = options.get("tile") or best_tile(num_ranks, problem)
-        options["chunks"] = suggested_chunks(problem, num_ranks, tile)
+    names = METHODS[method].options() if method in METHODS else ()
+    if "auto_cut" in names and not {"chunks", "heads_at_once"} & options.keys():
+        options.setdefault("auto_cut", True)
     return make_plan(problem, num_ranks, method=method, **options)

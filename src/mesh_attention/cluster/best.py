@@ -1,18 +1,20 @@
 """The setting of a method with the shortest simulated time. Pure: same question, same answer.
 
-First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates) at
-few chunks; then the chunks of the best shape, by doubling and halving while that helps; then the
-chunks found with the next best shapes. What the caller gave stays as it is.
+First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
+cut into a few slices of heads or chunks of rows; then the cut of the best shape, by doubling and
+halving while that helps; then the cut found with the next best shapes. What the caller gave stays
+as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.cuts import Cut, first_cut, free_names
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.order import Overlap, an_overlap
 from mesh_attention.cluster.planning import plan_on
@@ -20,16 +22,13 @@ from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, a_direction
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["Best", "find_best"]
 
-Chunks = tuple[int, int]
-FIRST_CHUNKS: Chunks = (2, 2)
-NUM_REFINED = 3  # shapes that meet the chunks found for the best one
+NUM_REFINED = 3  # shapes that meet the cut found for the best one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,12 @@ def find_best(
     search = _Search(measure, progress)
     search.attempt(given)  # the method's own choice, and its refusal of what was given
     shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
-    chunked = "chunks" in METHODS[method].options()
-    free_chunks = chunked and not {"chunks", "backward_chunks"} & given.keys()
-    first = {"chunks": FIRST_CHUNKS} if free_chunks else {}
-    search.expect(len(shapes) + (12 if free_chunks else 0))
+    free = free_names(METHODS[method].options(), given)
+    search.expect(len(shapes) + (20 if free else 0))
     for shape in ({}, *shapes):
-        search.attempt(shape | given | first)
-    if free_chunks:
-        _refine_chunks(search)
+        search.attempt(shape | given | first_cut(problem, shape | given).options(free))
+    if free:
+        _refine(search, free)
     return search.answer()
 
 
@@ -139,49 +136,34 @@ class _Search:
         return Best(timeline, setting, tried)
 
 
-def _refine_chunks(search: _Search) -> None:
+def _refine(search: _Search, free: Sequence[str]) -> None:
     ranking = search.ranking()
     if not ranking:
         return
     shapes: list[dict[str, Any]] = []
     for setting in ranking:
-        shape = {name: value for name, value in setting.items() if name != "chunks"}
+        shape = {name: value for name, value in setting.items() if name not in free}
         if shape not in shapes:
             shapes.append(shape)
-    best = _climb(search, shapes[0], ranking[0].get("chunks", (1, 1)))
+    best = _climb(search, shapes[0], Cut.of(ranking[0]), free)
     for shape in shapes[1:NUM_REFINED]:
-        if search.attempt(shape | {"chunks": best}) == _leading(search):
-            best = _climb(search, shape, best)
+        if search.attempt(shape | best.options(free)) == _leading(search):
+            best = _climb(search, shape, best, free)
 
 
 def _leading(search: _Search) -> Score | None:
     return search.attempt(search.ranking()[0])
 
 
-def _climb(search: _Search, shape: dict[str, Any], chunks: Chunks) -> Chunks:
-    """From chunks to better neighbours until there are none."""
-    best, score = chunks, search.attempt(shape | {"chunks": chunks})
+def _climb(search: _Search, shape: dict[str, Any], cut: Cut, free: Sequence[str]) -> Cut:
+    """From a cut to better neighbours until there are none."""
+    best, score = cut, search.attempt(shape | cut.options(free))
     while True:
         found = best
-        for near in _neighbours(best):
-            other = search.attempt(shape | {"chunks": near})
+        for near in best.neighbours():
+            other = search.attempt(shape | near.options(free))
             if other is not None and (score is None or other < score):
                 found, score = near, other
         if found == best:
             return best
         best = found
-
-
-def _neighbours(chunks: Chunks) -> Iterable[Chunks]:
-    """Twice or half as many on one side, or moved from one side to the other."""
-    kq, kkv = chunks
-    for near in (
-        (2 * kq, kkv),
-        (kq, 2 * kkv),
-        (kq // 2, kkv),
-        (kq, kkv // 2),
-        (2 * kq, kkv // 2),
-        (kq // 2, 2 * kkv),
-    ):
-        if min(near) >= 1 and near[0] * near[1] <= MAX_TASKS:
-            yield near

@@ -18,7 +18,7 @@ __all__ = ["plan_on", "setting_of"]
 # Options that a pass states itself, for the pass at hand, or that follow from the cluster.
 _STATED = (
     "tile", "backward_tile", "chunks", "backward_chunks", "heads_at_once",
-    "backward_heads_at_once",
+    "backward_heads_at_once", "auto_cut",
     "rotation", "scheduler", "layout", "ranks_per_node", "costs", "gamma",
 )  # fmt: skip
 

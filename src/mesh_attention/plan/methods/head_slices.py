@@ -11,7 +11,7 @@ from __future__ import annotations
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["HeadsAtOnce", "sizes_for", "slice_sizes"]
+__all__ = ["HeadsAtOnce", "sizes_for", "slice_sizes", "usual_heads"]
 
 HeadsAtOnce = tuple[int, int]  # KV heads of the first and last slice, and of the largest
 _GROWTH = 1.6
@@ -31,6 +31,15 @@ def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
     count = -(-middle // most)
     level = [middle // count + (at < middle % count) for at in range(count)] if count else []
     return (*rising, *level, *reversed(rising))
+
+
+def usual_heads(problem: Problem, degree: int = 1) -> HeadsAtOnce | None:
+    """About eight slices of those that a rank holds, and small ones at both ends."""
+    held = max(1, problem.kv_heads // degree)
+    if held == 1:
+        return None
+    most = max(1, held // 8)
+    return max(1, most // 4), most
 
 
 def sizes_for(problem: Problem, degree: int, heads: HeadsAtOnce | None) -> tuple[int, ...]:

@@ -6,11 +6,12 @@ once for all ranks, and each rank's program is its fragments in that order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, best_tile, tiles_of
 from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.methods.cutting import suggested_cut
 from mesh_attention.plan.methods.frame import (
     check_ranks,
     devices_of,
@@ -46,6 +47,7 @@ class MeshSetting(TileSetting):
     heads_at_once         KV heads of the first slice and of the largest (`head_slices.py`): slices
                           of the heads follow each other, so that little stays open at both ends,
                           and memory holds a few slices; None: all heads at once
+    auto_cut              choose chunks and heads_at_once by the size of the problem
     max_buffer_bytes      cap on the workspace of each pass; the schedule keeps to it or refuses
     """
 
@@ -55,6 +57,7 @@ class MeshSetting(TileSetting):
     backward_chunks: tuple[int, int] | None = None
     heads_at_once: HeadsAtOnce | None = None
     backward_heads_at_once: HeadsAtOnce | None = None
+    auto_cut: bool = False
     scheduler: Scheduler = Scheduler.GREEDY
     gamma: float = 1.05
     max_buffer_bytes: int | None = None
@@ -90,6 +93,7 @@ def plan_mesh(
     )
     frame = frame_of(method, setting, ulysses=degree)
     devices = devices_of(tile, frame)
+    setting = _cut(setting, problem, num_ranks, tile, degree)
     q_layout, kv_layout = layouts_of(problem, num_ranks, frame)
     lowerings = Lowerings(q_layout, kv_layout, problem.rows)
 
@@ -130,6 +134,17 @@ def plan_mesh(
         ranks_per_node=setting.ranks_per_node,
         method=method,
     )
+
+
+def _cut(
+    setting: MeshSetting, problem: Problem, num_ranks: int, tile: Tile, degree: int
+) -> MeshSetting:
+    if not setting.auto_cut:
+        return setting
+    if setting.chunks != (1, 1) or setting.heads_at_once is not None:
+        raise PlanError("auto_cut chooses chunks and heads_at_once; leave out it or them")
+    chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
+    return replace(setting, chunks=chunks, heads_at_once=heads)
 
 
 def _tile(shape: tuple[int, int], units: int, rotation: bool) -> Tile:

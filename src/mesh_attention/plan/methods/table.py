@@ -63,6 +63,7 @@ class AllGatherKvSetting(Setting):
     backward_chunks: tuple[int, int] | None = None
     heads_at_once: HeadsAtOnce | None = None
     backward_heads_at_once: HeadsAtOnce | None = None
+    auto_cut: bool = False
     combine: Combine = Combine.AUTO
     scheduler: Scheduler = Scheduler.GREEDY
     max_buffer_bytes: int | None = None
