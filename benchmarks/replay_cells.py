@@ -29,13 +29,11 @@ __all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
 CLUSTERS = ("paper", "hgx-h100")
 K = 1024
 SIZES = (256 * K, 512 * K, 1024 * K)
-SEARCHED = ("mesh", "mesh-usp")  # at their best predicted setting; others at their own, or given
+SEARCHED = ("mesh", "mesh-usp")  # always at their best predicted setting
 GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
-# 512K tokens on 256 ranks: chunks, and GiB of workspace that they can do with.
-LEAN = {
-    "forward": (((4, 4), 1.4), ((8, 2), 1.2)),
-    "backward": (((2, 4), 3.25), ((4, 4), 3.25), ((4, 4), 2.8)),
-}
+# Heads at once, of the first slice and the largest: less memory, and what a measured search tries.
+LEAN = ((4, 4), (2, 4), (2, 2))
+TUNED = ((8, 8), (2, 8), (4, 16))
 TABLES = ("settings", "methods", "grouped", "memory", "tuned")
 
 
@@ -104,13 +102,12 @@ def _settings(method: str) -> Iterator[Cell]:
 
 
 def _methods() -> Iterator[Cell]:
-    others = [name for name in METHODS if name not in ("mesh", "usp", "ring")]
-    for cluster in CLUSTERS:
-        for method in others:  # the rest are among the settings
-            for causal in (False, True):
-                for direction in Direction:
-                    place = ("methods", cluster, method, 256, 512 * K, causal, direction.value)
-                    yield Cell(*place)
+    """All at their best predicted setting; mesh and ring are among the settings."""
+    for method in [name for name in METHODS if name not in ("mesh", "ring")]:
+        for causal in (False, True):
+            for direction in Direction:
+                place = ("methods", "hgx-h100", method, 256, 512 * K, causal, direction.value)
+                yield Cell(*place)
 
 
 def _grouped() -> Iterator[Cell]:
@@ -124,21 +121,19 @@ def _grouped() -> Iterator[Cell]:
 def _memory() -> Iterator[Cell]:
     for cluster in CLUSTERS:
         for direction in Direction:
-            for chunks, gib in LEAN[direction.value]:
-                yield Cell(
-                    *("memory", cluster, "mesh", 256, 512 * K, False, direction.value),
-                    options={"chunks": chunks, "max_buffer_bytes": int(gib * 2**30)},
-                )
+            for heads in LEAN:
+                place = ("memory", cluster, "mesh", 256, 512 * K, False, direction.value)
+                yield Cell(*place, options={"heads_at_once": heads})
 
 
 def _tuned() -> Iterator[Cell]:
-    """More chunks than the search thinks best: what a measured search might find."""
+    """Smaller slices of heads than the search thinks best: what a measured search might find."""
     for cluster in CLUSTERS:
         for causal in (False, True):
             for direction in Direction:
                 place = ("tuned", cluster, "mesh", 256, 512 * K, causal, direction.value)
-                for chunks in ((2, 2), (2, 4), (4, 2), (4, 4)):
-                    yield Cell(*place, options={"chunks": chunks})
+                for heads in TUNED:
+                    yield Cell(*place, options={"heads_at_once": heads})
 
 
 def prepare(cell: Cell, folder: Path) -> Path:
@@ -147,8 +142,9 @@ def prepare(cell: Cell, folder: Path) -> Path:
     if path.exists():
         return path
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
-    options = cell.options | (_shape_of_best(cell, folder) if cell.table == "tuned" else {})
-    if cell.method in SEARCHED and cell.table != "tuned":
+    given = cell.table in ("tuned", "memory")
+    options = cell.options | (_shape_of_best(cell, folder) if given else {})
+    if not given and (cell.method in SEARCHED or cell.table == "methods"):
         best = find_best(
             *(cell.problem, cell.ranks, cluster),
             method=cell.method,

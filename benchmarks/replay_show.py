@@ -98,7 +98,11 @@ def _methods(cluster: str, rows: Sequence[Row]) -> None:
     kinds = [(causal, d) for causal in (False, True) for d in ("forward", "backward")]
     lines = [["method", *(f"{'causal' if causal else 'full'} {d}" for causal, d in kinds)]]
     for method in dict.fromkeys(r["method"] for r in at):
-        found = {(r["causal"], r["direction"]): r for r in at if r["method"] == method}
+        # A setting that was found stands here, not one that was given.
+        own = sorted(
+            (r for r in at if r["method"] == method), key=lambda r: r["table"] == "methods"
+        )
+        found = {(r["causal"], r["direction"]): r for r in own}
         cells = []
         for kind in kinds:
             r = found.get(kind)
@@ -112,9 +116,9 @@ def _tuned(cluster: str, rows: Sequence[Row]) -> None:
     tuned = [r for r in rows if r["table"] == "tuned"]
     if not tuned:
         return
-    print(f"\n{cluster}, 256 ranks, 512K tokens: mesh with other chunks, milliseconds (MFU %)")
-    chunks = sorted({r["setting"]["chunks"] for r in tuned})
-    lines = [["mask", "pass", "searched", *chunks, "best", "goal"]]
+    print(f"\n{cluster}, 256 ranks, 512K tokens: mesh with other heads at once, ms (MFU %)")
+    heads = sorted({r["options"]["heads_at_once"] for r in tuned})
+    lines = [["mask", "pass", "searched", *heads, "best", "goal"]]
     for causal in (False, True):
         for direction in ("forward", "backward"):
             here = [r for r in tuned if (r["causal"], r["direction"]) == (causal, direction)]
@@ -126,9 +130,9 @@ def _tuned(cluster: str, rows: Sequence[Row]) -> None:
                 if (r["table"], r["method"], *_place(r))
                 == ("settings", "mesh", 256, 524288, causal, direction)
             ]
-            found = {r["setting"]["chunks"]: r for r in here}
+            found = {r["options"]["heads_at_once"]: r for r in here}
             line = ["causal" if causal else "full", direction]
-            for r in (best[0] if best else None, *(found.get(c) for c in chunks)):
+            for r in (best[0] if best else None, *(found.get(h) for h in heads)):
                 line.append(f"{_ms(r)} ({r['mfu_percent']:.1f})" if r else "-")
             fastest = min(best + here, key=lambda r: float(r["seconds"]))
             line += [f"{fastest['mfu_percent']:.1f}", _mfu_goal(fastest)]
@@ -141,8 +145,7 @@ def _memory(cluster: str, rows: Sequence[Row]) -> None:
     if not lean:
         return
     print(f"\n{cluster}, 256 ranks, 512K tokens, no mask: memory against time")
-    lines = [["pass", "chunks", "workspace cap", "peak GiB", "of the best", "by the plan", "ms"]]
-    lines[0] += ["times slower"]
+    lines = [["pass", "slices", "peak GiB", "of the best", "by the plan", "ms", "times slower"]]
     for direction in ("forward", "backward"):
         best = [
             r
@@ -152,17 +155,14 @@ def _memory(cluster: str, rows: Sequence[Row]) -> None:
             and (r["causal"], r["direction"]) == (False, direction)
         ]
         for r in best + [r for r in lean if r["direction"] == direction]:
-            cap = r["options"].get("max_buffer_bytes")
             gib, planned = r["peak_bytes"] / 2**30, r["planned_bytes"] / 2**30
-            chunks = r["setting"]["chunks"]
-            line = [direction, chunks, f"{int(cap) / 2**30:.2f} GiB" if cap else "none"]
-            line += [f"{gib:.2f}"]
+            line = [direction, r["setting"].get("head_slices", "one"), f"{gib:.2f}"]
             share = gib / (best[0]["peak_bytes"] / 2**30) if best else 0.0
             slower = r["seconds"] / best[0]["seconds"] if best else 0.0
             line += [f"{share:.0%}", f"{planned:.2f}", _ms(r), f"{slower:.3f}"]
-            if not cap:
+            if r["table"] == "settings":
                 goal = MEMORY_GOALS_GIB[direction]
-                line[3] += " " + _verdict(gib <= goal, f"{goal:g}")
+                line[2] += " " + _verdict(gib <= goal, f"{goal:g}")
             elif share <= 0.5 and slower <= LEAN_TIME:
                 line[-1] += " reached"
             lines.append(line)

@@ -28,6 +28,7 @@ class Holder(Protocol):
 
 class ReplayTransport:
     in_order = True
+    own_stream = True
 
     def __init__(self, program: Program, seconds: Sequence[float], holder: Holder) -> None:
         # By identity: an operation belongs to one place of a program, and hashing one is slow.

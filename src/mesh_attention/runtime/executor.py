@@ -87,8 +87,9 @@ class Executor:
         two_lanes: bool | None = None,
     ) -> None:
         program = one.programs[rank]
-        # Communications that are not on streams follow the compute stream, so there is one of it.
-        self._lanes = Lanes(form.device, two=transport.in_order if two_lanes is None else two_lanes)
+        # Communications without a stream of their own follow the compute stream: then it is one.
+        two = transport.own_stream if two_lanes is None else two_lanes
+        self._lanes = Lanes(form.device, two=two)
         if self._lanes.two:
             program = in_pieces(program)
         if form.dtype.itemsize != plan.problem.element_bytes:

@@ -24,7 +24,7 @@ Marks = tuple[torch.cuda.Event, ...]
 
 
 class Lanes:
-    """`two`: kernel calls take turns. Only where communications run on streams of their own."""
+    """`two`: kernel calls take turns. Only where communications run on a stream of their own."""
 
     def __init__(self, device: torch.device, *, two: bool = False) -> None:
         self._device = device

@@ -19,6 +19,7 @@ __all__ = ["AloneTransport"]
 
 class AloneTransport:
     in_order = True
+    own_stream = True
 
     def __init__(
         self, program: Program, receive: Callable[[Buffer, Tensor], None] | None = None

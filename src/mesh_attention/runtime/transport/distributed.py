@@ -133,7 +133,8 @@ class DistributedTransport:
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
         # By group and name of the operation; recorded in every call.
         self._events: dict[tuple[str, str], torch.cuda.Event] = {}
-        self.in_order = stream is not None and not self._host_driven
+        self.own_stream = stream is not None
+        self.in_order = self.own_stream and not self._host_driven
         self.meter = Meter(one.programs[rank].buffer_table())
 
     def prepare(self, op: Communication, view: View) -> Start:

@@ -41,6 +41,11 @@ class Transport(Protocol):
         """Whether operations follow each other without anybody waiting for the one before."""
         ...
 
+    @property
+    def own_stream(self) -> bool:
+        """Whether operations run on a CUDA stream that no computation is on, and follow marks."""
+        ...
+
     def prepare(self, op: Communication, view: View) -> Start:
         """All of an operation of this rank that can be done before its tensors hold anything.
 
@@ -53,6 +58,7 @@ class UnpreparedTransport(ABC):
     """For transports that have nothing to prepare."""
 
     in_order = False
+    own_stream = False
 
     @abstractmethod
     def start(self, op: Communication, view: View, after: Marks) -> Handle:

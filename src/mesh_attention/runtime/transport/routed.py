@@ -42,6 +42,10 @@ class RoutedTransport:
     def in_order(self) -> bool:
         return self._far.in_order  # and the near ones share its stream
 
+    @property
+    def own_stream(self) -> bool:
+        return self._far.own_stream
+
     def prepare(self, op: Communication, view: View) -> Start:
         members, meter = self._members[op.group], self._far.meter
         traffic = meter.measure(op, members.index(self._rank), len(members), view)
