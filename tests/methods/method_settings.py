@@ -25,10 +25,11 @@ Setting = dict[str, Any]
 
 _SHAPE = ("ulysses", "inner", "tile", "team")
 # Neither a shape nor a closed choice. Those of the schedule and the mapping to nodes have tests of
-# their own; chunks and stripes are dealt out here.
+# their own; chunks, heads at once and stripes are dealt out here.
 _OTHER = (
-    "alpha", "backward_chunks", "backward_tile", "chunks", "costs", "gamma", "max_buffer_bytes",
-    "ranks_per_node", "scheduler", "stripe_block",
+    "alpha", "auto_cut", "backward_chunks", "backward_heads_at_once", "backward_tile", "chunks",
+    "costs", "gamma", "heads_at_once", "max_buffer_bytes", "ranks_per_node", "scheduler",
+    "stripe_block",
 )  # fmt: skip
 _CHUNKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))
 _STRIPES = (1, 2, 1, 3)
@@ -101,6 +102,10 @@ def deal(
             setting["stripe_block"] = _STRIPES[turn % 4]
         if "chunks" in method.options():
             setting["chunks"] = _CHUNKS[turn % 5]
+        if "heads_at_once" in method.options() and turn % 3 == 0:
+            held = problem.kv_heads // (setting.get("ulysses") or 1)
+            if held > 1:
+                setting["heads_at_once"] = (1, 1 + turn % (held - 1))
         yield setting
 
 

@@ -91,6 +91,7 @@ def random_setting(rng: Random, ranks: int) -> MeshSetting:
         gather_out=rng.random() < 0.5,
         ranks_per_node=node,
         alpha=alpha,
+        heads_at_once=rng.choice((None, (1, 1))),
     )
 
 

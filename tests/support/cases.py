@@ -76,12 +76,12 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
     draw = random.Random(seed)
     q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 200)])
     kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 150)
-    head_dim = draw.choice([8, 16])
+    head_dim, heads = draw.choice([8, 16]), draw.choice(HEADS)
     return Case(
         ranks=ranks,
         q_tokens=q_tokens,
         kv_tokens=kv_tokens,
-        heads=draw.choice(HEADS),
+        heads=heads,
         head_dims=(head_dim, draw.choice([head_dim, head_dim, 12])),
         batch=draw.randint(1, 3),
         mask=random_mask(draw, q_tokens, kv_tokens),
@@ -97,8 +97,19 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
             "combine": draw.choice(list(Combine)),
             "gather_out": draw.random() < 0.3,
             "scheduler": draw.choice(list(Order)),
+            **random_heads(draw, heads[1]),
         },
     )
+
+
+def random_heads(draw: random.Random, held: int) -> dict[str, tuple[int, int] | None]:
+    """All heads at once, or slices of them, in each pass."""
+
+    def some() -> tuple[int, int] | None:
+        most = draw.randint(1, held)
+        return draw.choice([None, (draw.randint(1, most), most)])
+
+    return {"heads_at_once": some(), "backward_heads_at_once": some()}
 
 
 def random_mask(draw: random.Random, q_tokens: int, kv_tokens: int) -> Mask:

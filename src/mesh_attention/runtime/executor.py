@@ -49,7 +49,7 @@ from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
-__all__ = ["Executor", "Form", "Trace", "run_to_end"]
+__all__ = ["Executor", "Form", "Trace", "joined_attentions", "run_to_end"]
 
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
@@ -198,7 +198,7 @@ class Executor:
             i for i, c in enumerate(communicates) if c
         }
         steps: list[_Step] = []
-        joined = _joined(operations)
+        joined = joined_attentions(operations)
         for at, op in enumerate(operations):
             if isinstance(op, Free):
                 continue  # offsets were planned from it; `dependencies` guards the reuse
@@ -218,7 +218,7 @@ class Executor:
         return tuple(steps)
 
 
-def _joined(operations: Sequence[Operation]) -> set[int]:
+def joined_attentions(operations: Sequence[Operation]) -> set[int]:
     """Attentions whose kernels read what was computed after the last kernel call but one: beside
     the last call and its merge, where they would run, it may not be there yet."""
     found = set()

@@ -20,15 +20,15 @@ _GROWTH = 1.6
 def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
     """
     >>> slice_sizes(64, 2, 16), slice_sizes(64, 16, 16)
-    ((2, 3, 5, 8, 14, 14, 8, 5, 3, 2), (16, 16, 16, 16))
+    ((2, 3, 5, 8, 10, 9, 9, 8, 5, 3, 2), (16, 16, 16, 16))
     """
     rising: list[int] = []
-    size = first
-    while size < most and 2 * (sum(rising) + size) + size <= num_heads:
+    size, middle = first, num_heads
+    while size < most and (middle == 2 * size or middle >= 3 * size):
         rising.append(size)
+        middle -= 2 * size
         size = max(size + 1, round(size * _GROWTH))
-    middle = num_heads - 2 * sum(rising)
-    count = -(-middle // most)
+    count = -(-middle // min(size, most))
     level = [middle // count + (at < middle % count) for at in range(count)] if count else []
     return (*rising, *level, *reversed(rising))
 

@@ -1,0 +1,126 @@
+"""Slices of the heads: their sizes, their order, and what they save."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from mesh_attention import Mask, Problem, count, make_plan
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.cutting import suggested_cut
+from mesh_attention.plan.methods.head_slices import slice_sizes, usual_heads
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import AllGather, Attend, AttendBackward
+from mesh_attention.plan.schedule import Schedule, follow_each_other
+from mesh_attention.plan.verify import verify
+
+LONG = Problem(1 << 19, 64, 128)
+
+
+def test_sizes_add_up_and_begin_and_end_small() -> None:
+    for held in range(1, 70):
+        for most in range(1, held + 1):
+            for first in range(1, most + 1):
+                sizes = slice_sizes(held, first, most)
+                assert sum(sizes) == held
+                assert min(sizes) >= 1
+                assert max(sizes) <= most
+                assert max(sizes[0], sizes[-1]) <= first or held < 3 * first
+                for one, other in pairwise(sizes):  # each hides the gather of the next
+                    assert other <= 2 * one + 1
+
+
+def test_slices_follow_each_other() -> None:
+    slices = [Schedule.parse(f"1 AG-{h}\n2 compute only C-{h}\n3 RS-{h}") for h in range(3)]
+    together = follow_each_other(slices)
+    assert together.text().splitlines() == [
+        "1 AG-0",
+        "2 AG-1 + C-0",
+        "3 AG-2",
+        "4 RS-0 + C-1",
+        "5 RS-1 + C-2",
+        "6 RS-2",
+    ]
+    assert follow_each_other(slices[:1]) == slices[0]
+
+
+def test_what_begins_inside_a_slice_stays_there() -> None:
+    one = Schedule.parse("1 AG-0\n2 AG-1 + C-0\n3 RS-0 + C-1\n4 RS-1")
+    two = Schedule.parse("1 AG-2\n2 AG-3 + C-2\n3 RS-2 + C-3\n4 RS-3")
+    assert [*follow_each_other([one, two]).order()] == [
+        *("AG-0", "AG-2", "AG-1", "C-0", "RS-0", "C-1"),
+        *("RS-1", "AG-3", "C-2", "RS-2", "C-3", "RS-3"),
+    ]
+
+
+def peaks(plan: Plan) -> list[int]:
+    return [one.peak_buffer_bytes for one in count(plan).values()]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) -> None:
+    problem = Problem(4096, 16, 8, num_kv_heads=8, mask=Mask(causal=causal))
+    whole, sliced = (
+        make_plan(problem, 16, tile=(4, 4), heads_at_once=heads) for heads in (None, (1, 1))
+    )
+    assert verify(sliced) == []
+    for one, other in zip(count(whole).values(), count(sliced).values(), strict=True):
+        assert [r.total for r in one.ranks] == [r.total for r in other.ranks]
+    for small, large in zip(peaks(sliced), peaks(whole), strict=True):
+        assert 4 * small < 3 * large
+
+
+def test_queries_meet_keys_of_their_own_heads() -> None:
+    plan = make_plan(Problem(96, 8, 8, num_kv_heads=4), 6, tile=(3, 2), heads_at_once=(1, 2))
+    for one in plan.passes:
+        assert one.setting["head_slices"] == "1+2+1"
+        for program in one.programs:
+            table = program.buffer_table()
+            attentions = [
+                op for op in program.operations if isinstance(op, Attend | AttendBackward)
+            ]
+            assert len(attentions) == 3
+            for op in attentions:
+                q, k = table[op.q.buffer].heads, table[op.k.buffer].heads
+                assert q == (2 * k[0], 2 * k[1])
+
+
+def test_the_next_slice_is_fetched_before_this_one_is_computed() -> None:
+    plan = make_plan(Problem(64, 4, 8), 4, tile=(2, 2), heads_at_once=(1, 1))
+    names = [op.name for op in plan.forward.programs[0].operations]
+    gathers = [op.name for op in plan.forward.programs[0].operations if isinstance(op, AllGather)]
+    assert gathers[:4] == ["AG-KV-0", "AG-Q-0", "AG-KV-1", "AG-Q-1"]
+    for slice_ in range(3):
+        assert names.index(f"AG-KV-{slice_ + 1}") < names.index(f"C-{slice_}-{slice_}")
+
+
+@pytest.mark.parametrize("heads", [(0, 1), (2, 1), (1, 5), (5, 5)])
+def test_impossible_slices_are_refused_with_what_is_possible(heads: tuple[int, int]) -> None:
+    problem = Problem(64, 8, 8, num_kv_heads=4)
+    with pytest.raises(PlanError, match=r"heads_at_once=.*<= largest <= 4 KV heads"):
+        make_plan(problem, 4, heads_at_once=heads)
+
+
+def test_with_ulysses_a_rank_holds_fewer_heads() -> None:
+    problem = Problem(64, 8, 8, num_kv_heads=4)
+    plan = make_plan(problem, 4, method="mesh-usp", ulysses=2, heads_at_once=(1, 1))
+    assert plan.forward.setting["head_slices"] == "1+1"
+    with pytest.raises(PlanError, match="2 KV heads that a rank holds with ulysses=2"):
+        make_plan(problem, 4, method="mesh-usp", ulysses=2, heads_at_once=(1, 3))
+
+
+def test_a_cut_is_suggested_by_size() -> None:
+    assert usual_heads(LONG) == (2, 8)
+    assert suggested_cut(LONG, 256, (16, 16), 1) == ((1, 1), (2, 8))
+    one_head = Problem(1 << 19, 64, 128, num_kv_heads=1)
+    assert suggested_cut(one_head, 256, (16, 16), 1) == ((4, 4), None)
+    short = Problem(1024, 64, 128)  # too few rows to fill a GPU with a few heads
+    assert suggested_cut(short, 16, (4, 4), 1) == ((1, 1), None)
+    assert suggested_cut(LONG, 8, (1, 1), 8) == ((1, 1), None)  # nothing is gathered
+    grouped = Problem(1 << 19, 64, 128, num_kv_heads=8)
+    assert suggested_cut(grouped, 64, (8, 8), 1) == ((1, 1), (1, 1))
+    plan = make_plan(LONG, 64, auto_cut=True)
+    assert plan.forward.setting["head_slices"].startswith("2+3+5")
+    with pytest.raises(PlanError, match="auto_cut"):
+        make_plan(LONG, 64, auto_cut=True, chunks=(2, 2))
