@@ -40,9 +40,14 @@ class Cudnn(DenseKernel):
             FORWARD, (*inputs, "compute_log_sumexp", "return_debug_mask")
         ) or why_op_unusable(BACKWARD, (*inputs, *results, *lengths))
 
-    def backward_workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
-        # An fp32 accumulator of dq and the row sums (measured with cuDNN 9.19 on an H200).
-        return num_rows * num_heads * (head_dim + 1) * 4
+    def backward_workspace_bytes(
+        self, shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int]
+    ) -> int:
+        """Measured with cuDNN 9.19 on an H200: an fp32 accumulator of dq and the row sums; where
+        query heads share keys, dk and dv of every query head besides; rows in blocks of 64."""
+        rows, keys = (-(-length // 64) * 64 for length in shape)
+        own = rows * heads[0] * (dims[0] + 1) * 4
+        return own if heads[0] == heads[1] else own + keys * heads[0] * sum(dims) * 2
 
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         return q_BSHD.shape[1] == 1 or k_BTGD.shape[1] == 1

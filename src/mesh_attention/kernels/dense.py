@@ -47,8 +47,11 @@ class DenseKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); grad_out, out and lse are contiguous and lse is finite."""
 
-    def backward_workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
-        """What the library takes for itself during a backward call, as far as it is known."""
+    def backward_workspace_bytes(
+        self, shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int]
+    ) -> int:
+        """What the library takes for itself during a backward call, as far as it is known: for so
+        many queries and keys, heads of both, and widths of keys and values."""
         return 0
 
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:

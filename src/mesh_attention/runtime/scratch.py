@@ -63,7 +63,8 @@ def _backward(
     kernel = kernels[MaskKind(call.kind)]
     own = 0
     if isinstance(kernel, DenseKernel):
-        own = kernel.backward_workspace_bytes(rows, heads, problem.head_dim)
+        widths = (problem.head_dim, problem.v_dim)
+        own = kernel.backward_workspace_bytes((rows, keys), (heads, kv_heads), widths)
     of_queries = rows * heads * problem.head_dim
     of_keys = keys * kv_heads * (problem.head_dim + problem.v_dim)
     return (of_queries + of_keys) * problem.element_bytes + own
