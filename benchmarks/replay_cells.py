@@ -73,16 +73,16 @@ def cells() -> Iterator[Cell]:
     yield from _settings("usp")
     yield from _grouped()
     yield from _memory()
-    yield from _tuned()
     ring = list(_settings("ring"))
     yield from (cell for cell in ring if cell.tokens < 1024 * K)
     yield from _methods()
     yield from (cell for cell in ring if cell.tokens >= 1024 * K)
+    yield from _tuned()
 
 
 ALL_TOKENS = (512 * K, 256 * K, 1024 * K)
 # Seconds of waiting each, and no goal is set for the others.
-TOKENS_OF = {("ring", "hgx-h100"): (512 * K,)}
+TOKENS_OF = {("ring", "hgx-h100"): (512 * K,), ("usp", "hgx-h100"): (512 * K,)}
 
 
 def _settings(method: str) -> Iterator[Cell]:

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", default=TABLES, choices=TABLES)
     parser.add_argument("--methods", nargs="+", help="only these")
     parser.add_argument("--match", default="", help="only cells with this in their name")
-    parser.add_argument("--repeats", type=int, default=3, help="at most; fewer for long runs")
+    parser.add_argument("--repeats", type=int, default=5, help="at most; fewer for long runs")
     parser.add_argument("--sms", type=int, nargs="+", default=[SMS])
     parser.add_argument("--same-priority", action="store_true")
     parser.add_argument("--workers", type=int, default=2, help="processes that plan cells")
@@ -99,7 +99,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
                 found = measure(
                     share,
                     sms=sms,
-                    repeats=min(given.repeats, 3 if lasts < 0.1 else 2 if lasts < 0.5 else 1),
+                    repeats=min(given.repeats, 5 if lasts < 0.1 else 3 if lasts < 0.3 else 1),
                     high_priority=not given.same_priority,
                     # A run cannot be broken off: what cannot be repeated in time is run once.
                     limit_seconds=max(0.0, given.limit - 2 * lasts),
