@@ -105,7 +105,7 @@ def deal(
         if "heads_at_once" in method.options() and turn % 3 == 0:
             held = problem.kv_heads // (setting.get("ulysses") or 1)
             if held > 1:
-                setting["heads_at_once"] = (1, 1 + turn % (held - 1))
+                setting["heads_at_once"] = (1, 1)  # tests also run it with fewer heads
         yield setting
 
 

@@ -9,12 +9,12 @@ as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.cuts import Cut, first_cut, free_names
+from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.order import Overlap, an_overlap
 from mesh_attention.cluster.planning import plan_on
@@ -73,10 +73,14 @@ def find_best(
     shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
     free = free_names(METHODS[method].options(), given)
     search.expect(len(shapes) + (20 if free else 0))
-    for shape in ({}, *shapes):
-        search.attempt(shape | given | first_cut(problem, shape | given).options(free))
+    # Which cut to begin with is asked of the method's own shape alone.
+    tried = [search.attempt(given | cut.options(free)) for cut in first_cuts(problem, given)]
+    slices_first = tried[0] is not None and (tried[-1] is None or tried[0] <= tried[-1])
+    for shape in shapes:
+        cut = first_cuts(problem, shape | given)[0 if slices_first else -1]
+        search.attempt(shape | given | cut.options(free))
     if free:
-        _refine(search, free)
+        _refine(search, free, problem)
     return search.answer()
 
 
@@ -136,7 +140,7 @@ class _Search:
         return Best(timeline, setting, tried)
 
 
-def _refine(search: _Search, free: Sequence[str]) -> None:
+def _refine(search: _Search, free: Sequence[str], problem: Problem) -> None:
     ranking = search.ranking()
     if not ranking:
         return
@@ -145,10 +149,11 @@ def _refine(search: _Search, free: Sequence[str]) -> None:
         shape = {name: value for name, value in setting.items() if name not in free}
         if shape not in shapes:
             shapes.append(shape)
-    best = _climb(search, shapes[0], Cut.of(ranking[0]), free)
+    best = _climb(search, shapes[0], Cut.of(ranking[0], problem), free)
     for shape in shapes[1:NUM_REFINED]:
-        if search.attempt(shape | best.options(free)) == _leading(search):
-            best = _climb(search, shape, best, free)
+        here = replace(best, held=Cut.of(shape, problem).held)
+        if search.attempt(shape | here.options(free)) == _leading(search):
+            best = _climb(search, shape, here, free)
 
 
 def _leading(search: _Search) -> Score | None:

@@ -10,21 +10,23 @@ from mesh_attention.plan.methods.head_slices import HeadsAtOnce, usual_heads
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["Cut", "first_cut", "free_names"]
+__all__ = ["Cut", "first_cuts", "free_names"]
 
 _NAMES = ("chunks", "heads_at_once")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`heads` None: all at once, and no way to cut them."""
+    """`heads` None: all of the `held` KV heads at once."""
 
     chunks: tuple[int, int]
     heads: HeadsAtOnce | None
+    held: int
 
     @staticmethod
-    def of(setting: Mapping[str, Any]) -> Cut:
-        return Cut(setting.get("chunks", (1, 1)), setting.get("heads_at_once"))
+    def of(setting: Mapping[str, Any], problem: Problem) -> Cut:
+        held = max(1, problem.kv_heads // (setting.get("ulysses") or 1))
+        return Cut(setting.get("chunks", (1, 1)), setting.get("heads_at_once"), held)
 
     def options(self, free: Sequence[str]) -> dict[str, Any]:
         """As options, of those names that are free to be chosen."""
@@ -32,7 +34,7 @@ class Cut:
         return {name: whole[name] for name in free if whole[name] is not None}
 
     def neighbours(self) -> Iterator[Cut]:
-        """Twice or half as many; a method refuses what does not fit."""
+        """Twice or half as many, or moved from one side to the other."""
         kq, kkv = self.chunks
         for chunks in (
             (2 * kq, kkv),
@@ -43,10 +45,8 @@ class Cut:
             (kq // 2, 2 * kkv),
         ):
             if min(chunks) >= 1 and chunks[0] * chunks[1] <= MAX_TASKS:
-                yield Cut(chunks, self.heads)
-        if self.heads is None:
-            return
-        first, most = self.heads
+                yield Cut(chunks, self.heads, self.held)
+        first, most = self.heads or (self.held, self.held)
         for heads in (
             (2 * first, most),
             (first // 2, most),
@@ -54,9 +54,11 @@ class Cut:
             (first, most // 2),
             (2 * first, 2 * most),
             (first // 2, most // 2),
+            (first // 4, most // 2),
         ):
-            if 1 <= heads[0] <= heads[1]:
-                yield Cut(self.chunks, heads)
+            if 1 <= heads[0] <= heads[1] <= self.held:
+                all_at_once = heads == (self.held, self.held)
+                yield Cut(self.chunks, None if all_at_once else heads, self.held)
 
 
 def free_names(options: Sequence[str], given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -68,7 +70,9 @@ def free_names(options: Sequence[str], given: Mapping[str, Any]) -> tuple[str, .
     )
 
 
-def first_cut(problem: Problem, shape: Mapping[str, Any]) -> Cut:
-    """Slices of heads where there are several, chunks of rows where not."""
-    heads = usual_heads(problem, shape.get("ulysses") or 1)
-    return Cut((2, 2), None) if heads is None else Cut((1, 1), heads)
+def first_cuts(problem: Problem, shape: Mapping[str, Any]) -> tuple[Cut, ...]:
+    """Two to begin with: slices of heads, where there are several, and chunks of rows."""
+    held = Cut.of(shape, problem).held
+    heads = usual_heads(problem, problem.kv_heads // held)
+    chunks = Cut((2, 2), None, held)
+    return (chunks,) if heads is None else (Cut((1, 1), heads, held), chunks)
