@@ -11,7 +11,7 @@ from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Program
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.cuts import in_pieces
-from mesh_attention.runtime.executor import joined_attentions
+from mesh_attention.runtime.joins import joined_attentions
 
 
 def attentions(program: Program) -> list[Attend | AttendBackward]:

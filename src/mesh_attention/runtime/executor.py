@@ -10,7 +10,7 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,6 @@ from mesh_attention.kernels import (
     choose,
     choose_rows,
 )
-from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -38,18 +37,18 @@ from mesh_attention.plan.program import (
     Free,
     Merge,
     Operation,
-    writes,
 )
 from mesh_attention.runtime.binding import Bindings, Form, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.cuts import in_pieces
+from mesh_attention.runtime.joins import joined_attentions
 from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
-__all__ = ["Executor", "Form", "Trace", "joined_attentions", "run_to_end"]
+__all__ = ["Executor", "Form", "Trace", "run_to_end"]
 
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
@@ -216,29 +215,6 @@ class Executor:
                 )
             )
         return tuple(steps)
-
-
-def joined_attentions(operations: Sequence[Operation]) -> set[int]:
-    """Attentions whose kernels read what was computed after the last kernel call but one: beside
-    the last call and its merge, where they would run, it may not be there yet."""
-    found = set()
-    calls = 0
-    computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
-    for at, op in enumerate(operations):
-        if isinstance(op, Attend | AttendBackward):
-            if any(computed.get(name, -1) >= calls for name in _kernel_inputs(op)):
-                found.add(at)
-            calls += len(op.calls)
-        if not is_communication(op):
-            computed.update((piece.buffer, calls) for piece in writes(op))
-    return found
-
-
-def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:
-    inputs: tuple[Piece | None, ...] = (op.q, op.k, op.v)
-    if isinstance(op, AttendBackward):
-        inputs += (op.grad_out, op.lse, op.out, op.delta)
-    return (piece.buffer for piece in inputs if piece is not None)
 
 
 class _Traced:
