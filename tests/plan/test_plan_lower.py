@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+import pytest
 from dense_oracle import dense_mask, padded_to, pairs_of_calls
 from plan_cases import random_layouts, random_mask, random_sizes
 
@@ -13,7 +14,10 @@ from mesh_attention.plan.chunks import chunks_of, whole_spans
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower, rectangles
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.program import Call, CallKind
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attend, Call, CallKind
 
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
@@ -134,3 +138,14 @@ def test_rectangles_cover_the_true_cells_and_no_other_each_once() -> None:
         for i0, i1, j0, j1 in rectangles(cells):
             covered[i0:i1, j0:j1] += 1
         assert (covered == cells).all()
+
+
+@pytest.mark.parametrize("ranks", [64, 256, 1024])
+def test_a_rank_that_gathers_all_zigzag_halves_makes_few_calls(ranks: int) -> None:
+    """High halves lie in falling order, so every one of them is a block of its own."""
+    problem = Problem(8 * ranks, 2, 8, mask=Mask(causal=True))
+    plan = make_plan(problem, ranks, method="allgather-kv", directions=(Direction.FORWARD,))
+    for program in plan.forward.programs[:: ranks // 16]:
+        (op,) = (op for op in program.operations if isinstance(op, Attend))
+        assert len(op.calls) <= 5
+        assert not any(call.kind is CallKind.RANGE for call in op.calls)

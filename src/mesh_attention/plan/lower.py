@@ -33,6 +33,9 @@ __all__ = ["MAX_CALLS", "Queries", "RowList", "lower", "rectangles"]
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
+# More blocks than that are not looked at one by one: token stripes. Zigzag halves of 256 ranks and
+# more, gathered by one rank, are few calls and must be.
+MAX_BLOCKS = 4096
 
 # Up to so many blocks a side are compared one by one; for more, arrays are faster.
 _FEW_BLOCKS = 4
@@ -79,7 +82,7 @@ class RowList:
     @staticmethod
     def of(layout: Layout, spans: Spans) -> RowList:
         runs = tuple(run for span in spans for run in layout.runs(*span))
-        few = sum(run.count for run in runs) <= 4 * MAX_CALLS
+        few = sum(run.count for run in runs) <= MAX_BLOCKS
         return RowList(
             runs,
             num_rows=sum(run.num_tokens for run in runs),

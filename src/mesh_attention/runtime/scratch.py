@@ -21,7 +21,7 @@ __all__ = ["scratch_bytes"]
 def scratch_bytes(
     program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel], *, two_lanes: bool
 ) -> int:
-    """With two lanes what one operation prepared is held while the next one runs."""
+    """With two lanes what one operation prepared is held during the first call of the next."""
     table = program.buffer_table()
     largest = held = 0
     for op in program.operations:
@@ -29,8 +29,8 @@ def scratch_bytes(
             largest = max([largest, *(_forward(op, call, table, problem) for call in op.calls)])
         elif isinstance(op, AttendBackward) and op.calls:
             prepared = _prepared(op, table, problem)
-            calls = max(_backward(op, call, table, problem, kernels) for call in op.calls)
-            largest = max(largest, held + prepared + calls)
+            first, *others = (_backward(op, call, table, problem, kernels) for call in op.calls)
+            largest = max([largest, held + prepared + first, *(prepared + c for c in others)])
             held = prepared if two_lanes else 0
     return largest
 
