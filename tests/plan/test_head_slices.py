@@ -122,5 +122,29 @@ def test_a_cut_is_suggested_by_size() -> None:
     assert suggested_cut(grouped, 64, (8, 8), 1) == ((1, 1), (1, 1))
     plan = make_plan(LONG, 64, auto_cut=True)
     assert plan.forward.setting["head_slices"].startswith("2+3+5")
-    with pytest.raises(PlanError, match="auto_cut"):
+    with pytest.raises(PlanError, match="give either it or chunks"):
         make_plan(LONG, 64, auto_cut=True, chunks=(2, 2))
+
+
+def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
+    problem = Problem(1 << 16, 32, 64)
+    free = make_plan(problem, 16, tile=(4, 4), auto_cut=True)
+    largest = max(peaks(free))
+    for share in (2, 3):
+        plan = make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=largest // share)
+        assert max(peaks(plan)) <= largest // share
+        assert verify(plan) == []
+        assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
+    tight = peaks(make_plan(problem, 16, tile=(4, 4), heads_at_once=(1, 1)))
+    under = make_plan(
+        problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=max(tight) * 9 // 10
+    )
+    assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
+    assert max(peaks(under)) <= max(tight) * 9 // 10
+    with pytest.raises(PlanError, match="smallest cap"):
+        make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=1 << 20)
+
+
+def test_the_option_that_is_wrong_is_named() -> None:
+    with pytest.raises(PlanError, match="backward_heads_at_once=1x9"):
+        make_plan(Problem(64, 8, 8), 4, backward_heads_at_once=(1, 9))

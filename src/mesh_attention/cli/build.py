@@ -30,8 +30,9 @@ MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
 # Settings of a method by the name of their option; --max-memory alone is called otherwise there.
 _SETTINGS = (
     "tile", "backward_tile", "rotation", "chunks", "backward_chunks", "heads_at_once",
-    "backward_heads_at_once", "layout", "stripe_block", "combine", "gather_out", "scheduler",
-    "max_memory", "ranks_per_node", "alpha", "ulysses", "team", "inner", "gradients", "first_block",
+    "backward_heads_at_once", "auto_cut", "layout", "stripe_block", "combine", "gather_out",
+    "scheduler", "max_memory", "ranks_per_node", "alpha", "ulysses", "team", "inner", "gradients",
+    "first_block",
 )  # fmt: skip
 
 # Names in errors of the planner, as a person at the command line knows them.
@@ -51,6 +52,8 @@ _FLAGS = {
     "rank": "--rank",
     "sms": "--sms",
     "heads_at_once": "--heads-at-once",
+    "backward_heads_at_once": "--backward-heads-at-once",
+    "auto_cut": "--auto-cut",
     "alpha": "--alpha",
     "ulysses": "--ulysses",
     "team": "--team",

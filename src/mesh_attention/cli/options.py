@@ -132,6 +132,12 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--backward-heads-at-once", type=heads, metavar="FIRSTxMOST", help="default: the same"
     )
+    group.add_argument(
+        "--auto-cut",
+        action="store_const",
+        const=True,
+        help="choose chunks and heads at once by size, as ContextParallel does",
+    )
     choice("--layout", "layout", LayoutKind, "who owns which token (default: by the mask)")
     group.add_argument("--stripe-block", type=size, metavar="N", help="tokens of a stripe")
     choice("--combine", "way to combine", Combine, "how partial results come home (default auto)")

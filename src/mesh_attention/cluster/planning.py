@@ -17,8 +17,7 @@ __all__ = ["plan_on", "setting_of"]
 
 # Options that a pass states itself, for the pass at hand, or that follow from the cluster.
 _STATED = (
-    "tile", "backward_tile", "chunks", "backward_chunks", "heads_at_once",
-    "backward_heads_at_once", "auto_cut",
+    "tile", "backward_tile", "chunks", "backward_chunks", "auto_cut",
     "rotation", "scheduler", "layout", "ranks_per_node", "costs", "gamma",
 )  # fmt: skip
 
@@ -56,7 +55,8 @@ def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, A
     setting: dict[str, Any] = {**one.setting, "layout": plan.q_layout.kind.value}
     for name, value in options.items():
         if name not in _STATED and value is not None:
-            setting.setdefault(name, value)
+            pair = isinstance(value, tuple)
+            setting.setdefault(name, "x".join(map(str, value)) if pair else value)
     if "tile" in setting:
         setting.setdefault("alpha", None)  # row by row
     return setting

@@ -61,7 +61,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
         if any(isinstance(p, bool) for p in parts):
             raise TypeError
     except (TypeError, ValueError):
-        raise PlanError(f"{name}={value!r}: give two numbers, as in (4, 2) or '4x2'") from None
+        raise PlanError(f"{name}={value!r}: give two numbers, as in (2, 4) or '2x4'") from None
     return a, b
 
 

@@ -13,12 +13,13 @@ from mesh_attention.plan.problem import Problem
 
 __all__ = ["HeadsAtOnce", "sizes_for", "slice_sizes", "usual_heads"]
 
-HeadsAtOnce = tuple[int, int]  # KV heads of the first and last slice, and of the largest
+HeadsAtOnce = tuple[int, int]  # most KV heads of the first and last slice, and of any
 _GROWTH = 1.6
 
 
 def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
-    """
+    """Near the largest they are of even size, and so may be smaller than asked for.
+
     >>> slice_sizes(64, 2, 16), slice_sizes(64, 16, 16)
     ((2, 3, 5, 8, 10, 9, 9, 8, 5, 3, 2), (16, 16, 16, 16))
     """
@@ -42,7 +43,9 @@ def usual_heads(problem: Problem, degree: int = 1) -> HeadsAtOnce | None:
     return max(1, most // 4), most
 
 
-def sizes_for(problem: Problem, degree: int, heads: HeadsAtOnce | None) -> tuple[int, ...]:
+def sizes_for(
+    problem: Problem, degree: int, heads: HeadsAtOnce | None, name: str = "heads_at_once"
+) -> tuple[int, ...]:
     """Sizes of the slices of the KV heads that one of `degree` ranks of a unit holds."""
     held = max(1, problem.kv_heads // degree)
     if heads is None:
@@ -51,7 +54,7 @@ def sizes_for(problem: Problem, degree: int, heads: HeadsAtOnce | None) -> tuple
     if not 1 <= first <= most <= held:
         where = f"{held} KV heads" + (f" that a rank holds with ulysses={degree}" * (degree > 1))
         raise PlanError(
-            f"heads_at_once={first}x{most}: give the KV heads of the first slice and of the "
+            f"{name}={first}x{most}: give the KV heads of the first slice and of the "
             f"largest, 1 <= first <= largest <= {where}"
         )
     return slice_sizes(held, first, most)

@@ -29,6 +29,7 @@ from mesh_attention.plan.methods.mesh_tasks import CAPPED, Order, order_tasks
 from mesh_attention.plan.methods.setting import TileSetting
 from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.methods.weave import weave
+from mesh_attention.plan.peak import Peaks, workspace_sizes
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
@@ -93,7 +94,12 @@ def plan_mesh(
     )
     frame = frame_of(method, setting, ulysses=degree)
     devices = devices_of(tile, frame)
-    setting = _cut(setting, problem, num_ranks, tile, degree)
+    if setting.auto_cut:
+        _refuse_given_cut(setting)
+        chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
+        setting = replace(setting, auto_cut=False, chunks=chunks, heads_at_once=heads)
+        if setting.max_buffer_bytes is not None and heads is not None:
+            setting = _within_cap(problem, num_ranks, setting, directions, method)
     q_layout, kv_layout = layouts_of(problem, num_ranks, frame)
     lowerings = Lowerings(q_layout, kv_layout, problem.rows)
 
@@ -101,11 +107,10 @@ def plan_mesh(
         forward = direction is Direction.FORWARD
         shape = tile if forward else backward_tile
         chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
-        heads = setting.heads_at_once
-        if not forward and setting.backward_heads_at_once is not None:
-            heads = setting.backward_heads_at_once
+        own = not forward and setting.backward_heads_at_once is not None
+        name = "backward_heads_at_once" if own else "heads_at_once"
         _check_chunks(chunks)
-        slices = sizes_for(problem, degree, heads)
+        slices = sizes_for(problem, degree, getattr(setting, name), name)
         route = route_of(frame, shape, devices)
 
         def on(strand: Strand) -> MeshPass:
@@ -136,15 +141,45 @@ def plan_mesh(
     )
 
 
-def _cut(
-    setting: MeshSetting, problem: Problem, num_ranks: int, tile: Tile, degree: int
+def _refuse_given_cut(setting: MeshSetting) -> None:
+    names = ("chunks", "backward_chunks", "heads_at_once", "backward_heads_at_once")
+    for name in names:
+        if getattr(setting, name) not in (None, (1, 1)):
+            raise PlanError(f"auto_cut chooses {', '.join(names)}: give either it or {name}")
+
+
+def _within_cap(
+    problem: Problem,
+    num_ranks: int,
+    setting: MeshSetting,
+    directions: tuple[Direction, ...],
+    method: str,
 ) -> MeshSetting:
-    if not setting.auto_cut:
-        return setting
-    if setting.chunks != (1, 1) or setting.heads_at_once is not None:
-        raise PlanError("auto_cut chooses chunks and heads_at_once; leave out it or them")
-    chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
-    return replace(setting, chunks=chunks, heads_at_once=heads)
+    """Smaller slices of heads in each pass, until its workspace keeps to the cap by itself; where
+    even single heads do not, an order under the cap has to be found for them."""
+    cap, heads = setting.max_buffer_bytes, setting.heads_at_once
+    assert cap is not None
+    assert heads is not None
+    sizes = [heads]
+    while sizes[-1][1] > 1:
+        most = sizes[-1][1] // 2
+        sizes.append((max(1, most // 4), most))
+
+    def fits(direction: Direction, at_once: HeadsAtOnce) -> bool:
+        tried = replace(setting, max_buffer_bytes=None, heads_at_once=at_once)
+        plan = plan_mesh(problem, num_ranks, tried, directions=(direction,), method=method)
+        programs = plan.direction(direction).programs
+        return all(Peaks(workspace_sizes(p, problem)).of(p) <= cap for p in programs)
+
+    chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}
+    if None in chosen.values():
+        return replace(setting, heads_at_once=sizes[-1])
+    return replace(
+        setting,
+        max_buffer_bytes=None,
+        heads_at_once=chosen.get(Direction.FORWARD, heads),
+        backward_heads_at_once=chosen.get(Direction.BACKWARD),
+    )
 
 
 def _tile(shape: tuple[int, int], units: int, rotation: bool) -> Tile:
