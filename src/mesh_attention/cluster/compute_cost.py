@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster
 from mesh_attention.cluster.range_pairs import RangePairs
-from mesh_attention.plan.buffers import Buffer, Piece
+from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -57,8 +57,8 @@ class ComputeCosts:
 
     def _attend(self, op: Attend | AttendBackward, table: Mapping[str, Buffer]) -> float:
         q, k = table[op.q.buffer], table[op.k.buffer]
-        heads = _num_heads(op.q, q)
-        kv_heads = _num_heads(op.k, k)
+        heads = op.q.num_heads(q)
+        kv_heads = op.k.num_heads(k)
         total = 0.0
         for call in op.calls:
             if call.kind is CallKind.RANGE:
@@ -87,10 +87,6 @@ class ComputeCosts:
         launch = self._cluster.compute.launch_microseconds * 1e-6
         merged = _merged_bytes(self._problem, rows, columns, heads, kv_heads, backward)
         return max(kernel, launch) + self._gap + self._memory(merged)
-
-
-def _num_heads(piece: Piece, buffer: Buffer) -> int:
-    return buffer.num_heads if piece.heads is None else piece.heads[1] - piece.heads[0]
 
 
 def _merged_bytes(

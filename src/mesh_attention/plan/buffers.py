@@ -104,9 +104,11 @@ class Piece:
     def num_rows(self) -> int:
         return self.stop - self.start
 
+    def num_heads(self, buffer: Buffer) -> int:
+        return buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
+
     def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
-        heads = buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
-        return self.num_rows * heads * buffer.row_bytes(problem)
+        return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
 
     def spans(self, buffer: Buffer) -> Spans:
         """The places of these rows."""

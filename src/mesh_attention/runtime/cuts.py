@@ -33,9 +33,7 @@ def in_pieces(program: Program) -> Program:
     table = program.buffer_table()
 
     def cut(op: Attend) -> Attend:
-        heads = (
-            table[op.q.buffer].num_heads if op.q.heads is None else op.q.heads[1] - op.q.heads[0]
-        )
+        heads = op.q.num_heads(table[op.q.buffer])
         area = sum(_area(call) for call in op.calls)
         calls = [
             piece

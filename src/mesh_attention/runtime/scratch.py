@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from mesh_attention.kernels import Kernel, MaskKind
 from mesh_attention.kernels.dense import DenseKernel
-from mesh_attention.plan.buffers import Buffer, Piece
+from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Program
 
@@ -37,13 +37,13 @@ def scratch_bytes(
 
 def _forward(op: Attend, call: Call, table: dict[str, Buffer], problem: Problem) -> int:
     rows = call.q_stop - call.q_start
-    heads = _heads(op.q, table)
+    heads = op.q.num_heads(table[op.q.buffer])
     return rows * heads * (problem.v_dim * problem.element_bytes + problem.accumulate_bytes)
 
 
 def _prepared(op: AttendBackward, table: dict[str, Buffer], problem: Problem) -> int:
     """What all calls of an operation share."""
-    heads = _heads(op.q, table)
+    heads = op.q.num_heads(table[op.q.buffer])
     first, last = min(c.q_start for c in op.calls), max(c.q_stop for c in op.calls)
     runs = {(c.q_start, c.q_stop) for c in op.calls}
     statistics = sum(stop - start for start, stop in runs) * heads * problem.accumulate_bytes
@@ -58,7 +58,7 @@ def _backward(
     problem: Problem,
     kernels: Mapping[MaskKind, Kernel],
 ) -> int:
-    heads, kv_heads = _heads(op.q, table), _heads(op.k, table)
+    heads, kv_heads = op.q.num_heads(table[op.q.buffer]), op.k.num_heads(table[op.k.buffer])
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
     kernel = kernels[MaskKind(call.kind)]
     own = 0
@@ -68,9 +68,3 @@ def _backward(
     of_queries = rows * heads * problem.head_dim
     of_keys = keys * kv_heads * (problem.head_dim + problem.v_dim)
     return (of_queries + of_keys) * problem.element_bytes + own
-
-
-def _heads(piece: Piece, table: dict[str, Buffer]) -> int:
-    if piece.heads is not None:
-        return piece.heads[1] - piece.heads[0]
-    return table[piece.buffer].num_heads

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
+from mesh_attention.plan.buffers import Piece, Precision, Role
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.offsets import ALIGNMENT_BYTES, workspace_map
 from mesh_attention.plan.plan import Pass, Plan
@@ -101,7 +101,7 @@ class Owner:
     def _region(self, piece: Piece, staged_offset: int) -> Region:
         buffer = self._table[piece.buffer]
         problem = self._plan.problem
-        heads = _heads(piece, buffer)
+        heads = piece.num_heads(buffer)
         row_bytes = self._batch * heads * buffer.row_bytes(problem)
         direct = buffer.role is Role.WORKSPACE and heads == buffer.num_heads
         offset = staged_offset
@@ -110,10 +110,6 @@ class Owner:
         width = buffer.kind.width(problem)
         shape = (self._batch, heads, width)
         return Region(not direct, offset, piece.num_rows, shape, row_bytes, buffer.precision)
-
-
-def _heads(piece: Piece, buffer: Buffer) -> int:
-    return buffer.num_heads if piece.heads is None else piece.heads[1] - piece.heads[0]
 
 
 def _read_by_others(op: Communication, member: int) -> Iterator[Piece]:
