@@ -29,6 +29,7 @@ from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.schedule import (
     CommunicationTask,
     ComputeTask,
+    MemoryCapError,
     MemoryModel,
     Schedule,
     Step,
@@ -36,7 +37,10 @@ from mesh_attention.plan.schedule import (
     follow_each_other,
     greedy,
     greedy_capped,
+    one_after_another,
+    peak_bytes,
     search,
+    smallest_cap,
 )
 from mesh_attention.plan.traffic import TrafficMeter
 
@@ -53,15 +57,33 @@ class Order(StrEnum):
 def order_tasks(
     mesh: MeshPass, costs: Costs, order: Order, *, gamma: float, max_buffer_bytes: int | None
 ) -> Schedule:
-    if max_buffer_bytes is not None:
-        graph = _task_graph(mesh, _present_tasks(mesh), costs, range(len(mesh.slices)))
-        return greedy_capped(graph, _memory_model(mesh, graph), max_buffer_bytes, gamma=gamma)
+    tasks = _present_tasks(mesh)
     largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
-    graph = _task_graph(mesh, _present_tasks(mesh), costs, [largest])
-    found = search(graph).schedule if order is Order.SEARCH else greedy(graph, gamma=gamma)
-    return follow_each_other(
-        [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
-    )
+    graph = _task_graph(mesh, tasks, costs, [largest])
+
+    def everywhere(found: Schedule) -> list[Schedule]:
+        return [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
+
+    free = search(graph).schedule if order is Order.SEARCH else greedy(graph, gamma=gamma)
+    if max_buffer_bytes is None:
+        return follow_each_other(everywhere(free))
+    whole = _task_graph(mesh, tasks, costs, range(len(mesh.slices)))
+    model, cap = _memory_model(mesh, whole), max_buffer_bytes
+    if len(mesh.slices) == 1:
+        return greedy_capped(whole, model, cap, gamma=gamma)
+    # Slices that help each other where there is room for two, and otherwise one after the other.
+    together = follow_each_other(everywhere(free))
+    if peak_bytes(model, together.order()) <= cap:
+        return together
+    of_slice = _memory_model(mesh, graph)
+    least = smallest_cap(graph, of_slice)
+    for tried in (max(cap, least), least):
+        alone = greedy_capped(graph, of_slice, tried, gamma=gamma)
+        in_turn = one_after_another(everywhere(alone))
+        needed = peak_bytes(model, in_turn.order())
+        if needed <= cap:
+            return in_turn
+    raise MemoryCapError(cap, needed)
 
 
 def _of_slice(mesh: MeshPass, found: Schedule, part: int) -> Schedule:

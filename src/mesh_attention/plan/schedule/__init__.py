@@ -11,7 +11,7 @@ from mesh_attention.plan.schedule.lattice import smallest_cap
 from mesh_attention.plan.schedule.makespan import event_makespan, event_times, strict_makespan
 from mesh_attention.plan.schedule.memory import MemoryModel, peak_bytes
 from mesh_attention.plan.schedule.search import SearchResult, search
-from mesh_attention.plan.schedule.slices import follow_each_other
+from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another
 from mesh_attention.plan.schedule.tasks import (
     CommunicationTask,
     ComputeTask,
@@ -37,6 +37,7 @@ __all__ = [
     "greedy",
     "greedy_capped",
     "lower_bound",
+    "one_after_another",
     "peak_bytes",
     "search",
     "smallest_cap",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
-__all__ = ["follow_each_other"]
+__all__ = ["follow_each_other", "one_after_another"]
 
 
 def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
@@ -32,6 +32,11 @@ def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
         behind = parts[at - 1].after if at else ()
         steps += _beside([*ahead, *behind], part.middle)
     return Schedule((*steps, *parts[-1].after))
+
+
+def one_after_another(slices: Sequence[Schedule]) -> Schedule:
+    """No slice begins before the one before it is done: the least memory, and nothing hidden."""
+    return Schedule(tuple(step for schedule in slices for step in schedule.steps))
 
 
 class _Parts:
