@@ -102,9 +102,9 @@ def deal(
             setting["stripe_block"] = _STRIPES[turn % 4]
         if "chunks" in method.options():
             setting["chunks"] = _CHUNKS[turn % 5]
-        if "heads_at_once" in method.options() and turn % 3 == 0:
+        if "heads_at_once" in method.options() and turn % 6 == 0:
             held = problem.kv_heads // (setting.get("ulysses") or 1)
-            if held > 1:
+            if 1 < held <= 8:
                 setting["heads_at_once"] = (1, 1)  # tests also run it with fewer heads
         yield setting
 

@@ -20,7 +20,7 @@ from mesh_attention.testing import LocalResult, run_local
 from support.cases import Case, random_case, tiles
 from support.reference import NAMES, attention, errors, tolerance
 
-CASES_PER_TILE = 7
+CASES_PER_TILE = 6
 
 
 def check(case: Case) -> LocalResult:
