@@ -21,7 +21,7 @@ from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, AllToAll, Call, Merge, MergeRule, Move, Operation
 
-__all__ = ["MeshPass", "OnMesh"]
+__all__ = ["MeshPass"]
 
 EVERYONE = "all"
 
@@ -290,29 +290,3 @@ class MeshPass(ABC):
         if chunk.heads is None:
             return first, last
         return first + chunk.heads[0], first + chunk.heads[1]
-
-
-class OnMesh:
-    """What methods that stand on a mesh pass answer alike when `weave` asks."""
-
-    def __init__(self, mesh: MeshPass) -> None:
-        self._mesh = mesh
-
-    @property
-    def hold(self) -> int:
-        return 0  # what wanders has two buffers, and goes when its attention is done
-
-    @property
-    def strand(self) -> Strand:
-        return self._mesh.strand
-
-    @property
-    def direction(self) -> Direction:
-        return self._mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self._mesh.q_inputs, Kind.K, Kind.V)
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return self._mesh.groups()

@@ -11,8 +11,9 @@ from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.lower import Queries, RowList
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.mesh_pass import MeshPass
 from mesh_attention.plan.methods.mesh_tasks import CAPPED, buffers_of, fragment, parts_of
+from mesh_attention.plan.methods.on_mesh import OnMesh
 from mesh_attention.plan.program import Call, Operation
 from mesh_attention.plan.schedule import Schedule
 

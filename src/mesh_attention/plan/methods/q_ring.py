@@ -17,7 +17,8 @@ from mesh_attention.plan.buffers import Buffer, Kind
 from mesh_attention.plan.methods.circulate import Route, hop, ring
 from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.on_mesh import OnMesh
 from mesh_attention.plan.methods.query_steps import Form, Pieces, QuerySteps
 from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan

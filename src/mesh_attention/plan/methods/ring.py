@@ -17,7 +17,8 @@ from mesh_attention.plan.methods.frame import Frame, plan_by
 from mesh_attention.plan.methods.key_steps import Gradients, KeySteps, QueryPieces
 from mesh_attention.plan.methods.kv_ring import KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.on_mesh import OnMesh
 from mesh_attention.plan.methods.setting import Setting, TileSetting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem

@@ -24,7 +24,8 @@ from mesh_attention.plan.methods.frame import frame_of, plan_by
 from mesh_attention.plan.methods.key_steps import Gradients, KeySteps
 from mesh_attention.plan.methods.kv_ring import KeyRing
 from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass, OnMesh
+from mesh_attention.plan.methods.mesh_pass import MeshPass
+from mesh_attention.plan.methods.on_mesh import OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
 from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.plan import Direction, Plan
