@@ -137,6 +137,23 @@ def test_merging_many_partials_equals_float64(
         assert surroundings_untouched(lse)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "loose"])
+def test_merging_many_statistics_equals_float64(
+    fused: RowKernels, shape: tuple[int, ...], stacked: bool
+) -> None:
+    torch.manual_seed(0)
+    for count in (1, 2, 16, 40):  # so many loose ones are left to PyTorch
+        parts = [statistics(shape) for _ in range(count)]
+        if stacked:
+            parts = list(torch.stack(parts).unbind())
+        target = statistics(shape)
+        target.fill_(torch.nan)
+        fused.merge_lse(parts, target)
+        close(target, torch.logsumexp(torch.stack(parts).double(), dim=0))
+        assert surroundings_untouched(target)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_equal_float64(fused: RowKernels, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -236,5 +253,6 @@ def test_empty_views_are_left_alone(fused: RowKernels) -> None:
     fused.merge_into(wide, none, nothing, none, fresh=True)
     fused.merge_all([nothing], [none], nothing, none)
     fused.sum((nothing, nothing, nothing), wide)
+    fused.merge_lse((none, none), none)
     fused.delta(nothing, nothing, none)
     assert fused.stand_in(nothing, none).shape == nothing.shape

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.merge import accumulator_dtype, delta, merge_into, per_row, rescale
+from mesh_attention.kernels.merge import (
+    accumulator_dtype,
+    delta,
+    merge_into,
+    merge_lse,
+    per_row,
+    rescale,
+)
 from mesh_attention.kernels.surrogate import surrogate_out
 from mesh_attention.kernels.unseen import without_unseen
 
@@ -38,6 +45,9 @@ class PlainRows:
         for at, (part, part_lse) in enumerate(zip(outs, lses, strict=True)):
             self.merge_into(total, lse, part, part_lse, fresh=at == 0)
         out.copy_(total)
+
+    def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
+        target.copy_(merge_lse(parts))
 
     def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
         target.copy_(rescale(out, own, everywhere))

@@ -38,6 +38,10 @@ class RowKernels(Protocol):
         """The softmax merge of at least one partial result, rounded once."""
         ...
 
+    def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
+        """The log-sum-exp of the whole, from those of at least one part."""
+        ...
+
     def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None: ...
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:

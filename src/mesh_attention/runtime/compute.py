@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
-from mesh_attention.kernels import Kernel, MaskKind, RowKernels, kind_of, merge_lse
+from mesh_attention.kernels import Kernel, MaskKind, RowKernels, kind_of
 from mesh_attention.plan.program import Attend, AttendBackward, Merge, MergeRule
 from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
 from mesh_attention.runtime.backward import BackwardCall, BackwardWork
@@ -133,7 +133,7 @@ class Compute:
                 outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
                 return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
             case MergeRule.LSE:
-                return partial(_merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
+                return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
                 out, own, everywhere = tokens(inputs[0]), *map(statistics, inputs[1:])
                 return partial(rows.rescale, out, own, everywhere, tokens(outputs[0]))
@@ -156,10 +156,6 @@ def _forward(
     result = forward()
     lanes.follow()
     target.take(*result)
-
-
-def _merge_lse(partials: Sequence[Tensor], target: Tensor) -> None:
-    target.copy_(merge_lse(partials))
 
 
 def _in_turn(works: Sequence[Work]) -> None:

@@ -15,6 +15,10 @@ from mesh_attention.kernels.fused.merge import (
     merge_loose_kernel,
     merge_stacked_kernel,
 )
+from mesh_attention.kernels.fused.merge_lse import (
+    merge_lse_loose_kernel,
+    merge_lse_stacked_kernel,
+)
 from mesh_attention.kernels.fused.stacking import equal_steps
 from mesh_attention.kernels.fused.statistics import (
     delta_kernel,
@@ -30,6 +34,7 @@ __all__ = ["FusedRows"]
 
 # Loose copies are unrolled into the kernel, so their number must stay small.
 _MOST_LOOSE = 32
+_STATISTICS = 1024  # of a program, where one number is all there is of a row
 
 
 class FusedRows:
@@ -68,6 +73,25 @@ class FusedRows:
             )
         else:
             PlainRows().merge_all(outs, lses, out, lse)
+
+    def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
+        grid, sizes = _launch_statistics(target)
+        step = equal_steps(parts)
+        if step is not None:
+            merge_lse_stacked_kernel[grid](
+                *(parts[0], target, *sizes, len(parts), step),
+                *(statistic_stride(parts[0]), statistic_stride(target)),
+                ROWS=_STATISTICS,
+            )
+        elif len(parts) <= _MOST_LOOSE:
+            merge_lse_loose_kernel[grid](
+                *(tuple(parts), target, *sizes),
+                *(tuple(map(statistic_stride, parts)), statistic_stride(target)),
+                COUNT=len(parts),
+                ROWS=_STATISTICS,
+            )
+        else:
+            PlainRows().merge_lse(parts, target)
 
     def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
         grid, sizes, block = _launch(out)
@@ -118,19 +142,25 @@ class FusedRows:
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         target = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        batch, heads, length = lse.shape
-        num_rows = batch * heads * length
-        finite_lse_kernel[(triton.cdiv(num_rows, 1024),)](
-            *(lse, target, num_rows, batch, heads),
+        grid, sizes = _launch_statistics(lse)
+        finite_lse_kernel[grid](
+            *(lse, target, *sizes),
             *(statistic_stride(lse), statistic_stride(target)),
             UNSEEN=UNSEEN_LSE,
-            ROWS=1024,
+            ROWS=_STATISTICS,
         )
         return target
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     return all(x.stride() == tensors[0].stride() for x in tensors)
+
+
+def _launch_statistics(x_BHS: Tensor) -> tuple[tuple[int], tuple[int, int, int]]:
+    """Grid and (rows, batch, heads) of a kernel that takes every number of x once."""
+    batch, heads, length = x_BHS.shape
+    num_rows = batch * heads * length
+    return (triton.cdiv(num_rows, _STATISTICS),), (num_rows, batch, heads)
 
 
 def _launch(x_BSHE: Tensor) -> tuple[tuple[int], tuple[int, int, int], dict[str, Any]]:
