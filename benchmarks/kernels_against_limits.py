@@ -13,7 +13,7 @@ mask the same pairs, with a causal mask a square causal call of the same size, c
 FLOP are counted by mask area: 4 * pairs * heads * head size forward, 2.5 times that backward.
 All are timed in turns and without a pause, so that all see the same clocks (the GPU is at its power
 limit throughout); medians are shown.
-The host's own time is measured with kernels that do nothing. The last line is JSON.
+The last line is JSON. The host's own time is another question: `executor_host_time.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,11 +32,11 @@ from provenance import commit
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import BlockMask, Causal, Full, Request, register, unregister
+from mesh_attention.kernels import BlockMask, Causal, Full
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Free
+from mesh_attention.plan.program import Attend, AttendBackward, CallKind
 from mesh_attention.runtime.executor import Executor, Form, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
@@ -227,69 +226,6 @@ def measure(
     return found
 
 
-class NoWork:
-    """Attention and row kernels that return their inputs: what is left is the host's own time."""
-
-    name = "no_work"
-
-    def refuses(self, request: Request) -> str | None:
-        return None
-
-    def forward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return tensors[0], tensors[0]
-
-    def backward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return tensors[1], tensors[2], tensors[3]
-
-    def merge_into(self, *tensors: Tensor, fresh: bool) -> None: ...
-
-    def merge_all(self, *tensors: Any) -> None: ...
-
-    def merge_lse(self, *tensors: Any) -> None: ...
-
-    def rescale(self, *tensors: Tensor) -> None: ...
-
-    def sum(self, parts: Sequence[Tensor], target: Tensor) -> None: ...
-
-    def delta(self, *tensors: Tensor) -> None: ...
-
-    def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
-        return grad_out
-
-    def finite_lse(self, lse: Tensor) -> Tensor:
-        return lse
-
-
-def host_microseconds(problem: Problem, ranks: int, tile: tuple[int, int]) -> dict[str, float]:
-    """The executor's own time for each operation, without kernels and without messages."""
-    no_work = NoWork()
-    register(no_work)
-    found = {}
-    try:
-        for name, cut in CUTS.items():
-            plan = make_plan(problem, ranks, tile=tile, **cut)
-            for direction in Direction:
-                one = plan.direction(direction)
-                executor = Executor(
-                    *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), FORM),
-                    softmax_scale=1.0,
-                    kernel=no_work.name,
-                    rows=no_work,
-                )
-                inputs = inputs_of(plan, direction, 0)
-                count = sum(not isinstance(op, Free) for op in one.programs[0].operations)
-                times = []
-                for _ in range(200):
-                    begin = time.perf_counter()
-                    run_to_end(executor.run(inputs))
-                    times.append((time.perf_counter() - begin) / count * 1e6)
-                torch.cuda.synchronize()
-                found[f"{direction} {name}"] = statistics.median(times[20:])
-    finally:
-        unregister(no_work.name)
-    return found
-
-
 def print_row(row: Row) -> None:
     verdict = "reached" if row.reached else "MISSED"
     print(
@@ -322,9 +258,6 @@ def main() -> None:
     for causal in (False, True):
         problem = Problem(given.tokens, given.heads, given.head_dim, mask=Mask(causal=causal))
         rows += measure(problem, given.ranks, tile, given.rank, given.repeats)
-    host = host_microseconds(problem, given.ranks, tile)
-    for name, value in host.items():
-        print(f"host time of the executor, {name}: {value:.1f} us an operation (goal 15)")
     setting = {name: value for name, value in vars(given).items() if name != "json"}
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -334,13 +267,12 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "setting": setting,
         "rows": [asdict(row) for row in rows],
-        "host_microseconds_per_operation": host,
         "reached": all(row.reached for row in rows),
     }
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     short = {f"{r.mask} {r.direction} {r.cut}": round(r.percent_of_one_kernel, 1) for r in rows}
-    print(json.dumps({"percent_of_one_kernel": short, "host_us": max(host.values())}))
+    print(json.dumps({"percent_of_one_kernel": short}))
 
 
 if __name__ == "__main__":

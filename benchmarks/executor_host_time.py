@@ -1,0 +1,165 @@
+"""The executor's own host time for each operation: kernels and messages do nothing.
+
+    python benchmarks/executor_host_time.py --json results.json
+
+One rank's program of a large plan (256 ranks, 512K tokens, 64 heads of 128, mesh 16x16) is run many
+times with attention and row kernels that return their inputs and a transport that sends nothing.
+What is left is what the library adds to the cost of launching: walking the program, events, views
+of the caller's tensors, allocating results. Medians of many calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import commit
+from torch import Tensor
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.kernels import Request, register, unregister
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Free
+from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.workspace import Workspace
+
+GOAL = 15.0  # microseconds an operation
+CUTS: dict[str, dict[str, Any]] = {
+    "1x1": {"chunks": (1, 1)},
+    "2x2": {"chunks": (2, 2)},
+    "4x4": {"chunks": (4, 4)},
+    "2 to 8 heads": {"heads_at_once": (2, 8)},
+}
+
+
+class NoWork:
+    """Attention and row kernels that return their inputs: what is left is the host's own time."""
+
+    name = "no_work"
+
+    def refuses(self, request: Request) -> str | None:
+        return None
+
+    def forward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return tensors[0], tensors[0]
+
+    def backward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return tensors[1], tensors[2], tensors[3]
+
+    def merge_into(self, *tensors: Tensor, fresh: bool) -> None: ...
+
+    def merge_all(self, *tensors: Any) -> None: ...
+
+    def merge_lse(self, *tensors: Any) -> None: ...
+
+    def rescale(self, *tensors: Tensor) -> None: ...
+
+    def sum(self, parts: Sequence[Tensor], target: Tensor) -> None: ...
+
+    def delta(self, *tensors: Tensor) -> None: ...
+
+    def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
+        return grad_out
+
+    def finite_lse(self, lse: Tensor) -> Tensor:
+        return lse
+
+
+def host_microseconds(
+    plan: Plan, direction: Direction, device: torch.device, repeats: int
+) -> tuple[float, int]:
+    """For each operation of rank 0, and how many those are."""
+    one, form = plan.direction(direction), Form(1, torch.bfloat16, device)
+    no_work = NoWork()
+    register(no_work)
+    try:
+        executor = Executor(
+            *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), form),
+            softmax_scale=1.0,
+            kernel=no_work.name,
+            rows=no_work,
+        )
+    finally:
+        unregister(no_work.name)
+    shapes = {
+        buffer.name: ((buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem)),)
+        for buffer in one.programs[0].buffers
+        if buffer.role is Role.INPUT
+    }
+    dtypes = {b.name: form.dtype_of(b) for b in one.programs[0].buffers}
+    inputs = {
+        name: torch.zeros(*shape, dtype=dtypes[name], device=device)
+        for name, shape in shapes.items()
+    }
+    count = sum(not isinstance(op, Free) for op in one.programs[0].operations)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run_to_end(executor.run(inputs))
+        times.append((time.perf_counter() - begin) / count * 1e6)
+    return statistics.median(times[repeats // 10 :]), count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=524288)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--tile", type=int, nargs=2, default=(16, 16))
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", type=Path, help="write the raw results here")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    rows = []
+    for causal in (False, True):
+        problem = Problem(given.tokens, given.heads, given.head_dim, mask=Mask(causal=causal))
+        for name, cut in CUTS.items():
+            plan = make_plan(problem, given.ranks, tile=tuple(given.tile), **cut)
+            for direction in Direction:
+                found, count = host_microseconds(plan, direction, device, given.repeats)
+                mask = "causal" if causal else "full"
+                verdict = "reached" if found <= GOAL else "MISSED"
+                print(
+                    f"{mask:6} {direction:8} {name:12} {count:3} operations: {found:5.1f} us each"
+                    f" (goal {GOAL:g}, {verdict})",
+                    flush=True,
+                )
+                rows.append(
+                    {
+                        "mask": mask,
+                        "direction": direction.value,
+                        "cut": name,
+                        "operations": count,
+                        "microseconds_per_operation": found,
+                        "reached": found <= GOAL,
+                    }
+                )
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "host": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "setting": {name: value for name, value in vars(given).items() if name != "json"},
+        "rows": rows,
+    }
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
