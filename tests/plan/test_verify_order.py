@@ -68,7 +68,8 @@ def swapped(place: Place, other: int) -> Plan:
 
 
 def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
-    """By the schedule at that rank, or, inside one task, because its group waits for ever."""
+    """By the schedule at that rank, or, inside one task, because its group waits for ever; of two
+    members that disagree about the parts of a task either may be named."""
     tried = 0
     for rng, place in random_places(5, is_collective):
         assert isinstance(place.op, Collective)
@@ -80,11 +81,24 @@ def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
         ]
         if others:
             other = rng.choice(others)
-            finding = caught(place, swapped(place, other))
-            names = (place.op.name, ops[other].name)
-            assert finding.rank == place.rank or finding.operation in names
+            mutant = swapped(place, other)
+            caught(place, mutant)
+            names, members = (place.op.name, ops[other].name), place.one.groups[group]
+            blamed = members if len(members) == 2 else (place.rank,)
+            assert any(f.rank in blamed or f.operation in names for f in verify(mutant))
             tried += 1
     assert tried > MUTANTS // 2
+
+
+def test_of_two_ranks_that_disagree_the_one_that_left_the_schedule_is_named() -> None:
+    setting = MeshSetting(tile=(2, 1), chunks=(2, 1), combine=Combine.REDUCE_SCATTER)
+    plan = plan_mesh(Problem(64, 1, 4), 2, setting)
+    found = places(plan, lambda op: op.name == "RS-Q-0")
+    assert {place.rank for place in found} == {0, 1}
+    for place in found:
+        names = [op.name for op in place.program.operations]
+        finding = caught(place, swapped(place, names.index("RS-Q-1")))
+        assert (finding.rank, finding.operation) == (place.rank, "RS-Q-1")
 
 
 def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_named() -> None:

@@ -116,8 +116,9 @@ def _schedule_findings(one: Pass) -> list[Finding]:
 
 def _meeting_findings(one: Pass) -> list[Finding]:
     """Members come to the tasks of their group in the same order: said here, where the odd rank can
-    be named, rather than when all of them wait."""
-    tasks = set(one.schedule.order())
+    be named, rather than when all of them wait. Of two ranks the odd one is the one that is not
+    with the schedule."""
+    tasks = {name: at for at, name in enumerate(one.schedule.order())}
     orders: dict[str, dict[tuple[str, ...], list[int]]] = {name: {} for name in one.groups}
     for program in one.programs:
         met: dict[str, list[str]] = {}
@@ -126,8 +127,14 @@ def _meeting_findings(one: Pass) -> list[Finding]:
                 met.setdefault(op.group, []).append(op.name)
         for group, names in met.items():
             orders[group].setdefault(tuple(names), []).append(program.rank)
+
+    def scheduled(order: tuple[str, ...]) -> bool:
+        return list(order) == sorted(order, key=tasks.__getitem__)
+
     for group, by_order in orders.items():
-        usual = max(by_order, key=lambda order: len(by_order[order]), default=())
+        usual = max(
+            by_order, key=lambda order: (len(by_order[order]), scheduled(order)), default=()
+        )
         for order, ranks in by_order.items():
             for here, there in zip(order, usual, strict=False):
                 if here != there:
