@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
 # Heads at once, of the first slice and the largest: less memory, and what a measured search tries.
 LEAN = ((4, 4), (2, 4), (2, 2))
 TUNED = ((8, 8), (2, 8), (4, 16))
+TILES = ((16, 16), (8, 32), (32, 8))
 TABLES = ("settings", "methods", "grouped", "memory", "tuned")
 
 
@@ -127,13 +129,14 @@ def _memory() -> Iterator[Cell]:
 
 
 def _tuned() -> Iterator[Cell]:
-    """Smaller slices of heads than the search thinks best: what a measured search might find."""
+    """Tiles and slices of heads near those that the search thinks best, on their slowest ranks:
+    what a measured search might find. The node patch is the best one by the simulator."""
     for cluster in CLUSTERS:
         for causal in (False, True):
             for direction in Direction:
                 place = ("tuned", cluster, "mesh", 256, 512 * K, causal, direction.value)
-                for heads in TUNED:
-                    yield Cell(*place, options={"heads_at_once": heads})
+                for tile, heads in product(TILES, TUNED):
+                    yield Cell(*place, options={"tile": tile, "heads_at_once": heads})
 
 
 def prepare(cell: Cell, folder: Path) -> Path:
@@ -142,9 +145,9 @@ def prepare(cell: Cell, folder: Path) -> Path:
     if path.exists():
         return path
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
-    given = cell.table in ("tuned", "memory")
-    options = cell.options | (_shape_of_best(cell, folder) if given else {})
-    if not given and (cell.method in SEARCHED or cell.table == "methods"):
+    lean = cell.table == "memory"
+    options = cell.options | (_shape_of_best(cell, folder) if lean else {})
+    if not lean and (cell.method in SEARCHED or cell.table == "methods"):
         best = find_best(
             *(cell.problem, cell.ranks, cluster),
             method=cell.method,

@@ -116,28 +116,30 @@ def _tuned(cluster: str, rows: Sequence[Row]) -> None:
     tuned = [r for r in rows if r["table"] == "tuned"]
     if not tuned:
         return
-    print(f"\n{cluster}, 256 ranks, 512K tokens: mesh with other heads at once, ms (MFU %)")
+    print(f"\n{cluster}, 256 ranks, 512K tokens: mesh at other settings, ms (MFU %)")
     heads = sorted({r["options"]["heads_at_once"] for r in tuned})
-    lines = [["mask", "pass", "searched", *heads, "best", "goal"]]
-    for causal in (False, True):
-        for direction in ("forward", "backward"):
-            here = [r for r in tuned if (r["causal"], r["direction"]) == (causal, direction)]
-            if not here:
-                continue
-            best = [
-                r
-                for r in rows
-                if (r["table"], r["method"], *_place(r))
-                == ("settings", "mesh", 256, 524288, causal, direction)
-            ]
-            found = {r["options"]["heads_at_once"]: r for r in here}
-            line = ["causal" if causal else "full", direction]
-            for r in (best[0] if best else None, *(found.get(h) for h in heads)):
-                line.append(f"{_ms(r)} ({r['mfu_percent']:.1f})" if r else "-")
-            fastest = min(best + here, key=lambda r: float(r["seconds"]))
-            line += [f"{fastest['mfu_percent']:.1f}", _mfu_goal(fastest)]
-            lines.append(line)
+    lines = [["mask", "pass", "tile", *heads]]
+    found = [["mask", "pass", "searched", "fastest of all", "goal"]]
+    for at in _distinct(tuned, "causal", "direction"):
+        here = [r for r in tuned if (r["causal"], r["direction"]) == at]
+        name = ["causal" if at[0] else "full", str(at[1])]
+        for tile in dict.fromkeys(r["setting"]["tile"] for r in here):
+            cells = {r["options"]["heads_at_once"]: r for r in here if r["setting"]["tile"] == tile}
+            lines.append([*name, tile, *(_time(cells.get(h)) for h in heads)])
+        searched = [
+            r
+            for r in rows
+            if (r["table"], r["method"], *_place(r)) == ("settings", "mesh", 256, 524288, *at)
+        ]
+        fastest = min(searched + here, key=lambda r: float(r["seconds"]))
+        best = _time(searched[0] if searched else None)
+        found.append([*name, best, _time(fastest), _mfu_goal(fastest)])
     _print(lines)
+    _print(found)
+
+
+def _time(row: Row | None) -> str:
+    return f"{_ms(row)} ({row['mfu_percent']:.1f})" if row else "-"
 
 
 def _memory(cluster: str, rows: Sequence[Row]) -> None:
@@ -218,9 +220,9 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _distinct(rows: Iterable[Row], *names: str) -> list[tuple[object, ...]]:
-    """In order of size, forward before backward."""
+    """In order of size, forward before backward; the direction is the last of the names."""
     found = {tuple(row[name] for name in names) for row in rows}
-    return sorted(found, key=lambda at: (*at[:3], at[3] != "forward"))
+    return sorted(found, key=lambda at: (*at[:-1], at[-1] != "forward"))
 
 
 def _print(lines: Sequence[Sequence[str]]) -> None:
