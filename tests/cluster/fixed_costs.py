@@ -23,8 +23,12 @@ class FixedCosts:
     ) -> None:
         self._compute, self._communication, self._flow = compute, communication, flow
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
-        return self._compute(op.name) if isinstance(op, Attend | AttendBackward) else 0.0
+    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
+        """All calls of an attention last equally long."""
+        if not isinstance(op, Attend | AttendBackward):
+            return ()
+        count = max(1, len(op.calls))
+        return (self._compute(op.name) / count,) * count
 
     def collective(self, op: Operation, flows: Flows, member: int) -> float:
         return self._communication(op.name)
@@ -38,4 +42,4 @@ def undisturbed() -> Cluster:
     cluster = load_cluster("paper")
     free = cluster.network.peer.gb_per_second * cluster.node.ranks
     network = replace(cluster.network, peer_node_gb_per_second=free, flows_of_a_pair=2.0)
-    return replace(cluster, network=network, disturbance=Disturbance(0.0, 0.0, 0.0, 0.0))
+    return replace(cluster, network=network, disturbance=Disturbance(0.0, 0.0, 0.0, 0.0, False))

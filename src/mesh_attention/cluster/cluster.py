@@ -107,12 +107,16 @@ class Disturbance:
     Communication takes SMs and memory from attention. Attention holds up the kernels that move
     data: collectives little, as they run on many channels; point-to-point flows, which have few,
     more, and most beside backward kernels, which leave no SM free for as long as they run.
+
+    `communication_waits_for_calls`: attention kernels hold every SM from the first to the last of
+    a call (persistent kernels), so that a communication kernel begins only between two calls.
     """
 
     compute_slowdown: float
     collective_slowdown: float
     peer_forward_slowdown: float
     peer_backward_slowdown: float
+    communication_waits_for_calls: bool
 
     def peer_slowdown(self, direction: Direction) -> float:
         forward = direction is Direction.FORWARD

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster
 from mesh_attention.cluster.range_pairs import RangePairs
 from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.pieces import calls_in_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -34,18 +35,20 @@ class ComputeCosts:
         self._pairs = RangePairs(plan)
         self._known: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, op: Operation, table: Mapping[str, Buffer]) -> float:
+    def seconds(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
+        """Of the kernel calls in turn, those of the forward pass in pieces (`plan/pieces.py`)."""
         match op:
             case Attend():
-                return self._attend(op, table)
+                heads = op.q.num_heads(table[op.q.buffer])
+                return self._calls(op, calls_in_pieces(op, heads, pieces), table)
             case AttendBackward():
-                return self._attend(op, table)
+                return self._calls(op, op.calls, table)
             case Merge():
-                pieces = (*op.inputs, *op.outputs)
-                moved = sum(p.num_bytes(table[p.buffer], self._problem) for p in pieces)
-                return self._gap + self._memory(moved)
+                touched = (*op.inputs, *op.outputs)
+                moved = sum(p.num_bytes(table[p.buffer], self._problem) for p in touched)
+                return (self._gap + self._memory(moved),)
             case Free():
-                return 0.0
+                return ()
         raise AssertionError(op)  # communication has costs of its own
 
     @property
@@ -55,15 +58,20 @@ class ComputeCosts:
     def _memory(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.gpu.memory_gb_per_second * 1e9)
 
-    def _attend(self, op: Attend | AttendBackward, table: Mapping[str, Buffer]) -> float:
+    def _calls(
+        self,
+        op: Attend | AttendBackward,
+        calls: tuple[Call, ...],
+        table: Mapping[str, Buffer],
+    ) -> tuple[float, ...]:
         q, k = table[op.q.buffer], table[op.k.buffer]
         heads = op.q.num_heads(q)
         kv_heads = op.k.num_heads(k)
-        total = 0.0
-        for call in op.calls:
+        seconds = []
+        for call in calls:
             if call.kind is CallKind.RANGE:
                 pairs = self._pairs(op.q, q, op.k, k, call)
-                total += self._call(call, heads, kv_heads, pairs)
+                seconds.append(self._call(call, heads, kv_heads, pairs))
                 continue
             rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
             key = (call.kind, rows, columns, heads, kv_heads)
@@ -72,8 +80,8 @@ class ComputeCosts:
                 full = call.kind is CallKind.FULL
                 pairs = rows * columns if full else rows * (rows + 1) // 2
                 known = self._known[key] = self._call(call, heads, kv_heads, pairs)
-            total += known
-        return total
+            seconds.append(known)
+        return tuple(seconds)
 
     def _call(self, call: Call, heads: int, kv_heads: int, pairs: int) -> float:
         rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start

@@ -12,7 +12,8 @@ __all__ = ["Lanes"]
 
 
 class Lanes:
-    """`known_computing` is what the transfers of this rank were last told about it."""
+    """`calls` are the seconds of the kernel calls still to come of the computation under way, the
+    next one last. `known_computing` is what the transfers of this rank were last told about it."""
 
     def __init__(
         self, rank: int, waits: tuple[tuple[int, ...], ...], operations: tuple[Operation, ...]
@@ -20,7 +21,9 @@ class Lanes:
         self.rank = rank
         self.operations = operations
         self.times = RankTimes.of(len(operations))
-        self.computation: Activity | None = None
+        self.computation: Activity | None = None  # a kernel call
+        self.calls: list[float] = []
+        self.computing_at = 0
         self.communicating = False
         self.known_computing = False
         self.transfers: list[Transfer] = []
@@ -37,8 +40,8 @@ class Lanes:
         return all(self._done)
 
     def take_computation(self) -> int | None:
-        """The next computation, if it can begin now."""
-        if self.computation is not None or self._next_compute == len(self._compute):
+        """The next computation, if it can begin now and nothing is under way."""
+        if self._next_compute == len(self._compute):
             return None
         at = self._compute[self._next_compute]
         if not self._may_begin(at):

@@ -106,6 +106,10 @@ def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
         if not isinstance(value, str) or not value:
             raise refuse(f"= {value!r} must be text")
         return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise refuse(f"= {repr(value)[:40]} must be true or false")
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_usual(value):
         raise refuse(f"= {repr(value)[:40]} must be a number of usual size")
     if kind is int:

@@ -21,7 +21,9 @@ Collective = AllGather | ReduceScatter | AllToAll
 class OperationCosts(Protocol):
     """Seconds of operations when nothing disturbs them. Tests put their own here."""
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float: ...
+    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
+        """Of its kernel calls in turn, with long ones cut into so many pieces."""
+        ...
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
 
@@ -35,8 +37,8 @@ class ClusterCosts:
         self._compute = ComputeCosts(cluster, plan, one.direction)
         self._communication = CommunicationCosts(cluster, plan, one)
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> float:
-        return self._compute.seconds(op, table)
+    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
+        return self._compute.seconds(op, table, pieces)
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float:
         return self._communication.collective(op, flows, member)

@@ -3,7 +3,8 @@
 Each rank has two lanes, as in the executor: computation in program order, communication in program
 order, and between them the dependencies that follow from buffers and workspace offsets. A
 collective begins when its last member has come to it, a point-to-point flow when both ends have.
-While both lanes of a rank are busy each slows the other, as the cluster says.
+While both lanes of a rank are busy each slows the other, as the cluster says; and where its kernels
+fill the GPU until they end, a communication begins between two kernel calls only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mesh_attention.cluster.call_seconds import CallSeconds, meters_of
 from mesh_attention.cluster.clock import Activity, Clock
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.lanes import Lanes
@@ -24,20 +26,14 @@ from mesh_attention.cluster.operation_costs import ClusterCosts, Collective, Ope
 from mesh_attention.cluster.order import Overlap, Waits, an_overlap
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.transfer import Shares, Transfer
-from mesh_attention.plan.forms import FormKey, FormKeys
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
-    Attend,
-    AttendBackward,
-    CallKind,
-    Free,
-    Operation,
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.plan.traffic import TrafficMeter, traffic_of
+from mesh_attention.plan.traffic import traffic_of
 
 __all__ = ["simulate"]
 
@@ -103,17 +99,6 @@ class _End:
     num_bytes: int
 
 
-def _meters(plan: Plan, one: Pass) -> Iterator[TrafficMeter]:
-    """One for each rank, shared by ranks whose buffers are alike."""
-    keys = FormKeys()
-    known: dict[FormKey, TrafficMeter] = {}
-    for program in one.programs:
-        key = keys.of(program)
-        if key not in known:
-            known[key] = TrafficMeter(plan.problem, program.buffer_table())
-        yield known[key]
-
-
 def _nothing() -> None:
     """Until it is known what follows the end of an activity."""
 
@@ -125,8 +110,9 @@ class _Simulation:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        self._meters = list(_meters(plan, one))
-        self._tables = [program.buffer_table() for program in one.programs]
+        self._meters = list(meters_of(plan.problem, one))
+        self._between_calls = cluster.disturbance.communication_waits_for_calls
+        self._seconds = CallSeconds(one, costs, self._meters, apart=self._between_calls)
         self._member = {
             name: {rank: member for member, rank in enumerate(ranks)}
             for name, ranks in one.groups.items()
@@ -138,7 +124,6 @@ class _Simulation:
         self._halves: dict[_Place, int] = {}
         self._shares = Shares(cluster)
         self._received = [0] * plan.num_ranks
-        self._known_seconds: dict[tuple[int, int], float] = {}
         self._waits = waits = Waits(plan, one, overlap)
         self._lanes = [
             Lanes(rank, waits.of(rank), program.operations)
@@ -167,15 +152,8 @@ class _Simulation:
 
     def _advance(self, lanes: Lanes) -> None:
         """Begin whatever this rank can begin now, then let each lane know of the other."""
-        while True:
-            at = lanes.take_computation()
-            if at is not None:
-                self._compute(lanes, at)
-                continue
-            at = lanes.take_communication()
-            if at is None:
-                break
-            self._arrive(lanes, at)
+        while self._begin_communication(lanes) or self._begin_computation(lanes):
+            pass
         disturbance = self._cluster.disturbance
         if lanes.computation is not None:
             # A communication kernel that waits for other ranks occupies its SMs too.
@@ -188,34 +166,37 @@ class _Simulation:
                 transfer.computing += 1 if computing else -1
                 self._clock.set_speed(transfer.activity, transfer.speed)
 
-    def _compute(self, lanes: Lanes, at: int) -> None:
-        lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
-        seconds = self._seconds(lanes.rank, lanes.operations[at])
-        if seconds == 0.0:
-            lanes.finish(at, self._clock.now)
-            return
-        lanes.computation = Activity(seconds, partial(self._computed, lanes, at))
+    def _begin_communication(self, lanes: Lanes) -> bool:
+        if self._between_calls and lanes.computation is not None:
+            return False  # it finds no SM until the call is over
+        at = lanes.take_communication()
+        if at is None:
+            return False
+        self._arrive(lanes, at)
+        return True
+
+    def _begin_computation(self, lanes: Lanes) -> bool:
+        """The next kernel call of the computation under way, or the first of the next."""
+        if lanes.computation is not None:
+            return False
+        if not lanes.calls:
+            at = lanes.take_computation()
+            if at is None:
+                return False
+            lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
+            lanes.computing_at = at
+            lanes.calls = [*reversed(self._seconds.of(lanes.rank, lanes.operations[at]))]
+            if not lanes.calls:
+                lanes.finish(at, self._clock.now)
+                return True
+        lanes.computation = Activity(lanes.calls.pop(), partial(self._computed, lanes))
         self._clock.start(lanes.computation)
+        return True
 
-    def _seconds(self, rank: int, op: Operation) -> float:
-        """Operations that ranks share cost the same where their buffers are alike; only row ranges
-        depend on the places of rows."""
-        if isinstance(op, Free):
-            return 0.0
-        key = (id(op), id(self._meters[rank]))
-        known = self._known_seconds.get(key)
-        if known is None:
-            known = self._costs.compute(op, self._tables[rank])
-            by_place = isinstance(op, Attend | AttendBackward) and any(
-                call.kind is CallKind.RANGE for call in op.calls
-            )
-            if not by_place:
-                self._known_seconds[key] = known
-        return known
-
-    def _computed(self, lanes: Lanes, at: int) -> None:
+    def _computed(self, lanes: Lanes) -> None:
         lanes.computation = None
-        lanes.finish(at, self._clock.now)
+        if not lanes.calls:
+            lanes.finish(lanes.computing_at, self._clock.now)
         self._advance(lanes)
 
     def _arrive(self, lanes: Lanes, at: int) -> None:

@@ -30,6 +30,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.offsets import workspace_map
+from mesh_attention.plan.pieces import in_pieces
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     Attend,
@@ -40,7 +41,6 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.runtime.binding import Bindings, Form, Views
 from mesh_attention.runtime.compute import Compute
-from mesh_attention.runtime.cuts import in_pieces
 from mesh_attention.runtime.joins import joined_attentions
 from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks

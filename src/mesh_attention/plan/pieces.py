@@ -4,10 +4,12 @@ The attention kernels of Hopper fill every multiprocessor and hold it until the 
 communication kernel that becomes ready meanwhile has to wait, and so at most one of them begins for
 every call. Where a program has more communications than attentions, its rectangles are therefore
 cut by queries into as many pieces; every piece has rows of its own to merge, and calls take turns
-on two streams (`lanes.py`), so that cuts cost next to nothing.
+on two streams (`runtime/lanes.py`), so that cuts cost next to nothing.
 
 The backward pass is left whole: it lasts longer beside its communications, and each piece of it
 would add up one more dQ, or dK and dV.
+
+The executor cuts so, and the simulator to know when a communication may begin.
 """
 
 from __future__ import annotations
@@ -18,33 +20,40 @@ from itertools import pairwise
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.program import Attend, Call, CallKind, Program
 
-__all__ = ["in_pieces"]
+__all__ = ["calls_in_pieces", "in_pieces", "pieces_of_attentions"]
 
 _ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a piece: fewer would not fill a GPU twice
 
 
 def in_pieces(program: Program) -> Program:
-    attentions = sum(isinstance(op, Attend) for op in program.operations)
-    if not attentions:
-        return program
-    communications = sum(map(is_communication, program.operations))
-    wanted = -(-communications // attentions)
+    wanted = pieces_of_attentions(program)
     table = program.buffer_table()
 
     def cut(op: Attend) -> Attend:
-        heads = op.q.num_heads(table[op.q.buffer])
-        area = sum(_area(call) for call in op.calls)
-        calls = [
-            piece
-            for call in op.calls
-            for piece in _pieces(call, heads, round(wanted * _area(call) / area))
-        ]
-        return replace(op, calls=tuple(calls)) if len(calls) > len(op.calls) else op
+        calls = calls_in_pieces(op, op.q.num_heads(table[op.q.buffer]), wanted)
+        return replace(op, calls=calls) if len(calls) > len(op.calls) else op
 
     return replace(
         program,
         operations=tuple(cut(op) if isinstance(op, Attend) else op for op in program.operations),
+    )
+
+
+def pieces_of_attentions(program: Program) -> int:
+    """Communications for each attention of the forward pass, rounded up."""
+    attentions = sum(isinstance(op, Attend) for op in program.operations)
+    communications = sum(map(is_communication, program.operations))
+    return -(-communications // attentions) if attentions else 1
+
+
+def calls_in_pieces(op: Attend, heads: int, wanted: int) -> tuple[Call, ...]:
+    """The calls of an attention in so many pieces, or as many as can fill a GPU."""
+    area = sum(_area(call) for call in op.calls)
+    return tuple(
+        piece
+        for call in op.calls
+        for piece in _pieces(call, heads, round(wanted * _area(call) / area))
     )
 
 

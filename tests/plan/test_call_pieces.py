@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.pieces import in_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Program
 from mesh_attention.plan.verify import verify
-from mesh_attention.runtime.cuts import in_pieces
 from mesh_attention.runtime.joins import joined_attentions
 
 
