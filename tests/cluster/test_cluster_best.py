@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 from simulated_cases import problem_of
@@ -37,10 +39,11 @@ def test_the_climb_finds_what_trying_everything_finds() -> None:
     best = find_best(problem, 16, PAPER)
     everything = []
     for shape in METHODS["mesh"].candidates(problem, 16, 8):
-        for chunks in ((kq, kkv) for kq in (1, 2, 4) for kkv in (1, 2, 4)):
-            plan = plan_on(
-                PAPER, problem, 16, directions=(Direction.FORWARD,), chunks=chunks, **shape
+        for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4))):
+            cut: dict[str, Any] = {"chunks": (kq, kkv)} | (
+                {"heads_at_once": heads} if heads else {}
             )
+            plan = plan_on(PAPER, problem, 16, directions=(Direction.FORWARD,), **cut, **shape)
             everything.append(simulate(plan, PAPER).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)
     assert best.tried < len(everything) / 2

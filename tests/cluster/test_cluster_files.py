@@ -84,7 +84,7 @@ BAD = [
     ("nics", "nics = 16", "network.nics = 16 does not divide node.ranks = 8"),
     ("compute_slowdown", "compute_slowdown = 1", "disturbance.compute_slowdown = 1 must be below"),
     ("collective_slow", "collective_slowdown = -0.1", "must be at least 0"),
-    ("communication_waits", "communication_waits_for_calls = 1", "= 1 must be true or false"),
+    ("waits_for_forward", "waits_for_forward_calls = 1", "= 1 must be true or false"),
     ("[compute.forward.range]", "[compute.forward.ranges]", "compute.forward has no field"),
     ("[disturbance]", "[disturbances]", "the file has no field 'disturbances'"),
     ("[node.peer]", "[node]", "is not TOML"),

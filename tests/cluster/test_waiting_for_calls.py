@@ -17,7 +17,7 @@ FORWARD = (Direction.FORWARD,)
 
 
 def waiting(cluster: Cluster, waits: bool = True) -> Cluster:
-    held = replace(cluster.disturbance, communication_waits_for_calls=waits)
+    held = replace(cluster.disturbance, waits_for_forward_calls=waits)
     return replace(cluster, disturbance=held)
 
 

@@ -1,9 +1,9 @@
 """The setting of a method with the shortest simulated time. Pure: same question, same answer.
 
 First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
-cut into a few slices of heads or chunks of rows; then the cut of the best shape, by doubling and
-halving while that helps; then the cut found with the next best shapes. What the caller gave stays
-as it is.
+cut into a few slices of heads and into a few chunks of rows. Then, for slices and for chunks since
+steps do not lead from one to the other: the cut of the best shape, by doubling and halving while
+that helps, and the cut found with the next best shapes. What the caller gave stays as it is.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def find_best(
     search.attempt(given)  # the method's own choice, and its refusal of what was given
     shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
     free = free_names(METHODS[method].options(), given)
-    search.expect(len(shapes) + (20 if free else 0))
-    # Which cut to begin with is asked of the method's own shape alone.
-    tried = [search.attempt(given | cut.options(free)) for cut in first_cuts(problem, given)]
-    slices_first = tried[0] is not None and (tried[-1] is None or tried[0] <= tried[-1])
-    for shape in shapes:
-        cut = first_cuts(problem, shape | given)[0 if slices_first else -1]
-        search.attempt(shape | given | cut.options(free))
-    if free:
-        _refine(search, free, problem)
+    search.expect(2 * len(shapes) + 40 if free else len(shapes))
+    begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are sliced
+    for shape in ({}, *shapes):
+        for cut in first_cuts(problem, shape | given):
+            setting = shape | given | cut.options(free)
+            search.attempt(setting)
+            begun[cut.heads is not None].append(setting)
+    for settings in begun.values() if free else ():
+        _refine(search, free, problem, search.ranking(settings))
     return search.answer()
 
 
@@ -126,10 +126,10 @@ class _Search:
             self._progress(done, max(done, self._expected))
         return score
 
-    def ranking(self) -> list[dict[str, Any]]:
-        """Best first."""
-        scored = [(score, key) for key, score in self._scores.items() if score is not None]
-        return [dict(key) for _, key in sorted(scored, key=lambda pair: pair[0])]
+    def ranking(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those that the method takes, best first."""
+        scored = [(score, s) for s in settings if (score := self.attempt(s)) is not None]
+        return [setting for _, setting in sorted(scored, key=lambda pair: pair[0])]
 
     def answer(self) -> Best:
         if self._best is None:
@@ -140,8 +140,9 @@ class _Search:
         return Best(timeline, setting, tried)
 
 
-def _refine(search: _Search, free: Sequence[str], problem: Problem) -> None:
-    ranking = search.ranking()
+def _refine(
+    search: _Search, free: Sequence[str], problem: Problem, ranking: Sequence[dict[str, Any]]
+) -> None:
     if not ranking:
         return
     shapes: list[dict[str, Any]] = []
@@ -149,18 +150,17 @@ def _refine(search: _Search, free: Sequence[str], problem: Problem) -> None:
         shape = {name: value for name, value in setting.items() if name not in free}
         if shape not in shapes:
             shapes.append(shape)
-    best = _climb(search, shapes[0], Cut.of(ranking[0], problem), free)
+    best, lead = _climb(search, shapes[0], Cut.of(ranking[0], problem), free)
     for shape in shapes[1:NUM_REFINED]:
         here = replace(best, held=Cut.of(shape, problem).held)
-        if search.attempt(shape | here.options(free)) == _leading(search):
-            best = _climb(search, shape, here, free)
+        score = search.attempt(shape | here.options(free))
+        if score is not None and (lead is None or score < lead):
+            best, lead = _climb(search, shape, here, free)
 
 
-def _leading(search: _Search) -> Score | None:
-    return search.attempt(search.ranking()[0])
-
-
-def _climb(search: _Search, shape: dict[str, Any], cut: Cut, free: Sequence[str]) -> Cut:
+def _climb(
+    search: _Search, shape: dict[str, Any], cut: Cut, free: Sequence[str]
+) -> tuple[Cut, Score | None]:
     """From a cut to better neighbours until there are none."""
     best, score = cut, search.attempt(shape | cut.options(free))
     while True:
@@ -170,5 +170,5 @@ def _climb(search: _Search, shape: dict[str, Any], cut: Cut, free: Sequence[str]
             if other is not None and (score is None or other < score):
                 found, score = near, other
         if found == best:
-            return best
+            return best, score
         best = found

@@ -108,15 +108,19 @@ class Disturbance:
     data: collectives little, as they run on many channels; point-to-point flows, which have few,
     more, and most beside backward kernels, which leave no SM free for as long as they run.
 
-    `communication_waits_for_calls`: attention kernels hold every SM from the first to the last of
-    a call (persistent kernels), so that a communication kernel begins only between two calls.
+    `waits_for_forward_calls`: forward kernels hold every SM until a call is over (persistent
+    kernels), so that a communication begins only between two calls. Backward calls last long
+    beside their communications and free SMs well before their end: there it was not seen to matter.
     """
 
     compute_slowdown: float
     collective_slowdown: float
     peer_forward_slowdown: float
     peer_backward_slowdown: float
-    communication_waits_for_calls: bool
+    waits_for_forward_calls: bool
+
+    def waits_for_calls(self, direction: Direction) -> bool:
+        return self.waits_for_forward_calls and direction is Direction.FORWARD
 
     def peer_slowdown(self, direction: Direction) -> float:
         forward = direction is Direction.FORWARD

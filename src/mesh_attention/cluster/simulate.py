@@ -3,8 +3,8 @@
 Each rank has two lanes, as in the executor: computation in program order, communication in program
 order, and between them the dependencies that follow from buffers and workspace offsets. A
 collective begins when its last member has come to it, a point-to-point flow when both ends have.
-While both lanes of a rank are busy each slows the other, as the cluster says; and where its kernels
-fill the GPU until they end, a communication begins between two kernel calls only.
+While both lanes of a rank are busy each slows the other, as the cluster says; and where forward
+kernels hold the GPU until they end, a communication begins between two of their calls only.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Simulation:
         self._overlap = overlap
         self._clock = Clock()
         self._meters = list(meters_of(plan.problem, one))
-        self._between_calls = cluster.disturbance.communication_waits_for_calls
+        self._between_calls = cluster.disturbance.waits_for_calls(one.direction)
         self._seconds = CallSeconds(one, costs, self._meters, apart=self._between_calls)
         self._member = {
             name: {rank: member for member, rank in enumerate(ranks)}
