@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster
 from mesh_attention.cluster.range_pairs import RangePairs
 from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.pieces import calls_in_pieces
+from mesh_attention.plan.pieces import pieces_of_calls
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -39,10 +39,12 @@ class ComputeCosts:
         """Of the kernel calls in turn, those of the forward pass in pieces (`plan/pieces.py`)."""
         match op:
             case Attend():
+                whole = self._calls(op, table)
                 heads = op.q.num_heads(table[op.q.buffer])
-                return self._calls(op, calls_in_pieces(op, heads, pieces), table)
+                cut = pieces_of_calls(op, heads, pieces)
+                return tuple(s for pair in zip(whole, cut, strict=True) for s in _divided(*pair))
             case AttendBackward():
-                return self._calls(op, op.calls, table)
+                return self._calls(op, table)
             case Merge():
                 touched = (*op.inputs, *op.outputs)
                 moved = sum(p.num_bytes(table[p.buffer], self._problem) for p in touched)
@@ -58,17 +60,12 @@ class ComputeCosts:
     def _memory(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.gpu.memory_gb_per_second * 1e9)
 
-    def _calls(
-        self,
-        op: Attend | AttendBackward,
-        calls: tuple[Call, ...],
-        table: Mapping[str, Buffer],
-    ) -> tuple[float, ...]:
+    def _calls(self, op: Attend | AttendBackward, table: Mapping[str, Buffer]) -> tuple[float, ...]:
         q, k = table[op.q.buffer], table[op.k.buffer]
         heads = op.q.num_heads(q)
         kv_heads = op.k.num_heads(k)
         seconds = []
-        for call in calls:
+        for call in op.calls:
             if call.kind is CallKind.RANGE:
                 pairs = self._pairs(op.q, q, op.k, k, call)
                 seconds.append(self._call(call, heads, kv_heads, pairs))
@@ -95,6 +92,12 @@ class ComputeCosts:
         launch = self._cluster.compute.launch_microseconds * 1e-6
         merged = _merged_bytes(self._problem, rows, columns, heads, kv_heads, backward)
         return max(kernel, launch) + self._gap + self._memory(merged)
+
+
+def _divided(seconds: float, pieces: list[Call]) -> list[float]:
+    """By rows. Cuts are free: each piece begins while the last programs of the one before end."""
+    rows = [piece.q_stop - piece.q_start for piece in pieces]
+    return [seconds * r / sum(rows) for r in rows]
 
 
 def _merged_bytes(

@@ -20,7 +20,7 @@ from itertools import pairwise
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.program import Attend, Call, CallKind, Program
 
-__all__ = ["calls_in_pieces", "in_pieces", "pieces_of_attentions"]
+__all__ = ["in_pieces", "pieces_of_attentions", "pieces_of_calls"]
 
 _ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a piece: fewer would not fill a GPU twice
@@ -31,7 +31,8 @@ def in_pieces(program: Program) -> Program:
     table = program.buffer_table()
 
     def cut(op: Attend) -> Attend:
-        calls = calls_in_pieces(op, op.q.num_heads(table[op.q.buffer]), wanted)
+        pieces = pieces_of_calls(op, op.q.num_heads(table[op.q.buffer]), wanted)
+        calls = tuple(piece for of_call in pieces for piece in of_call)
         return replace(op, calls=calls) if len(calls) > len(op.calls) else op
 
     return replace(
@@ -47,14 +48,10 @@ def pieces_of_attentions(program: Program) -> int:
     return -(-communications // attentions) if attentions else 1
 
 
-def calls_in_pieces(op: Attend, heads: int, wanted: int) -> tuple[Call, ...]:
-    """The calls of an attention in so many pieces, or as many as can fill a GPU."""
+def pieces_of_calls(op: Attend, heads: int, wanted: int) -> list[list[Call]]:
+    """Each call of an attention, all together in so many pieces, or as many as can fill a GPU."""
     area = sum(_area(call) for call in op.calls)
-    return tuple(
-        piece
-        for call in op.calls
-        for piece in _pieces(call, heads, round(wanted * _area(call) / area))
-    )
+    return [_pieces(call, heads, round(wanted * _area(call) / area)) for call in op.calls]
 
 
 def _area(call: Call) -> int:
