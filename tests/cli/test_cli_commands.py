@@ -198,3 +198,13 @@ def test_draw_json_is_the_matrix_and_the_steps(capsys: pytest.CaptureFixture[str
         [2, 3, 2, 3],
     ]
     assert found["steps"][-1] == {"communication": "RS-Q-0", "compute": []}
+    assert found["head_slices"] is None
+
+
+def test_draw_says_what_slices_of_heads_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "draw --ranks 4 --tokens 64 --heads 8 --heads-at-once 1x4 --pass forward"
+    assert main(line.split()) == 0
+    drawn = capsys.readouterr().out
+    sizes = as_json(f"{line} --json", capsys)["forward"]["head_slices"]
+    assert sum(map(int, sizes.split("+"))) == 8
+    assert f"slices of {sizes} heads, each of 1x1 chunks" in drawn

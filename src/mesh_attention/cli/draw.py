@@ -10,6 +10,7 @@ from mesh_attention.cli.options import add_json_option, add_pass_option, add_pla
 from mesh_attention.cli.output import print_json, steps_json
 from mesh_attention.cli.values import size
 from mesh_attention.plan.draw import computed_cells, draw_assignment, draw_steps
+from mesh_attention.plan.plan import Pass
 
 __all__ = ["COMMAND"]
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 str(one.direction): {
                     "matrix": computed_cells(plan, one, **shape).to_json(),
                     "steps": steps_json(one.schedule),
+                    "head_slices": one.setting.get("head_slices"),
                 }
                 for one in plan.passes
             }
@@ -51,10 +53,19 @@ def run(args: argparse.Namespace) -> int:
         pictures.append(
             f"{one.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: "
             f"the rank that computes each cell\n"
-            f"{draw_assignment(plan, one, **shape)}\n\n{draw_steps(one.schedule)}"
+            f"{draw_assignment(plan, one, **shape)}\n\n{_slices(one)}{draw_steps(one.schedule)}"
         )
     print("\n\n".join(pictures))
     return 0
+
+
+def _slices(one: Pass) -> str:
+    """What the numbers of tasks mean where heads are sliced."""
+    sizes = one.setting.get("head_slices")
+    if sizes is None:
+        return ""
+    chunks = one.setting["chunks"]
+    return f"slices of {sizes} heads, each of {chunks} chunks, numbered one after another\n"
 
 
 COMMAND = Command(
