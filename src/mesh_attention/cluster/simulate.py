@@ -9,10 +9,8 @@ kernels hold the GPU until they end, a communication begins between two of their
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 from mesh_attention.cluster.call_seconds import CallSeconds, meters_of
 from mesh_attention.cluster.clock import Activity, Clock
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.garbage import no_garbage_collection
 from mesh_attention.cluster.lanes import Lanes
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.cluster.operation_costs import ClusterCosts, Collective, OperationCosts
@@ -61,21 +60,8 @@ def simulate(
         )
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         return _Simulation(plan, one, cluster, given, overlap).run()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Hundreds of thousands of small objects, none of them garbage: looking for it takes a third of
-    the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
