@@ -124,7 +124,12 @@ class Engine:
                     self._reserve(executors)
         except MeshAttentionError as refused:
             error = refused
-        self.handshake.agree(statement, error, call=self._calls)
+        # Ranks that know this kind of call are in it already; where none does nobody can be.
+        try:
+            self.handshake.agree(statement, error, call=self._calls)
+        except Exception:
+            self._broken |= bool(self._agreed) and self.handshake.left_under_way
+            raise
         self._connect(form, directions)
         self._agreed[key] = self._statement = statement
 
@@ -147,7 +152,7 @@ class Engine:
         """Asked during a long wait: another rank may be at something else in this very call, and
         wait for an agreement that we skipped. Then all of us make it, and hear who is odd."""
         if self.handshake.is_called_for(self._calls):
-            self.handshake.agree(self._statement, call=self._calls)
+            self.handshake.agree(self._statement, call=self._calls, under_way=True)
 
     def _reserve(self, executors: Sequence[Executor]) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""
@@ -230,6 +235,12 @@ class Engine:
     def refuse_if_closed(self) -> None:
         if self._closed:
             raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        if self._broken:
+            raise MeshAttentionError(
+                "an earlier call of this ContextParallel was broken off while messages were under "
+                "way, which a new call could take for its own; close it, and start the processes "
+                "anew or make a new one on new process groups (torch.distributed.new_group)"
+            )
 
     def close(self) -> None:
         if not self._closed:

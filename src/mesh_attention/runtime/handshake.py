@@ -39,6 +39,7 @@ class Handshake:
         self._store = PrefixStore(f"{groups.name}/agreement", default_store())
         self._timeout = timeout or timeout_of(groups.parent)
         self._rounds = 0
+        self.left_under_way = False  # a disagreement broke a call off, or may have, on some rank
 
     def is_called_for(self, call: int) -> bool:
         """Has a rank asked for an agreement on this call, or one before, that we took for made?"""
@@ -46,19 +47,34 @@ class Handshake:
         return bool(self._store.check([key])) and int(self._store.get(key)) <= call
 
     def agree(
-        self, statement: dict[str, Any], error: Exception | None = None, *, call: int = 0
+        self,
+        statement: dict[str, Any],
+        error: Exception | None = None,
+        *,
+        call: int = 0,
+        under_way: bool = False,
     ) -> None:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
-        who may be past the agreement already.
+        who may be past the agreement already. `under_way`: we are, and have begun the call.
         """
         self._rounds += 1
         prefix = f"round{self._rounds}"
         said_error = None if error is None else str(error)
-        mine = json.dumps({"statement": statement, "error": said_error}, sort_keys=True)
-        self._store.set(f"{prefix}/{self._me}", mine)
+        mine = {"statement": statement, "error": said_error, "under_way": under_way}
+        self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
         self._store.set(f"{prefix}/call", str(call))
+        try:
+            self._hear(prefix, error)
+        except Exception:
+            said = self._spoken(prefix, {})
+            silent = len(said) < len(self._ranks)
+            self.left_under_way |= silent or any(one["under_way"] for one in said.values())
+            raise
+
+    def _hear(self, prefix: str, error: Exception | None) -> None:
+        """The verdict of a round, as an error unless all agree."""
         try:
             if self._me == self._ranks[0]:
                 self._judge(prefix, patient=error is None)
