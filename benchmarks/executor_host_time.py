@@ -5,7 +5,9 @@
 One rank's program of a large plan (256 ranks, 512K tokens, 64 heads of 128, mesh 16x16) is run many
 times with attention and row kernels that return their inputs and a transport that sends nothing.
 What is left is what the library adds to the cost of launching: walking the program, events, views
-of the caller's tensors, allocating results. Medians of many calls.
+of the caller's tensors, allocating results. Medians of many calls. Without a GPU it runs on the
+CPU, where clearing rows that no call touches (causal, chunked, backward) is work of the same thread
+and is counted, so no goal is set there.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=there, choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path, help="write the raw results here")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -132,10 +135,10 @@ def main() -> None:
             for direction in Direction:
                 found, count = host_microseconds(plan, direction, device, given.repeats)
                 mask = "causal" if causal else "full"
-                verdict = "reached" if found <= GOAL else "MISSED"
+                verdict = f" (goal {GOAL:g}, {'reached' if found <= GOAL else 'MISSED'})"
                 print(
                     f"{mask:6} {direction:8} {name:12} {count:3} operations: {found:5.1f} us each"
-                    f" (goal {GOAL:g}, {verdict})",
+                    f"{verdict if given.device == 'cuda' else ''}",
                     flush=True,
                 )
                 rows.append(

@@ -252,6 +252,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--json", type=Path, help="write the raw results here")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU")
     tile = (given.tile[0], given.tile[1])
     torch.manual_seed(0)
     rows: list[Row] = []

@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     given = parser.parse_args()
     if given.show:
-        show(json.loads(given.show.read_text()))
+        found = json.loads(given.show.read_text()) if given.show.is_file() else None
+        if not isinstance(found, dict) or not {"rows", "what", "failed"} <= set(found):
+            parser.error(f"{given.show} is not a result of this script")
+        show(found)
         return
     chosen = [
         cell

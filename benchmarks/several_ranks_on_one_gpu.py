@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--commit", help="what was measured, where git cannot say it")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU")
     # Read by PyTorch when ranks on one device show each other their memory.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     results: dict[str, Any] = {

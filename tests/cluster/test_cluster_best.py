@@ -57,6 +57,13 @@ def test_what_is_given_stays() -> None:
     assert best.timeline.one.setting["ulysses"] == "16"
 
 
+def test_shapes_are_searched_where_the_cut_is_left_to_the_method() -> None:
+    best = find_best(problem_of(65536), 16, PAPER, options={"auto_cut": True})
+    assert best.options["auto_cut"] is True
+    assert "chunks" not in best.options
+    assert best.tried > 3
+
+
 def with_memory(num_bytes: float) -> Cluster:
     return replace(PAPER, gpu=replace(PAPER.gpu, memory_gib=num_bytes / 2**30))
 

@@ -62,7 +62,9 @@ class Cut:
 
 
 def free_names(options: Sequence[str], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a cut the method has and the caller did not give, for either pass."""
+    """What of a cut the method has and the caller did not give, for either pass, nor left to it."""
+    if given.get("auto_cut"):
+        return ()
     return tuple(
         name
         for name in _NAMES
