@@ -12,12 +12,13 @@ from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.plan.chunks import chunks_of, whole_spans
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
-from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower, rectangles
+from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Call, CallKind
+from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.rectangles import rectangles
 
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
@@ -149,3 +150,21 @@ def test_a_rank_that_gathers_all_zigzag_halves_makes_few_calls(ranks: int) -> No
         (op,) = (op for op in program.operations if isinstance(op, Attend))
         assert len(op.calls) <= 5
         assert not any(call.kind is CallKind.RANGE for call in op.calls)
+
+
+def test_token_stripes_are_one_call_and_not_looked_at_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2,048 blocks a side: pair by pair a ring of 32 ranks took a minute to plan."""
+
+    def unwanted(*_: object) -> None:
+        raise AssertionError("looked at every pair of blocks")
+
+    monkeypatch.setattr("mesh_attention.plan.lower._lower_blocks", unwanted)
+    problem = Problem(2048 * 4, 2, 8, mask=Mask(causal=True))
+    plan = make_plan(problem, 4, method="ring", layout="striped")
+    for one in plan.passes:
+        for program in one.programs:
+            for op in program.operations:
+                if isinstance(op, Attend | AttendBackward):
+                    assert [call.kind for call in op.calls] == [CallKind.RANGE]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,16 +26,19 @@ from numpy.typing import NDArray
 from mesh_attention.plan.layout import Layout, Spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.program import Call, CallKind
+from mesh_attention.plan.rectangles import Cells, rectangles
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["MAX_CALLS", "Queries", "RowList", "lower", "rectangles"]
+__all__ = ["MAX_CALLS", "Queries", "RowList", "lower"]
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
-# More blocks than that are not looked at one by one: token stripes. Zigzag halves of 256 ranks and
-# more, gathered by one rank, are few calls and must be.
+# More blocks of a list, or pairs of them, are not looked at one by one: token stripes, which would
+# take seconds. Zigzag halves of thousands of ranks, gathered by one rank that has two blocks of
+# queries, are few calls and must be found.
 MAX_BLOCKS = 4096
+MAX_PAIRS = (4 * MAX_CALLS) ** 2
 
 # Up to so many blocks a side are compared one by one; for more, arrays are faster.
 _FEW_BLOCKS = 4
@@ -44,7 +47,6 @@ _FEW_BLOCKS = 4
 _ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
 
 Array = NDArray[np.int64]
-Cells = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,12 +153,18 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     if q.list.last < q.rows.q_tokens and q.all[0] <= k.first and k.last < q.all[1]:
         return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
     whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
-    if q.sight is None or q.list.blocks is None or k.blocks is None:
+    blocks = q.list.blocks
+    if (
+        q.sight is None
+        or blocks is None
+        or k.blocks is None
+        or len(blocks.starts) * len(k.blocks.starts) > MAX_PAIRS
+    ):
         return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
     picture = _picture(q, k.blocks)
     if picture is not None:
-        return _full_calls(picture, q.list.blocks.first_rows, k.blocks.first_rows)
-    calls = _lower_blocks(q, q.list.blocks, q.sight, k.blocks)
+        return _full_calls(picture, blocks.first_rows, k.blocks.first_rows)
+    calls = _lower_blocks(q, blocks, q.sight, k.blocks)
     return calls if len(calls) <= MAX_CALLS else (whole,)
 
 
@@ -279,36 +287,3 @@ def _cells_to_calls(q: _Strips, k: _Strips, rows: RowRanges) -> tuple[Call, ...]
     calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
     squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
     return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
-
-
-def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
-    """Disjoint rectangles (row start, stop, column start, stop) that cover the true cells.
-
-    Each is as wide as its rows allow, and as tall as the same columns stay a whole stretch.
-    """
-    height, width = cells.shape
-    data = cells.tobytes()
-    above = bytes(width)
-    open_since: dict[tuple[int, int], int] = {}
-    for i in range(height):
-        row = data[i * width : (i + 1) * width]
-        if row == above:
-            continue
-        above = row
-        stretches = list(_stretches(row))
-        for columns in [c for c in open_since if c not in stretches]:
-            yield open_since.pop(columns), i, *columns
-        for columns in stretches:
-            open_since.setdefault(columns, i)
-    for columns, start in open_since.items():
-        yield start, height, *columns
-
-
-def _stretches(row: bytes) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the stretches of ones; searching bytes costs nothing per column."""
-    start = row.find(1)
-    while start >= 0:
-        stop = row.find(0, start)
-        stop = stop if stop >= 0 else len(row)
-        yield start, stop
-        start = row.find(1, stop)
