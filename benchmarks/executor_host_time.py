@@ -18,12 +18,12 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import commit
+from provenance import taken
+from tile_options import add_tile_options
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
@@ -116,11 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=524288)
-    parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--tile", type=int, nargs=2, default=(16, 16))
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--head-dim", type=int, default=128)
+    add_tile_options(parser)
     parser.add_argument("--repeats", type=int, default=300)
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=there, choices=("cuda", "cpu"))
@@ -152,8 +148,7 @@ def main() -> None:
                     }
                 )
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        **taken(),
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
         "host": platform.processor() or platform.machine(),
         "torch": torch.__version__,

@@ -23,12 +23,12 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import commit
+from provenance import taken
+from tile_options import add_tile_options
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
@@ -243,11 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=524288)
-    parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--tile", type=int, nargs=2, default=(16, 16))
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--head-dim", type=int, default=128)
+    add_tile_options(parser)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--json", type=Path, help="write the raw results here")
@@ -262,8 +258,7 @@ def main() -> None:
         rows += measure(problem, given.ranks, tile, given.rank, given.repeats)
     setting = {name: value for name, value in vars(given).items() if name != "json"}
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        **taken(),
         "machine": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]

@@ -1,11 +1,17 @@
-"""Which commit a result is of: a number without one cannot be repeated."""
+"""When and of which commit a result is: a number without them cannot be repeated."""
 
 from __future__ import annotations
 
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["commit"]
+__all__ = ["commit", "taken"]
+
+
+def taken() -> dict[str, str]:
+    """What every report begins with."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()}
 
 
 def commit() -> str:

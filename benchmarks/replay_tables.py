@@ -19,12 +19,11 @@ import platform
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from provenance import commit
+from provenance import taken
 from replay_cells import TABLES, Cell, cells, load, prepare
 from replay_show import show
 
@@ -80,8 +79,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
 
     device = check_device(max(given.sms))
     report: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        **taken(),
         "machine": torch.cuda.get_device_name(device),
         "host": platform.processor() or platform.machine(),
         "torch": torch.__version__,

@@ -12,12 +12,12 @@ import pytest
 
 from mesh_attention.cluster import load_cluster
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "calibrate_paper.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paper_table.py"
 
 
 def calibration() -> ModuleType:
     sys.path.insert(0, str(SCRIPT.parent))  # scripts there share small files
-    spec = importlib.util.spec_from_file_location("calibrate_paper", SCRIPT)
+    spec = importlib.util.spec_from_file_location("paper_table", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,25 +7,11 @@ import triton.language as tl
 
 from mesh_attention.kernels.fused.addressing import place
 
-__all__ = ["merge_lse_loose_kernel", "merge_lse_stacked_kernel"]
+__all__ = ["merge_lse_kernel"]
 
 
 @triton.jit
-def _join(best: tl.tensor, weight: tl.tensor, part: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    new = tl.load(part, inside, other=-float("inf"))
-    top = tl.maximum(best, new)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    return top, weight * tl.exp(best - base) + tl.exp(new - base)
-
-
-@triton.jit
-def _finish(best: tl.tensor, weight: tl.tensor, target: tl.tensor, inside: tl.tensor) -> None:
-    seen = weight > 0
-    tl.store(target, tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best), inside)
-
-
-@triton.jit
-def merge_lse_stacked_kernel(
+def merge_lse_kernel(
     parts: tl.tensor,
     target: tl.tensor,
     num_rows: tl.tensor,
@@ -44,29 +30,12 @@ def merge_lse_stacked_kernel(
     best = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     for _ in range(count):
-        best, weight = _join(best, weight, parts, inside)
+        new = tl.load(parts, inside, other=-float("inf"))
+        top = tl.maximum(best, new)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        weight = weight * tl.exp(best - base) + tl.exp(new - base)
+        best = top
         parts += step
-    _finish(best, weight, target + place(row, batch, heads, target_stride), inside)
-
-
-@triton.jit
-def merge_lse_loose_kernel(
-    parts: tl.tensor,
-    target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    part_strides: tl.tensor,
-    target_stride: tl.tensor,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Parts anywhere in memory; `parts` and `part_strides` are tuples."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    best = tl.full([ROWS], -float("inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    for i in tl.static_range(COUNT):
-        part = parts[i] + place(row, batch, heads, part_strides[i])
-        best, weight = _join(best, weight, part, inside)
-    _finish(best, weight, target + place(row, batch, heads, target_stride), inside)
+    seen = weight > 0
+    value = tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best)
+    tl.store(target + place(row, batch, heads, target_stride), value, inside)

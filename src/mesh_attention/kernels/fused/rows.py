@@ -15,10 +15,7 @@ from mesh_attention.kernels.fused.merge import (
     merge_loose_kernel,
     merge_stacked_kernel,
 )
-from mesh_attention.kernels.fused.merge_lse import (
-    merge_lse_loose_kernel,
-    merge_lse_stacked_kernel,
-)
+from mesh_attention.kernels.fused.merge_lse import merge_lse_kernel
 from mesh_attention.kernels.fused.stacking import equal_steps
 from mesh_attention.kernels.fused.statistics import (
     delta_kernel,
@@ -75,23 +72,16 @@ class FusedRows:
             PlainRows().merge_all(outs, lses, out, lse)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        grid, sizes = _launch_statistics(target)
         step = equal_steps(parts)
-        if step is not None:
-            merge_lse_stacked_kernel[grid](
-                *(parts[0], target, *sizes, len(parts), step),
-                *(statistic_stride(parts[0]), statistic_stride(target)),
-                ROWS=_STATISTICS,
-            )
-        elif len(parts) <= _MOST_LOOSE:
-            merge_lse_loose_kernel[grid](
-                *(tuple(parts), target, *sizes),
-                *(tuple(map(statistic_stride, parts)), statistic_stride(target)),
-                COUNT=len(parts),
-                ROWS=_STATISTICS,
-            )
-        else:
+        if step is None:  # plans stack them
             PlainRows().merge_lse(parts, target)
+            return
+        grid, sizes = _launch_statistics(target)
+        merge_lse_kernel[grid](
+            *(parts[0], target, *sizes, len(parts), step),
+            *(statistic_stride(parts[0]), statistic_stride(target)),
+            ROWS=_STATISTICS,
+        )
 
     def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
         grid, sizes, block = _launch(out)

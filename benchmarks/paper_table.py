@@ -1,0 +1,166 @@
+"""The paper's 128-GPU table (docs/spec/algorithm.md, 10), and the same cells simulated.
+
+The authors' settings: striped causal layout, O gathered in the backward pass, USP with U = 8; mesh
+and StarTrail at their best setting in each row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mesh_attention.cluster import Cluster, simulate
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+
+__all__ = ["METHODS", "Cell", "Found", "cells", "run_all", "summary", "table"]
+
+RANKS = 128
+TOKENS = {"256K": 1 << 18, "512K": 1 << 19}
+USP = {"method": "usp", "ulysses": 8}
+RING = {"method": "ring"}
+STARTRAIL = [{"method": "startrail", "team": team} for team in (4, 8)]
+MESH = [
+    {"method": "mesh", "tile": tile, "chunks": chunks, "alpha": 4}
+    for tile, chunks in (((8, 16), (2, 4)), ((8, 16), (4, 4)), ((16, 8), (4, 4)))
+]
+METHODS: dict[str, list[dict[str, Any]]] = {
+    "mesh": MESH,
+    "ring": [RING],
+    "usp": [USP],
+    "startrail": STARTRAIL,
+}
+
+# direction, causal, tokens: MFU in percent of mesh, ring, usp, startrail
+PUBLISHED: dict[tuple[Direction, bool, str], dict[str, float]] = {
+    (direction, causal, tokens): dict(zip(METHODS, values, strict=False))
+    for direction, causal, tokens, values in (
+        (Direction.FORWARD, False, "256K", (49.1, 3.0, 21.3, 12.3)),
+        (Direction.FORWARD, False, "512K", (55.1, 5.9, 31.0, 22.5)),
+        (Direction.FORWARD, True, "256K", (38.3, 1.3, 10.1)),
+        (Direction.FORWARD, True, "512K", (46.6, 2.6, 19.9)),
+        (Direction.BACKWARD, False, "256K", (49.4, 3.3, 19.4, 10.7)),
+        (Direction.BACKWARD, False, "512K", (54.6, 6.3, 30.2, 18.3)),
+        (Direction.BACKWARD, True, "256K", (39.5, 1.4, 10.0)),
+        (Direction.BACKWARD, True, "512K", (45.1, 2.8, 17.7)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    direction: Direction
+    causal: bool
+    tokens: str
+    method: str
+
+    @property
+    def row(self) -> tuple[Direction, bool, str]:
+        return self.direction, self.causal, self.tokens
+
+    @property
+    def published(self) -> float:
+        return PUBLISHED[self.row][self.method]
+
+
+def cells() -> Iterator[Cell]:
+    for row, values in PUBLISHED.items():
+        for method in values:
+            yield Cell(*row, method)
+
+
+@cache
+def plan_of(cell: Cell, setting: str) -> Plan:
+    problem = Problem(
+        q_tokens=TOKENS[cell.tokens], num_heads=64, head_dim=128, mask=Mask(causal=cell.causal)
+    )
+    options = json.loads(setting) | {"layout": "striped" if cell.causal else "contiguous"}
+    for name in ("tile", "chunks"):
+        if name in options:
+            options[name] = tuple(options[name])
+    return make_plan(
+        problem,
+        RANKS,
+        directions=(cell.direction,),
+        ranks_per_node=8,
+        gather_out=True,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    cell: Cell
+    setting: dict[str, Any]
+    mfu: float
+
+    @property
+    def error(self) -> float:
+        """Logarithm of simulated over published."""
+        return math.log(self.mfu / self.cell.published)
+
+
+def run_cell(cell: Cell, cluster: Cluster, settings: list[dict[str, Any]]) -> Found:
+    tries = [
+        Found(
+            cell,
+            setting,
+            simulate(plan_of(cell, json.dumps(setting)), cluster, cell.direction).mfu_percent,
+        )
+        for setting in settings
+    ]
+    return max(tries, key=lambda found: found.mfu)
+
+
+def run_all(
+    cluster: Cluster, only: dict[Cell, list[dict[str, Any]]] | None = None
+) -> dict[Cell, Found]:
+    found = {}
+    chosen = only or {cell: METHODS[cell.method] for cell in cells()}
+    for done, (cell, settings) in enumerate(chosen.items(), start=1):
+        if sys.stderr.isatty():
+            print(f"\r{done}/{len(chosen)} cells", end="", file=sys.stderr, flush=True)
+        found[cell] = run_cell(cell, cluster, settings)
+    return found
+
+
+def table(found: dict[Cell, Found]) -> str:
+    lines = ["row                      " + "".join(f"{m:>24}" for m in METHODS)]
+    for row, values in PUBLISHED.items():
+        direction, causal, tokens = row
+        name = f"{direction.value} {'causal' if causal else 'full'} {tokens}"
+        parts = []
+        for method in METHODS:
+            one = found.get(Cell(*row, method))
+            text = "-"
+            if one is not None:
+                text = f"{one.mfu:.1f} / {values[method]} ({math.exp(one.error):.2f})"
+            parts.append(f"{text:>24}")
+        lines.append(f"{name:<25}" + "".join(parts))
+    return "\n".join(lines)
+
+
+def summary(found: dict[Cell, Found]) -> dict[str, Any]:
+    errors = [abs(one.error) for one in found.values()]
+    worst = max(found.values(), key=lambda one: abs(one.error))
+    orders = {}
+    for row, values in PUBLISHED.items():
+        simulated = {m: found[Cell(*row, m)].mfu for m in values}
+        same = sorted(values, key=values.__getitem__) == sorted(
+            simulated, key=simulated.__getitem__
+        )
+        orders[" ".join(map(str, row))] = same
+    return {
+        "geometric_mean_ratio_error": math.exp(sum(errors) / len(errors)),
+        "worst_ratio_error": math.exp(abs(worst.error)),
+        "worst_cell": f"{worst.cell.method} {worst.cell.direction.value} "
+        f"{'causal' if worst.cell.causal else 'full'} {worst.cell.tokens}",
+        "same_order_of_methods_in_every_row": all(orders.values()),
+    }
