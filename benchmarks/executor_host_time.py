@@ -31,7 +31,7 @@ from mesh_attention.kernels import Request, register, unregister
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Free
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -81,12 +81,12 @@ def host_microseconds(
     plan: Plan, direction: Direction, device: torch.device, repeats: int
 ) -> tuple[float, int]:
     """For each operation of rank 0, and how many those are."""
-    one, form = plan.direction(direction), Form(1, torch.bfloat16, device)
+    one, call_shape = plan.direction(direction), CallShape(1, torch.bfloat16, device)
     no_work = NoWork()
     register(no_work)
     try:
         executor = Executor(
-            *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), form),
+            *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), call_shape),
             softmax_scale=1.0,
             kernel=no_work.name,
             rows=no_work,
@@ -98,7 +98,7 @@ def host_microseconds(
         for buffer in one.programs[0].buffers
         if buffer.role is Role.INPUT
     }
-    dtypes = {b.name: form.dtype_of(b) for b in one.programs[0].buffers}
+    dtypes = {b.name: call_shape.dtype_of(b) for b in one.programs[0].buffers}
     inputs = {
         name: torch.zeros(*shape, dtype=dtypes[name], device=device)
         for name, shape in shapes.items()

@@ -37,7 +37,7 @@ from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -49,7 +49,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "2 to 8 heads": {"heads_at_once": (2, 8)},
 }
 DEVICE = torch.device("cuda", 0)
-FORM = Form(1, torch.bfloat16, DEVICE)
+CALL_SHAPE = CallShape(1, torch.bfloat16, DEVICE)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def inputs_of(plan: Plan, direction: Direction, rank: int) -> dict[str, Tensor]:
     for buffer in plan.direction(direction).programs[rank].buffers:
         if buffer.role is Role.INPUT:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
-            given[buffer.name] = torch.empty(shape, dtype=FORM.dtype_of(buffer), device=DEVICE)
+            given[buffer.name] = torch.empty(
+                shape, dtype=CALL_SHAPE.dtype_of(buffer), device=DEVICE
+            )
             receive(buffer, given[buffer.name])
     return given
 
@@ -176,7 +178,7 @@ def measure(
                 rank,
                 AloneTransport(plan.direction(direction).programs[rank], messages),
                 workspace,
-                FORM,
+                CALL_SHAPE,
                 softmax_scale=problem.head_dim**-0.5,
                 two_lanes=two,
             )

@@ -40,7 +40,7 @@ from mesh_attention.plan.verify import verify
 from mesh_attention.request import attention_mask, build_plan
 from mesh_attention.runtime.autograd import attend
 from mesh_attention.runtime.engine import Engine
-from mesh_attention.runtime.executor import Form
+from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.gather_shards import unshard
 from mesh_attention.runtime.sharding import take_shard
 from mesh_attention.runtime.transport.interface import Counters
@@ -175,12 +175,12 @@ class ContextParallel:
         """
         fault = self._fault(q, k, v)
         if fault is not None:
-            nothing = Form(0, torch.float32, torch.device("cpu"))
+            nothing = CallShape(0, torch.float32, torch.device("cpu"))
             self._engine.prepare(nothing, False, fault)
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        form = Form(q.shape[0], q.dtype, q.device)
-        self._engine.prepare(form, needs_grad, None)
-        out, lse = attend(self._engine, form, q, k, v)
+        call_shape = CallShape(q.shape[0], q.dtype, q.device)
+        self._engine.prepare(call_shape, needs_grad, None)
+        out, lse = attend(self._engine, call_shape, q, k, v)
         return (out, lse) if return_lse else out
 
     def _fault(self, q: Tensor, k: Tensor, v: Tensor) -> MeshAttentionError | None:

@@ -17,7 +17,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Plan, a_plan
-from mesh_attention.runtime.executor import Executor, Form
+from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
@@ -58,8 +58,8 @@ def run_local(
     """
     _check(plan, q, k, v, grad_out)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
-    form = Form(q.shape[0], q.dtype, q.device)
-    run = _Run(plan, form, scale, kernel, poison)
+    call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    run = _Run(plan, call_shape, scale, kernel, poison)
     whole = {"q": q, "k": k, "v": v}
     inputs = [
         {name: run.shard(name, x, rank) for name, x in whole.items()}
@@ -80,10 +80,10 @@ def run_local(
 
 class _Run:
     def __init__(
-        self, plan: Plan, form: Form, scale: float, kernel: str | None, poison: bool
+        self, plan: Plan, call_shape: CallShape, scale: float, kernel: str | None, poison: bool
     ) -> None:
         self.plan = plan
-        self.form = form
+        self.call_shape = call_shape
         self.scale = scale
         self.kernel = kernel
         self.workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
@@ -114,7 +114,7 @@ class _Run:
                 rank,
                 transports[rank],
                 self.workspaces[rank],
-                self.form,
+                self.call_shape,
                 softmax_scale=self.scale,
                 kernel=self.kernel,
             ).run(inputs[rank])

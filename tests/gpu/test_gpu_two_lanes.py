@@ -16,7 +16,7 @@ from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.buffers import Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Communication, Program, reads, writes
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.workspace import Workspace
@@ -24,7 +24,7 @@ from mesh_attention.runtime.workspace import Workspace
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-FORM = Form(1, torch.bfloat16, DEVICE)
+CALL_SHAPE = CallShape(1, torch.bfloat16, DEVICE)
 TOKENS, HEADS, KV_HEADS, DIM = 32768, 16, 8, 128
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "slices": (16, {"tile": (4, 4), "heads_at_once": (1, 2), "combine": "reduce-scatter"}),
@@ -77,7 +77,7 @@ def sent(plan: Plan, direction: Direction, rank: int, *, two_lanes: bool) -> lis
     program = one.programs[rank]
     transport = Noted(program)
     executor = Executor(
-        *(plan, one, rank, transport, Workspace(poison=True), FORM),
+        *(plan, one, rank, transport, Workspace(poison=True), CALL_SHAPE),
         softmax_scale=DIM**-0.5,
         two_lanes=two_lanes,
     )
@@ -86,7 +86,7 @@ def sent(plan: Plan, direction: Direction, rank: int, *, two_lanes: bool) -> lis
         if buffer.role is Role.INPUT:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
             given[buffer.name] = draw(
-                buffer.kind, torch.Size(shape), FORM.dtype_of(buffer), seed=at
+                buffer.kind, torch.Size(shape), CALL_SHAPE.dtype_of(buffer), seed=at
             )
     run_to_end(executor.run(given))
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, make_plan
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.transport.local import LocalWorld
@@ -122,18 +122,20 @@ def test_row_ranges_and_cpu_tensors_are_not_captured(one_rank: None) -> None:
 Inputs = list[dict[str, Tensor]]
 
 
-def all_ranks(plan: Plan, direction: Direction, form: Form) -> Callable[[Inputs], Inputs]:
+def all_ranks(
+    plan: Plan, direction: Direction, call_shape: CallShape
+) -> Callable[[Inputs], Inputs]:
     """The executors of all ranks in this process, made once."""
     one = plan.direction(direction)
     world = LocalWorld(one.groups)
     executors = [
-        Executor(plan, one, rank, world.transport(p), Workspace(), form, softmax_scale=0.1)
+        Executor(plan, one, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1)
         for rank, p in enumerate(one.programs)
     ]
     return lambda inputs: _in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
 
 
-def local_inputs(plan: Plan, direction: Direction, form: Form) -> Inputs:
+def local_inputs(plan: Plan, direction: Direction, call_shape: CallShape) -> Inputs:
     """Random tensors for the inputs of all ranks' programs."""
     result = []
     for program in plan.direction(direction).programs:
@@ -141,23 +143,23 @@ def local_inputs(plan: Plan, direction: Direction, form: Form) -> Inputs:
         for buffer in program.buffers:
             if buffer.role.value == "input":
                 width = buffer.kind.width(plan.problem)
-                shape = (buffer.num_rows, form.batch, buffer.num_heads, width)
+                shape = (buffer.num_rows, call_shape.batch, buffer.num_heads, width)
                 x = torch.randn(shape, device="cuda")
                 x = x.add_(8.0) if buffer.kind.value == "lse" else x
-                given[buffer.name] = x.to(form.dtype_of(buffer))
+                given[buffer.name] = x.to(call_shape.dtype_of(buffer))
         result.append(given)
     return result
 
 
-FORM = Form(1, torch.bfloat16, torch.device("cuda", 0))
+CALL_SHAPE = CallShape(1, torch.bfloat16, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: Direction) -> None:
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=True))
     plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
-    run = all_ranks(plan, direction, FORM)
-    inputs = local_inputs(plan, direction, FORM)
+    run = all_ranks(plan, direction, CALL_SHAPE)
+    inputs = local_inputs(plan, direction, CALL_SHAPE)
     first = run(inputs)
     with no_waiting_for_the_device():
         run(inputs)
@@ -180,13 +182,13 @@ def test_a_workspace_that_grows_is_bound_again() -> None:
     one = plan.forward
     workspace = Workspace()
     executor = Executor(
-        plan, one, 0, AloneTransport(one.programs[0]), workspace, FORM, softmax_scale=0.1
+        plan, one, 0, AloneTransport(one.programs[0]), workspace, CALL_SHAPE, softmax_scale=0.1
     )
-    inputs = local_inputs(plan, Direction.FORWARD, FORM)[0]
+    inputs = local_inputs(plan, Direction.FORWARD, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    grown = workspace.take(executor.workspace_bytes * 2, FORM.device)
+    grown = workspace.take(executor.workspace_bytes * 2, CALL_SHAPE.device)
     # The old block went, although the executor had views of it.
     assert torch.cuda.memory_allocated() - before <= executor.workspace_bytes + 2**21
     run_to_end(executor.run(inputs))
@@ -200,9 +202,9 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     plan = make_plan(problem, 16, tile=(4, 4), chunks=(2, 2))
     one = plan.direction(direction)
     executor = Executor(
-        plan, one, 0, AloneTransport(one.programs[0]), Workspace(), FORM, softmax_scale=0.1
+        plan, one, 0, AloneTransport(one.programs[0]), Workspace(), CALL_SHAPE, softmax_scale=0.1
     )
-    inputs = local_inputs(plan, direction, FORM)[0]
+    inputs = local_inputs(plan, direction, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated() - executor.workspace_bytes

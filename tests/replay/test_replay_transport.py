@@ -17,7 +17,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.replay.received import fill, inputs_of
 from mesh_attention.replay.share import share_of
 from mesh_attention.replay.transport import Landing, ReplayTransport
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 from mesh_attention.runtime.workspace import Workspace
@@ -55,7 +55,7 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
     problem = Problem(1024, 16, 16, element_bytes=4, mask=Mask(causal=True))
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
     share = share_of(simulate(plan, cluster, direction), 3)
-    form = Form(1, torch.float32, torch.device("cpu"))
+    call_shape = CallShape(1, torch.float32, torch.device("cpu"))
     holder = NotingHolder()
     executor = Executor(
         share.plan,
@@ -63,12 +63,12 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
         0,
         ReplayTransport(share.program, share.seconds, holder),
         Workspace(poison=True),
-        form,
+        call_shape,
         softmax_scale=0.25,
     )
     for _ in range(2):
         holder.held.clear()
-        outputs = run_to_end(executor.run(inputs_of(share.program, share.plan, form)))
+        outputs = run_to_end(executor.run(inputs_of(share.program, share.plan, call_shape)))
         communications = [
             seconds
             for op, seconds in zip(share.program.operations, share.seconds, strict=True)

@@ -16,11 +16,11 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import Compute, Work
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
-FORM = Form(1, torch.float32, torch.device("cpu"))
+CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 
 
 def receive(buffer: Buffer, tensor: Tensor) -> None:
@@ -35,7 +35,7 @@ def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pa
     plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
     one = plan.direction(direction)
     transport = AloneTransport(one.programs[0], receive)
-    executor = Executor(plan, one, 0, transport, workspace, FORM, softmax_scale=0.3)
+    executor = Executor(plan, one, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
     return executor, plan, one
 
 
@@ -87,8 +87,8 @@ def test_a_workspace_that_grows_is_bound_again(direction: Direction) -> None:
     executor, plan, one = make(direction, workspace)
     given = inputs(plan, one)
     first = run_to_end(executor.run(given))
-    old = weakref.ref(workspace.take(0, FORM.device).memory)
-    workspace.take(2 * executor.workspace_bytes, FORM.device)
+    old = weakref.ref(workspace.take(0, CALL_SHAPE.device).memory)
+    workspace.take(2 * executor.workspace_bytes, CALL_SHAPE.device)
     assert old() is None  # although the executor had views of it
     second = run_to_end(executor.run(given))
     for name, x in first.items():
@@ -114,7 +114,9 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
         yield
 
     transport = AloneTransport(one.programs[0], receive)
-    traced = Executor(plan, one, 0, transport, Workspace(), FORM, softmax_scale=0.3, trace=span)
+    traced = Executor(
+        plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3, trace=span
+    )
     run_to_end(traced.run(inputs(plan, one)))
     operations = one.programs[0].operations
     assert seen == [op.name for op in operations if not isinstance(op, Free)]

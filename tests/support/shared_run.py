@@ -15,7 +15,7 @@ from mesh_attention import testing
 from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.executor import Executor, Form
+from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.lanes import Marks
 from mesh_attention.runtime.transport.copies import Copies
 from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
@@ -40,14 +40,17 @@ class _Meeting:
 
 
 class _World:
-    def __init__(self, plan: Plan, one: Pass, form: Form) -> None:
+    def __init__(self, plan: Plan, one: Pass, call_shape: CallShape) -> None:
         self.one = one
-        self.owners = [Owner(plan, one, rank, form.batch) for rank in range(plan.num_ranks)]
+        self.owners = [Owner(plan, one, rank, call_shape.batch) for rank in range(plan.num_ranks)]
         self.staging_offset = max(owner.workspace_bytes for owner in self.owners)
         staging = max(owner.staging_bytes for owner in self.owners)
         size = self.staging_offset + staging
         self.blocks = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in self.owners]
-        self.dtypes = {Precision.ELEMENT: form.dtype, Precision.ACCUMULATE: form.accumulate_dtype}
+        self.dtypes = {
+            Precision.ELEMENT: call_shape.dtype,
+            Precision.ACCUMULATE: call_shape.accumulate_dtype,
+        }
         self.meetings: dict[tuple[str, str], _Meeting] = {}
 
     def arrive(self, rank: int, op: Communication, view: View) -> _Meeting:
@@ -90,7 +93,7 @@ class _SharedRun(testing._Run):
         self, direction: Direction, inputs: list[dict[str, Tensor]]
     ) -> list[dict[str, Tensor]]:
         one = self.plan.direction(direction)
-        world = _World(self.plan, one, self.form)
+        world = _World(self.plan, one, self.call_shape)
         for workspace, block in zip(self.workspaces, world.blocks, strict=True):
             workspace.adopt(block[: world.staging_offset])
         runs = {
@@ -100,7 +103,7 @@ class _SharedRun(testing._Run):
                 rank,
                 _Transport(world, rank),
                 self.workspaces[rank],
-                self.form,
+                self.call_shape,
                 softmax_scale=self.scale,
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)
@@ -110,8 +113,8 @@ class _SharedRun(testing._Run):
 
 def run_shared(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
     """Forward and backward; every byte that nobody wrote reads as NaN."""
-    form = Form(q.shape[0], q.dtype, q.device)
-    run = _SharedRun(plan, form, q.shape[-1] ** -0.5, None, True)
+    call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    run = _SharedRun(plan, call_shape, q.shape[-1] ** -0.5, None, True)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)

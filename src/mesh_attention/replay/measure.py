@@ -18,7 +18,7 @@ from mesh_attention.replay.received import inputs_of
 from mesh_attention.replay.result import Replayed
 from mesh_attention.replay.share import Share
 from mesh_attention.replay.transport import ReplayTransport
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.workspace import Workspace
 
 __all__ = ["check_device", "measure"]
@@ -57,16 +57,16 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     there_before = torch.cuda.memory_allocated(device)  # libraries keep workspaces of their own
-    form = Form(1, _DTYPES[share.plan.problem.element_bytes], device)
+    call_shape = CallShape(1, _DTYPES[share.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    inputs = inputs_of(share.program, share.plan, form)
+    inputs = inputs_of(share.program, share.plan, call_shape)
     executor = Executor(
         share.plan,
         share.one,
         0,  # the share holds one program, whatever its rank is
         ReplayTransport(share.program, share.seconds, holder),
         Workspace(),
-        form,
+        call_shape,
         softmax_scale=float(share.plan.problem.head_dim) ** -0.5,
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.runtime.binding import Form
+from mesh_attention.runtime.binding import CallShape
 
 __all__ = ["STOCK_BYTES", "Stock", "fill", "inputs_of"]
 
@@ -26,14 +26,14 @@ def fill(kind: Kind, tensor: Tensor) -> None:
         tensor.add_(13.0)
 
 
-def inputs_of(program: Program, plan: Plan, form: Form) -> dict[str, Tensor]:
+def inputs_of(program: Program, plan: Plan, call_shape: CallShape) -> dict[str, Tensor]:
     """The caller's shards of one rank."""
     given = {}
     for buffer in program.buffers:
         if buffer.role is Role.INPUT:
             width = buffer.kind.width(plan.problem)
-            shape = (buffer.num_rows, form.batch, buffer.num_heads, width)
-            tensor = torch.empty(shape, dtype=form.dtype_of(buffer), device=form.device)
+            shape = (buffer.num_rows, call_shape.batch, buffer.num_heads, width)
+            tensor = torch.empty(shape, dtype=call_shape.dtype_of(buffer), device=call_shape.device)
             fill(buffer.kind, tensor)
             given[buffer.name] = tensor
     return given

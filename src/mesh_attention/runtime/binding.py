@@ -17,11 +17,11 @@ from mesh_attention.plan.offsets import WorkspaceMap
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program, reads, writes
 
-__all__ = ["Bindings", "Form", "Views", "cut"]
+__all__ = ["Bindings", "CallShape", "Views", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallShape:
     """What the tensors of a call have in common."""
 
     batch: int
@@ -40,16 +40,16 @@ class Bindings:
     """How the buffers of a program become tensors."""
 
     def __init__(
-        self, program: Program, problem: Problem, memory: WorkspaceMap, form: Form
+        self, program: Program, problem: Problem, memory: WorkspaceMap, call_shape: CallShape
     ) -> None:
-        self._form = form
+        self._call_shape = call_shape
         self._memory = memory
-        self._sizes = {b.name: b.num_bytes(problem) * form.batch for b in program.buffers}
-        self._forms: dict[Role, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+        self._sizes = {b.name: b.num_bytes(problem) * call_shape.batch for b in program.buffers}
+        self._shapes: dict[Role, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
             role: {
                 b.name: (
-                    (b.num_rows, form.batch, b.num_heads, b.kind.width(problem)),
-                    form.dtype_of(b),
+                    (b.num_rows, call_shape.batch, b.num_heads, b.kind.width(problem)),
+                    call_shape.dtype_of(b),
                 )
                 for b in program.buffers
                 if b.role is role
@@ -59,29 +59,29 @@ class Bindings:
 
     def workspace(self, memory: Tensor) -> dict[str, Tensor]:
         tensors = {}
-        for name, (shape, dtype) in self._forms[Role.WORKSPACE].items():
-            start = self._memory.offsets[name] * self._form.batch
+        for name, (shape, dtype) in self._shapes[Role.WORKSPACE].items():
+            start = self._memory.offsets[name] * self._call_shape.batch
             tensors[name] = memory[start : start + self._sizes[name]].view(dtype).view(shape)
         return tensors
 
     def inputs(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {}
-        for name, (shape, dtype) in self._forms[Role.INPUT].items():
+        for name, (shape, dtype) in self._shapes[Role.INPUT].items():
             x = tensors[name] = given[name]
             assert x.shape == shape, (name, x.shape, shape)
             assert x.dtype == dtype, (name, x.dtype, dtype)
         return tensors
 
     def outputs(self) -> dict[str, Tensor]:
-        device = self._form.device
+        device = self._call_shape.device
         return {
             name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self._forms[Role.OUTPUT].items()
+            for name, (shape, dtype) in self._shapes[Role.OUTPUT].items()
         }
 
     def in_workspace(self, op: Operation) -> bool:
         """Whether an operation touches nothing of the caller's."""
-        known = self._forms[Role.WORKSPACE]
+        known = self._shapes[Role.WORKSPACE]
         return all(p.buffer in known for side in (reads(op), writes(op)) for p in side)
 
 
@@ -120,13 +120,13 @@ class Views:
         """(batch, heads, rows)"""
         return self._find(piece, self._kept[2], _statistic)
 
-    def _find(self, piece: Piece, kept: _Kept, form: Callable[[Tensor], Tensor]) -> Tensor:
+    def _find(self, piece: Piece, kept: _Kept, view: Callable[[Tensor], Tensor]) -> Tensor:
         found = kept.get(id(piece))
         if found is None:
             whole = self._passed.get(piece.buffer)
             if whole is not None:
-                return form(_rows(whole, piece))
-            found = kept[id(piece)] = piece, form(_rows(self._workspace[piece.buffer], piece))
+                return view(_rows(whole, piece))
+            found = kept[id(piece)] = piece, view(_rows(self._workspace[piece.buffer], piece))
         return found[1]
 
 

@@ -1,6 +1,6 @@
 """One rank's side of a plan over torch.distributed: groups, agreement, executors, workspace.
 
-Executors are kept by the form of the tensors (batch, dtype, device), so a warm call plans nothing.
+Executors are kept by the shape of the call (batch, dtype, device), so a warm call plans nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.text import digest
-from mesh_attention.runtime.executor import Executor, Form, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.handshake import Handshake
 from mesh_attention.runtime.profile import nvtx_span
@@ -58,8 +58,8 @@ class Engine:
         self._transports = Transports(usable, self.groups, self._look_around)
         self._workspace = Workspace()
         self._plans: dict[int, tuple[Plan, str]] = {}
-        self._executors: dict[tuple[Direction, Form], Executor] = {}
-        self._captured: dict[tuple[Direction, Form], CapturedCall] = {}
+        self._executors: dict[tuple[Direction, CallShape], Executor] = {}
+        self._captured: dict[tuple[Direction, CallShape], CapturedCall] = {}
         self._agreed: dict[object, dict[str, object]] = {}
         self._calls = 0
         self._statement: dict[str, object] = {}
@@ -98,11 +98,13 @@ class Engine:
             raise
         self.handshake.agree(statement)
 
-    def prepare(self, form: Form, needs_grad: bool, error: MeshAttentionError | None) -> None:
+    def prepare(
+        self, call_shape: CallShape, needs_grad: bool, error: MeshAttentionError | None
+    ) -> None:
         """Agree on a kind of call once; afterwards nothing is exchanged."""
         self.refuse_if_closed()
         self._calls += 1
-        key = (form, needs_grad)
+        key = (call_shape, needs_grad)
         if error is None and key in self._agreed:
             self._statement = self._agreed[key]
             return
@@ -111,15 +113,15 @@ class Engine:
         try:
             if error is None:
                 statement = {
-                    "plan": self._planned(form.dtype.itemsize)[1],
-                    "batch": form.batch,
-                    "dtype": str(form.dtype),
-                    "device": form.device.type,
+                    "plan": self._planned(call_shape.dtype.itemsize)[1],
+                    "batch": call_shape.batch,
+                    "dtype": str(call_shape.dtype),
+                    "device": call_shape.device.type,
                     "needs_grad": needs_grad,
                 }
                 # A kernel may refuse what only some ranks have to do: all must hear of it.
-                executors = [self.executor(direction, form) for direction in directions]
-                self._transports.check(self.plan(form.dtype.itemsize), form.device)
+                executors = [self.executor(direction, call_shape) for direction in directions]
+                self._transports.check(self.plan(call_shape.dtype.itemsize), call_shape.device)
                 if self._cuda_graph:
                     self._reserve(executors)
         except MeshAttentionError as refused:
@@ -130,19 +132,19 @@ class Engine:
         except Exception:
             self._broken |= bool(self._agreed) and self.handshake.left_under_way
             raise
-        self._connect(form, directions)
+        self._connect(call_shape, directions)
         self._agreed[key] = self._statement = statement
 
-    def _connect(self, form: Form, directions: tuple[Direction, ...]) -> None:
+    def _connect(self, call_shape: CallShape, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""
-        plan = self.plan(form.dtype.itemsize)
+        plan = self.plan(call_shape.dtype.itemsize)
         rank = self.rank(plan)
-        self._workspace.give_up(form.device)  # or it would keep a block that is outgrown
-        workspace = self._transports.share(plan, rank, directions, form)
+        self._workspace.give_up(call_shape.device)  # or it would keep a block that is outgrown
+        workspace = self._transports.share(plan, rank, directions, call_shape)
         if workspace is not None:
             self._workspace.adopt(workspace)
         if self._transports.must_share():
-            chosen = self._transports.choices(plan, rank, directions, form.device)
+            chosen = self._transports.choices(plan, rank, directions, call_shape.device)
             refusal = self._transports.refusal(chosen)
             self.handshake.agree({"transport": "symmetric"}, refusal, call=self._calls)
         for planned, _ in self._plans.values():
@@ -157,22 +159,22 @@ class Engine:
     def _reserve(self, executors: Sequence[Executor]) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""
         for executor in executors:
-            if executor.form.device.type != "cuda":
-                device = executor.form.device.type
+            if executor.call_shape.device.type != "cuda":
+                device = executor.call_shape.device.type
                 raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
             if executor.why_not_captured is not None:
                 raise MeshAttentionError(f"cuda_graph=True: {executor.why_not_captured}")
         most = max(executor.workspace_bytes for executor in executors)
-        self._workspace.take(most, executors[0].form.device)
+        self._workspace.take(most, executors[0].call_shape.device)
 
     def run(
-        self, direction: Direction, form: Form, inputs: Mapping[str, Tensor]
+        self, direction: Direction, call_shape: CallShape, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        executor = self.executor(direction, form)
+        executor = self.executor(direction, call_shape)
         # Triton launches on the current device, which need not be that of the tensors.
-        cuda = form.device.type == "cuda"
+        cuda = call_shape.device.type == "cuda"
         try:
-            with torch.cuda.device(form.device) if cuda else nullcontext():
+            with torch.cuda.device(call_shape.device) if cuda else nullcontext():
                 if self._cuda_graph:
                     return self._replay(direction, executor, inputs)
                 return run_to_end(executor.run(inputs))
@@ -183,22 +185,22 @@ class Engine:
     def _replay(
         self, direction: Direction, executor: Executor, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        key = (direction, executor.form)
+        key = (direction, executor.call_shape)
         if key not in self._captured:
-            block = self._workspace.take(executor.workspace_bytes, executor.form.device)
+            block = self._workspace.take(executor.workspace_bytes, executor.call_shape.device)
             self._captured[key] = CapturedCall(
                 lambda static: run_to_end(executor.run(static)), inputs, block
             )
         return self._captured[key](inputs)
 
-    def executor(self, direction: Direction, form: Form) -> Executor:
+    def executor(self, direction: Direction, call_shape: CallShape) -> Executor:
         self.refuse_if_closed()
-        key = (direction, form)
+        key = (direction, call_shape)
         if key not in self._executors:
-            plan = self.plan(form.dtype.itemsize)
+            plan = self.plan(call_shape.dtype.itemsize)
             rank, one = self.rank(plan), plan.direction(direction)
             transport, self.counters[direction] = self._transports.make(
-                plan, one, rank, form, self.counters.get(direction)
+                plan, one, rank, call_shape, self.counters.get(direction)
             )
             self._executors[key] = Executor(
                 plan,
@@ -206,10 +208,10 @@ class Engine:
                 rank,
                 transport,
                 self._workspace,
-                form,
+                call_shape,
                 softmax_scale=self._scale(plan),
                 kernel=self._kernel,
-                trace=nvtx_span if self._nvtx and form.device.type == "cuda" else None,
+                trace=nvtx_span if self._nvtx and call_shape.device.type == "cuda" else None,
             )
         return self._executors[key]
 
@@ -227,9 +229,11 @@ class Engine:
 
     def transport_choices(self) -> dict[str, tuple[str, str]]:
         found: dict[str, tuple[str, str]] = {}
-        for direction, form in self._executors:
-            plan = self.plan(form.dtype.itemsize)
-            found |= self._transports.choices(plan, self.rank(plan), (direction,), form.device)
+        for direction, call_shape in self._executors:
+            plan = self.plan(call_shape.dtype.itemsize)
+            found |= self._transports.choices(
+                plan, self.rank(plan), (direction,), call_shape.device
+            )
         return found
 
     def refuse_if_closed(self) -> None:

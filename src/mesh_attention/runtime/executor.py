@@ -39,7 +39,7 @@ from mesh_attention.plan.program import (
     Merge,
     Operation,
 )
-from mesh_attention.runtime.binding import Bindings, Form, Views
+from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.joins import joined_attentions
 from mesh_attention.runtime.lanes import Lanes, Marks
@@ -48,7 +48,7 @@ from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
-__all__ = ["Executor", "Form", "Trace", "run_to_end"]
+__all__ = ["CallShape", "Executor", "Trace", "run_to_end"]
 
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
@@ -77,7 +77,7 @@ class Executor:
         rank: int,
         transport: Transport,
         workspace: Workspace,
-        form: Form,
+        call_shape: CallShape,
         *,
         softmax_scale: float,
         kernel: str | None = None,
@@ -88,23 +88,23 @@ class Executor:
         program = one.programs[rank]
         # Communications without a stream of their own follow the compute stream: then it is one.
         two = transport.own_stream if two_lanes is None else two_lanes
-        self._lanes = Lanes(form.device, two=two)
+        self._lanes = Lanes(call_shape.device, two=two)
         if self._lanes.two:
             program = in_pieces(program)
-        if form.dtype.itemsize != plan.problem.element_bytes:
+        if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
                 f"the plan is for {plan.problem.element_bytes}-byte elements, "
-                f"but the tensors are {form.dtype}"
+                f"but the tensors are {call_shape.dtype}"
             )
-        self.form = form
+        self.call_shape = call_shape
         self._memory = workspace_map(program, plan.problem)
-        self._bindings = Bindings(program, plan.problem, self._memory, form)
+        self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
         masks = BlockMasks(plan, program)
-        self.choices = _choose(plan, form, masks, one.direction, kernel)
-        self.row_choice = choose_rows(form.device.type, form.dtype)
+        self.choices = _choose(plan, call_shape, masks, one.direction, kernel)
+        self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
         self._scratch_bytes = scratch_bytes(
             program, plan.problem, kernels, two_lanes=self._lanes.two
@@ -117,12 +117,12 @@ class Executor:
 
     @property
     def workspace_bytes(self) -> int:
-        return self._memory.total_bytes * self.form.batch
+        return self._memory.total_bytes * self.call_shape.batch
 
     @property
     def scratch_bytes(self) -> int:
         """What kernel calls take on top of the workspace, at most: results, libraries' own."""
-        return self._scratch_bytes * self.form.batch
+        return self._scratch_bytes * self.call_shape.batch
 
     @property
     def why_not_captured(self) -> str | None:
@@ -132,7 +132,7 @@ class Executor:
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
-        block = self._workspace.take(self.workspace_bytes, self.form.device)
+        block = self._workspace.take(self.workspace_bytes, self.call_shape.device)
         kept, works = block.bound.get(self) or self._bind(block)
         outputs = self._bindings.outputs()
         views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
@@ -239,16 +239,16 @@ def run_to_end(
 
 
 def _choose(
-    plan: Plan, form: Form, masks: BlockMasks, direction: Direction, force: str | None
+    plan: Plan, call_shape: CallShape, masks: BlockMasks, direction: Direction, force: str | None
 ) -> dict[MaskKind, Choice]:
     problem = plan.problem
-    cuda = form.device.type == "cuda"
+    cuda = call_shape.device.type == "cuda"
     return {
         kind: choose(
             Request(
-                device_type=form.device.type,
-                capability=torch.cuda.get_device_capability(form.device) if cuda else None,
-                dtype=form.dtype,
+                device_type=call_shape.device.type,
+                capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
+                dtype=call_shape.dtype,
                 head_dim=problem.head_dim,
                 v_head_dim=problem.v_dim,
                 num_heads=problem.num_heads,

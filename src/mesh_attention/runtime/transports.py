@@ -16,7 +16,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.executor import Form
+from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Counters, Transport
@@ -48,18 +48,23 @@ class Transports:
         self._device: torch.device | None = None  # of the shared memory
 
     def make(
-        self, plan: Plan, one: Pass, rank: int, form: Form, counters: Counters | None
+        self, plan: Plan, one: Pass, rank: int, call_shape: CallShape, counters: Counters | None
     ) -> tuple[Transport, Counters]:
         """The transport of one rank's program, and where it counts its bytes."""
         groups = self._groups
-        stream = self._stream(form.device)
+        stream = self._stream(call_shape.device)
         far = DistributedTransport(plan, one, rank, groups, stream, self._look_around)
         if counters is not None:
             far.meter.counters = counters
         if self._memory is None or stream is None:
             return far, far.meter.counters
-        dtypes = {Precision.ELEMENT: form.dtype, Precision.ACCUMULATE: form.accumulate_dtype}
-        near = SymmetricTransport(plan, one, rank, form.batch, dtypes, groups, self._memory, stream)
+        dtypes = {
+            Precision.ELEMENT: call_shape.dtype,
+            Precision.ACCUMULATE: call_shape.accumulate_dtype,
+        }
+        near = SymmetricTransport(
+            plan, one, rank, call_shape.batch, dtypes, groups, self._memory, stream
+        )
         routed = RoutedTransport(plan, one, rank, groups, self._memory, near, far)
         return routed, far.meter.counters
 
@@ -76,23 +81,23 @@ class Transports:
                 raise MeshAttentionError(_impossible(found))
 
     def share(
-        self, plan: Plan, rank: int, directions: Iterable[Direction], form: Form
+        self, plan: Plan, rank: int, directions: Iterable[Direction], call_shape: CallShape
     ) -> Tensor | None:
-        """Share memory for calls of this form; the workspace in it, or None if there is none.
+        """Share memory for calls of this shape; the workspace in it, or None if there is none.
 
         Called by all ranks, after they have agreed on the call.
         """
         memory = self._memory
-        if memory is None or form.device.type != "cuda" or plan.num_ranks == 1:
+        if memory is None or call_shape.device.type != "cuda" or plan.num_ranks == 1:
             return None
         node = [
             self._groups.global_rank(plan, other)
             for other in sorted(range(plan.num_ranks), key=plan.devices.__getitem__)
             if plan.node_of(other) == plan.node_of(rank)
         ]
-        if memory.meet(node, form.device):
+        if memory.meet(node, call_shape.device):
             owners = [
-                Owner(plan, plan.direction(direction), other, form.batch)
+                Owner(plan, plan.direction(direction), other, call_shape.batch)
                 for direction in directions
                 for other in range(plan.num_ranks)
                 if self._groups.global_rank(plan, other) in memory.members
@@ -100,9 +105,9 @@ class Transports:
             memory.grow(
                 max(owner.workspace_bytes for owner in owners),
                 max(owner.staging_bytes for owner in owners),
-                form.device,
+                call_shape.device,
             )
-        self._device = form.device if memory.block is not None else None
+        self._device = call_shape.device if memory.block is not None else None
         return memory.workspace
 
     def must_share(self) -> bool:
