@@ -180,7 +180,7 @@ def measure(
                 workspace,
                 CALL_SHAPE,
                 softmax_scale=problem.head_dim**-0.5,
-                two_lanes=two,
+                two_streams=two,
             )
             for name, plan in plans.items()
             for two in (True, False)

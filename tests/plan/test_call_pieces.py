@@ -11,7 +11,7 @@ from mesh_attention.plan.pieces import in_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Program
 from mesh_attention.plan.verify import verify
-from mesh_attention.runtime.joins import joined_attentions
+from mesh_attention.runtime.streams import must_follow
 
 
 def attentions(program: Program) -> list[Attend | AttendBackward]:
@@ -71,7 +71,7 @@ def test_attention_joins_what_was_computed_right_before_it() -> None:
     local = make_plan(Problem(64, 4, 8), 2, tile=(1, 2), chunks=(1, 2))
     program = local.backward.programs[0]
     first, *others = [at for at, op in enumerate(program.operations) if op in attentions(program)]
-    assert joined_attentions(program.operations) == {first}
+    assert must_follow(program.operations) == {first}
     assert others  # they run beside the call before them, long after delta
     gathered = make_plan(Problem(64, 4, 8), 2, tile=(2, 1))
-    assert joined_attentions(gathered.backward.programs[0].operations) == set()
+    assert must_follow(gathered.backward.programs[0].operations) == set()

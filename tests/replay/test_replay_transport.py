@@ -18,7 +18,7 @@ from mesh_attention.replay.received import fill, inputs_of
 from mesh_attention.replay.share import share_of
 from mesh_attention.replay.transport import Landing, ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 from mesh_attention.runtime.workspace import Workspace
 

@@ -65,10 +65,10 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     work = Compute.work
 
     def watched(
-        self: Compute, op: Attend | AttendBackward | Merge, views: Views, *, joined: bool
+        self: Compute, op: Attend | AttendBackward | Merge, views: Views, *, follows: bool
     ) -> Work:
         bound.append(op)
-        return work(self, op, views, joined=joined)
+        return work(self, op, views, follows=follows)
 
     monkeypatch.setattr(Compute, "work", watched)
     second = run_to_end(executor.run(given))

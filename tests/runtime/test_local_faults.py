@@ -19,7 +19,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward, Communication
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import Compute, Work
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local
@@ -48,7 +48,7 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
     attend_backward = Compute.attend_backward
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: Compute, op: AttendBackward, views: Views, *, joined: bool) -> Work:
+    def with_stale_keys(self: Compute, op: AttendBackward, views: Views, *, follows: bool) -> Work:
         class Stale(Views):
             def tokens(self, piece: Piece) -> Tensor:
                 rows = views.tokens(piece)
@@ -61,7 +61,7 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
                 return views.statistics(piece)
 
         return lambda: attend_backward(
-            self, op, Stale({}), joined=joined
+            self, op, Stale({}), follows=follows
         )()  # bound when the keys are there
 
     monkeypatch.setattr(Compute, "attend_backward", with_stale_keys)

@@ -16,7 +16,7 @@ from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.executor import CallShape, Executor
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.copies import Copies
 from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
 from mesh_attention.runtime.transport.pulls import Steps, steps_of

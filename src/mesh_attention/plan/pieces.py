@@ -4,7 +4,7 @@ The attention kernels of Hopper fill every multiprocessor and hold it until the 
 communication kernel that becomes ready meanwhile has to wait, and so at most one of them begins for
 every call. Where a program has more communications than attentions, its rectangles are therefore
 cut by queries into as many pieces; every piece has rows of its own to merge, and calls take turns
-on two streams (`runtime/lanes.py`), so that cuts cost next to nothing.
+on two streams (`runtime/streams.py`), so that cuts cost next to nothing.
 
 The backward pass is left whole: it lasts longer beside its communications, and each piece of it
 would add up one more dQ, or dK and dV.

@@ -20,7 +20,7 @@ from mesh_attention.replay.hold_kernel import hold_kernel, stamp_kernel, until_k
 from mesh_attention.replay.received import STOCK_BYTES, Stock
 from mesh_attention.replay.runs import Description, describe, runs_of
 from mesh_attention.replay.transport import Landing
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 
 __all__ = ["CudaHolder", "Mode"]

@@ -17,7 +17,7 @@ from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.unseen import require_delta
 from mesh_attention.runtime.accumulate import SummedRows
 from mesh_attention.runtime.binding import cut
-from mesh_attention.runtime.lanes import Lanes
+from mesh_attention.runtime.streams import ComputeStreams
 
 __all__ = ["BackwardCall", "BackwardWork"]
 
@@ -45,12 +45,12 @@ class BackwardWork:
         out_BSHE: Tensor | None,
         delta_BHS: Tensor | None,
         *,
-        lanes: Lanes,
-        joined: bool,
+        streams: ComputeStreams,
+        follows: bool,
     ) -> None:
-        self._lanes = lanes
-        self._joined = joined
-        self._prepared = torch.cuda.Event() if lanes.two else None  # type: ignore[no-untyped-call]
+        self._streams = streams
+        self._follows = follows
+        self._prepared = torch.cuda.Event() if streams.two else None  # type: ignore[no-untyped-call]
         self._rows = rows
         self._calls = calls
         self._softmax_scale = softmax_scale
@@ -85,22 +85,22 @@ class BackwardWork:
         self._delta_rows = None if delta_BHS is None else cut(delta_BHS, 2, *hull)
 
     def __call__(self) -> None:
-        scale, lanes = self._softmax_scale, self._lanes
+        scale, streams = self._softmax_scale, self._streams
         stand_in: Tensor | None = None
         finite: dict[tuple[int, int], Tensor] = {}
         for at, call in enumerate(self._calls):
-            lanes.turn()
+            streams.turn()
             if at == 0:
-                if self._joined:
-                    lanes.follow()
+                if self._follows:
+                    streams.follow()
                 if self._makes_out:
                     delta = require_delta(self._delta_rows)
                     stand_in = self._rows.stand_in(self._grad_out_rows, delta)
                 finite = {run: self._rows.finite_lse(lse) for run, lse in self._runs.items()}
                 if self._prepared is not None:
-                    lanes.here(self._prepared)
+                    streams.record(self._prepared)
             elif at == 1 and self._prepared is not None:
-                lanes.after_event(self._prepared)
+                streams.wait_for(self._prepared)
             if isinstance(call.kernel, DenseKernel):
                 out, lse = self._out_of(at, stand_in), finite[call.queries]
                 grads = call.kernel.backward_prepared(
@@ -111,11 +111,11 @@ class BackwardWork:
                 grads = call.kernel.backward(
                     *(*self._tensors[at], *state), mask=call.mask, softmax_scale=scale
                 )
-            lanes.follow()
+            streams.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
-        lanes.hold(stand_in, finite)
+        streams.hold(stand_in, finite)
 
     def _out_of(self, at: int, stand_in: Tensor | None) -> Tensor:
         if stand_in is None:

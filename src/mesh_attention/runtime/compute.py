@@ -22,8 +22,8 @@ from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
 from mesh_attention.runtime.backward import BackwardCall, BackwardWork
 from mesh_attention.runtime.binding import Views, cut
 from mesh_attention.runtime.coverage import Coverage, coverage
-from mesh_attention.runtime.lanes import Lanes
 from mesh_attention.runtime.masks import BlockMasks
+from mesh_attention.runtime.streams import ComputeStreams
 
 __all__ = ["Compute", "Work"]
 
@@ -37,26 +37,26 @@ class Compute:
         masks: BlockMasks,
         rows: RowKernels,
         softmax_scale: float,
-        lanes: Lanes,
+        streams: ComputeStreams,
     ) -> None:
         self._kernels = kernels
-        self._lanes = lanes
+        self._streams = streams
         self._masks = masks
         self._rows = rows
         self._softmax_scale = softmax_scale
         self._covered: dict[tuple[int, str], Coverage] = {}  # by operation and side
 
-    def work(self, op: Attend | AttendBackward | Merge, views: Views, *, joined: bool) -> Work:
-        """`joined`: the first kernel call reads what was computed right before it."""
+    def work(self, op: Attend | AttendBackward | Merge, views: Views, *, follows: bool) -> Work:
+        """`follows`: the first kernel call reads what was computed right before it."""
         match op:
             case Attend():
-                return self.attend(op, views, joined=joined)
+                return self.attend(op, views, follows=follows)
             case AttendBackward():
-                return self.attend_backward(op, views, joined=joined)
+                return self.attend_backward(op, views, follows=follows)
             case Merge():
                 return self.merge(op, views)
 
-    def attend(self, op: Attend, views: Views, *, joined: bool) -> Work:
+    def attend(self, op: Attend, views: Views, *, follows: bool) -> Work:
         q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
         lse = views.statistics(op.lse)
         covered = self._coverage(op, "q", q.shape[1], op.fresh)
@@ -73,11 +73,11 @@ class Compute:
                 softmax_scale=self._softmax_scale,
             )
             target = MergedRows(self._rows, out, lse, stretches)
-            works.append(partial(_forward, self._lanes, joined, forward, target))
-            joined = False
+            works.append(partial(_forward, self._streams, follows, forward, target))
+            follows = False
         return partial(_in_turn, works)
 
-    def attend_backward(self, op: AttendBackward, views: Views, *, joined: bool) -> Work:
+    def attend_backward(self, op: AttendBackward, views: Views, *, follows: bool) -> Work:
         q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
         lse = views.statistics(op.lse)
         out = None if op.out is None else views.tokens(op.out)
@@ -107,7 +107,7 @@ class Compute:
         scale = self._softmax_scale
         tensors = (q, k, v, grad_out, lse, out, delta)
         works.append(
-            BackwardWork(self._rows, calls, scale, *tensors, lanes=self._lanes, joined=joined)
+            BackwardWork(self._rows, calls, scale, *tensors, streams=self._streams, follows=follows)
         )
         return partial(_in_turn, works)
 
@@ -148,13 +148,16 @@ class Compute:
 
 
 def _forward(
-    lanes: Lanes, joined: bool, forward: Callable[[], tuple[Tensor, Tensor]], target: MergedRows
+    streams: ComputeStreams,
+    follows: bool,
+    forward: Callable[[], tuple[Tensor, Tensor]],
+    target: MergedRows,
 ) -> None:
-    lanes.turn()
-    if joined:
-        lanes.follow()
+    streams.turn()
+    if follows:
+        streams.follow()
     result = forward()
-    lanes.follow()
+    streams.follow()
     target.take(*result)
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.text import digest
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.graph import CapturedCall
 from mesh_attention.runtime.handshake import Handshake
-from mesh_attention.runtime.profile import nvtx_span
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transports import TransportName, Transports

@@ -41,14 +41,13 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import Compute
-from mesh_attention.runtime.joins import joined_attentions
-from mesh_attention.runtime.lanes import Lanes, Marks
 from mesh_attention.runtime.masks import BlockMasks
 from mesh_attention.runtime.scratch import scratch_bytes
+from mesh_attention.runtime.streams import ComputeStreams, Marks, must_follow
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
-__all__ = ["CallShape", "Executor", "Trace", "run_to_end"]
+__all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
@@ -61,10 +60,10 @@ class _Step:
     op: Operation
     communicates: bool
     waits: tuple[int, ...]  # communications
-    after: Marks  # on the compute lane, for a communication
+    after: Marks  # on the compute stream, for a communication
     marked: bool  # a communication waits for this computation
     fixed: bool  # touches nothing of the caller's
-    joined: bool  # reads what was computed right before it
+    follows: bool  # reads what was computed right before it
 
 
 class Executor:
@@ -83,13 +82,13 @@ class Executor:
         kernel: str | None = None,
         rows: RowKernels | None = None,
         trace: Trace | None = None,
-        two_lanes: bool | None = None,
+        two_streams: bool | None = None,
     ) -> None:
         program = one.programs[rank]
         # Communications without a stream of their own follow the compute stream: then it is one.
-        two = transport.own_stream if two_lanes is None else two_lanes
-        self._lanes = Lanes(call_shape.device, two=two)
-        if self._lanes.two:
+        two = transport.own_stream if two_streams is None else two_streams
+        self._streams = ComputeStreams(call_shape.device, two=two)
+        if self._streams.two:
             program = in_pieces(program)
         if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
@@ -107,10 +106,10 @@ class Executor:
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
         self._scratch_bytes = scratch_bytes(
-            program, plan.problem, kernels, two_lanes=self._lanes.two
+            program, plan.problem, kernels, two_streams=self._streams.two
         )
         self._compute = Compute(
-            kernels, masks, rows or self.row_choice.rows, softmax_scale, self._lanes
+            kernels, masks, rows or self.row_choice.rows, softmax_scale, self._streams
         )
         waits = dependencies(program, self._memory)
         self._steps = self._make_steps(program.operations, waits)
@@ -137,48 +136,48 @@ class Executor:
         outputs = self._bindings.outputs()
         views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
         self._workspace.poison(block.memory, outputs.values())
-        lanes = self._lanes
-        lanes.begin()
-        under_way: dict[int, Handle] = {}
+        streams = self._streams
+        streams.begin()
+        in_flight: dict[int, Handle] = {}
         try:
             for step, fixed in zip(self._steps, works, strict=True):
                 for before in step.waits:
-                    handle = under_way.pop(before, None)
+                    handle = in_flight.pop(before, None)
                     if handle is not None:
                         yield from self._wait(handle)
                 work = self._work(step, views) if fixed is None else fixed
                 if self._trace is not None:
                     work = _Traced(work, self._trace(step.op))
                 if step.communicates:
-                    under_way[step.at] = work(step.after)
+                    in_flight[step.at] = work(step.after)
                 else:
                     work()
                     if step.marked:
-                        lanes.mark(step.at)
-            for handle in under_way.values():
+                        streams.mark(step.at)
+            for handle in in_flight.values():
                 yield from self._wait(handle)
         finally:
-            lanes.finish()
+            streams.finish()
         return outputs
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:
-        """What comes now on either lane needs a communication."""
-        lanes = self._lanes
+        """What comes now on either stream needs a communication."""
+        streams = self._streams
         while not handle.ready():
-            lanes.pause()
+            streams.pause()
             yield
-            lanes.resume()
+            streams.resume()
         handle.wait()
-        if lanes.two:
-            lanes.other()
+        if streams.two:
+            streams.switch()
             handle.wait()
-            lanes.other()
+            streams.switch()
 
     def _work(self, step: _Step, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
         op = step.op
         if isinstance(op, Attend | AttendBackward | Merge):
-            return self._compute.work(op, views, joined=step.joined)
+            return self._compute.work(op, views, follows=step.follows)
         assert not isinstance(op, Free)
         return self._transport.prepare(op, views.rows)
 
@@ -197,21 +196,21 @@ class Executor:
             i for i, c in enumerate(communicates) if c
         }
         steps: list[_Step] = []
-        joined = joined_attentions(operations)
+        follows = must_follow(operations)
         for at, op in enumerate(operations):
             if isinstance(op, Free):
                 continue  # offsets were planned from it; `dependencies` guards the reuse
             others = [i for i in waits[at] if communicates[i]]
             if communicates[at] and self._transport.in_order:
-                others = []  # it follows them by itself; the compute lane need not wait
+                others = []  # it follows them by itself; the compute stream need not wait
             first = communicates[at] and not any(step.communicates for step in steps)
             before = [i for i in waits[at] if not communicates[i]] if communicates[at] else []
-            after = self._lanes.after(before, begin=first)
+            after = self._streams.after(before, begin=first)
             steps.append(
                 _Step(
                     *(at, op, communicates[at], tuple(others), after, at in marked),
                     fixed=self._bindings.in_workspace(op),
-                    joined=at in joined,
+                    follows=at in follows,
                 )
             )
         return tuple(steps)
@@ -224,6 +223,12 @@ class _Traced:
     def __call__(self, *arguments: Any) -> Any:
         with self._span:
             return self._work(*arguments)
+
+
+def nvtx_span(op: Operation) -> AbstractContextManager[None]:
+    """A `Trace` for profilers: every operation is a range under its own name."""
+    span: AbstractContextManager[None] = torch.cuda.nvtx.range(op.name)
+    return span
 
 
 def run_to_end(

@@ -19,9 +19,9 @@ __all__ = ["scratch_bytes"]
 
 
 def scratch_bytes(
-    program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel], *, two_lanes: bool
+    program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel], *, two_streams: bool
 ) -> int:
-    """With two lanes what one operation prepared is held during the first call of the next."""
+    """With two streams what one operation prepared is held during the first call of the next."""
     table = program.buffer_table()
     largest = held = 0
     for op in program.operations:
@@ -31,7 +31,7 @@ def scratch_bytes(
             prepared = _prepared(op, table, problem)
             first, *others = (_backward(op, call, table, problem, kernels) for call in op.calls)
             largest = max([largest, held + prepared + first, *(prepared + c for c in others)])
-            held = prepared if two_lanes else 0
+            held = prepared if two_streams else 0
     return largest
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Communication, Program, writes
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 
 __all__ = ["AloneTransport"]

@@ -27,7 +27,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.messages import Exchange, Gather, Message, Reduce

@@ -13,7 +13,7 @@ from torch import Tensor
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.program import Communication
 from mesh_attention.plan.traffic import Traffic
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 
 __all__ = ["Counters", "Handle", "Start", "Transport", "UnpreparedTransport", "View"]
 
@@ -28,7 +28,7 @@ class Handle(Protocol):
         ...
 
     def wait(self) -> None:
-        """Make what follows on the compute lane see the result."""
+        """Make what follows on the compute stream see the result."""
         ...
 
 

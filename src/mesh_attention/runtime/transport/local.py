@@ -23,7 +23,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
 from mesh_attention.runtime.transport.sizes import Meter
 

@@ -13,7 +13,7 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 from mesh_attention.plan.traffic import Traffic
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Counters, Handle, Start, View
 
 __all__ = ["Counted", "Meter"]

@@ -15,7 +15,7 @@ import torch
 
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, View

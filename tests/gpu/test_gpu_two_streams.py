@@ -17,7 +17,7 @@ from mesh_attention.plan.buffers import Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Communication, Program, reads, writes
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.lanes import Marks
+from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.workspace import Workspace
 
@@ -72,14 +72,14 @@ class Arrived:
     def wait(self) -> None: ...
 
 
-def sent(plan: Plan, direction: Direction, rank: int, *, two_lanes: bool) -> list[Tensor]:
+def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> list[Tensor]:
     one = plan.direction(direction)
     program = one.programs[rank]
     transport = Noted(program)
     executor = Executor(
         *(plan, one, rank, transport, Workspace(poison=True), CALL_SHAPE),
         softmax_scale=DIM**-0.5,
-        two_lanes=two_lanes,
+        two_streams=two_streams,
     )
     given = {}
     for at, buffer in enumerate(program.buffers):
@@ -103,10 +103,10 @@ def test_two_streams_compute_what_one_computes(
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=causal))
     plan = make_plan(problem, ranks, directions=(direction,), **options)
     rank = ranks - 1
-    expected = sent(plan, direction, rank, two_lanes=False)
+    expected = sent(plan, direction, rank, two_streams=False)
     assert any(x.isfinite().any() for x in expected)
     for _ in range(3):
-        found = sent(plan, direction, rank, two_lanes=True)
+        found = sent(plan, direction, rank, two_streams=True)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert not one.isnan().any()

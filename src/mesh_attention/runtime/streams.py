@@ -1,9 +1,9 @@
-"""The compute lanes of a rank, and marks on them: where a communication may begin.
+"""The compute streams of a rank, and marks on them: where a communication may begin.
 
-On the CPU computation is done when its call returns: there is one lane and nothing to mark. On CUDA
-a mark is an event on a compute stream, and a communication waits for the marks it depends on, and
-for no other computation: that is what lets it overlap. Events are made once and recorded in every
-call.
+On the CPU computation is done when its call returns: there is one stream and nothing to mark. On
+CUDA a mark is an event on a compute stream, and a communication waits for the marks it depends on,
+and for no other computation: that is what lets it overlap. Events are made once and recorded in
+every call.
 
 Kernel calls take turns on two streams, because the last programs of a call leave most of the GPU
 idle, and merging its result leaves the matrix units idle: the next call fills both. All else stays
@@ -13,17 +13,19 @@ before it, so a call runs beside the one before it and beside nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
 
-__all__ = ["Lanes", "Marks"]
+from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.dependencies import is_communication
+from mesh_attention.plan.program import Attend, AttendBackward, Operation, writes
 
 Marks = tuple[torch.cuda.Event, ...]
 
 
-class Lanes:
+class ComputeStreams:
     """`two`: kernel calls take turns. Only where communications run on a stream of their own."""
 
     def __init__(self, device: torch.device, *, two: bool = False) -> None:
@@ -31,7 +33,7 @@ class Lanes:
         self._cuda = device.type == "cuda"
         self._events: dict[int, torch.cuda.Event] = {}
         self._begin = _event() if self._cuda else None
-        self._stream: torch.cuda.Stream | None = None  # that of the lane we are on
+        self._stream: torch.cuda.Stream | None = None  # the current one of the two
         self._main: torch.cuda.Stream | None = None
         self._side = _side_stream(device) if two and self._cuda else None
         self._ends = [_event(), _event()] if self._side is not None else []
@@ -53,9 +55,9 @@ class Lanes:
             self._turn = 0
 
     def turn(self) -> None:
-        """A kernel call comes: go to the other lane, where what was before the last call is done.
+        """A kernel call comes: go to the other stream, where what was before the last call is done.
 
-        What was held for calls that are over is dropped; its memory belongs to the lane that made
+        What was held for calls that are over is dropped; its memory belongs to the stream that made
         it, and is given out again only to calls that wait for those."""
         if self._side is None:
             return
@@ -75,22 +77,22 @@ class Lanes:
             self._stream.wait_event(self._ends[(self._turn + 1) % 2])
 
     def hold(self, *things: object) -> None:
-        """Keep tensors that calls on both lanes read until those calls are over."""
+        """Keep tensors that calls on both streams read until those calls are over."""
         if self._side is not None:
             self._held.append((self._turn, things))
 
-    def here(self, event: torch.cuda.Event) -> None:
-        """Record an event on the lane we are on."""
+    def record(self, event: torch.cuda.Event) -> None:
+        """Record an event on the current stream."""
         if self._stream is not None:
             event.record(self._stream)
 
-    def after_event(self, event: torch.cuda.Event) -> None:
-        """What comes now waits for an event of the other lane."""
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """What comes now waits for an event of the other stream."""
         if self._stream is not None:
             self._stream.wait_event(event)
 
-    def other(self) -> None:
-        """Go to the other lane, to say something there, or back."""
+    def switch(self) -> None:
+        """Go to the other stream, to wait for something there, or back."""
         if self._side is not None:
             assert self._main is not None
             self._stream = self._main if self._stream is self._side else self._side
@@ -106,7 +108,7 @@ class Lanes:
             torch.cuda.set_stream(self._stream)
 
     def finish(self) -> None:
-        """Both lanes are done: the call goes on where it began."""
+        """Both streams are done: the call goes on where it began."""
         if self._side is None or self._main is None:
             return
         self._ends[1].record(self._side)
@@ -136,3 +138,27 @@ def _event() -> torch.cuda.Event:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all programs of a process: the allocator keeps memory apart by stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def must_follow(operations: Sequence[Operation]) -> set[int]:
+    """Attentions that may not run beside the kernel call before them, by their place: they read
+    what was computed after the last kernel call but one, and beside the last call and its merge it
+    may not be there yet."""
+    found = set()
+    calls = 0
+    computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
+    for at, op in enumerate(operations):
+        if isinstance(op, Attend | AttendBackward):
+            if any(computed.get(name, -1) >= calls for name in _kernel_inputs(op)):
+                found.add(at)
+            calls += len(op.calls)
+        if not is_communication(op):
+            computed.update((piece.buffer, calls) for piece in writes(op))
+    return found
+
+
+def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:
+    inputs: tuple[Piece | None, ...] = (op.q, op.k, op.v)
+    if isinstance(op, AttendBackward):
+        inputs += (op.grad_out, op.lse, op.out, op.delta)
+    return (piece.buffer for piece in inputs if piece is not None)
