@@ -40,7 +40,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "1x1": {"chunks": (1, 1)},
     "2x2": {"chunks": (2, 2)},
     "4x4": {"chunks": (4, 4)},
-    "2 to 8 heads": {"heads_at_once": (2, 8)},
+    "2 to 8 heads": {"head_slices": (2, 8)},
 }
 
 

@@ -46,7 +46,7 @@ CUTS: dict[str, dict[str, Any]] = {
     **{
         f"{kq}x{kkv}": {"chunks": (kq, kkv)} for kq, kkv in ((1, 1), (2, 2), (2, 4), (4, 2), (4, 4))
     },
-    "2 to 8 heads": {"heads_at_once": (2, 8)},
+    "2 to 8 heads": {"head_slices": (2, 8)},
 }
 DEVICE = torch.device("cuda", 0)
 CALL_SHAPE = CallShape(1, torch.bfloat16, DEVICE)

@@ -16,9 +16,9 @@ from typing import Any
 
 from mesh_attention.cluster import Cluster, simulate
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 
 __all__ = ["METHODS", "Cell", "Found", "cells", "run_all", "summary", "table"]
 

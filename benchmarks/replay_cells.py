@@ -125,7 +125,7 @@ def _memory() -> Iterator[Cell]:
         for direction in Direction:
             for heads in LEAN:
                 place = ("memory", cluster, "mesh", 256, 512 * K, False, direction.value)
-                yield Cell(*place, options={"heads_at_once": heads})
+                yield Cell(*place, options={"head_slices": heads})
 
 
 def _tuned() -> Iterator[Cell]:
@@ -136,7 +136,7 @@ def _tuned() -> Iterator[Cell]:
             for direction in Direction:
                 place = ("tuned", cluster, "mesh", 256, 512 * K, causal, direction.value)
                 for tile, heads in product(TILES, TUNED):
-                    yield Cell(*place, options={"tile": tile, "heads_at_once": heads})
+                    yield Cell(*place, options={"tile": tile, "head_slices": heads})
 
 
 def prepare(cell: Cell, folder: Path) -> Path:

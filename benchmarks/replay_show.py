@@ -117,14 +117,14 @@ def _tuned(cluster: str, rows: Sequence[Row]) -> None:
     if not tuned:
         return
     print(f"\n{cluster}, 256 ranks, 512K tokens: mesh at other settings, ms (MFU %)")
-    heads = sorted({r["options"]["heads_at_once"] for r in tuned})
+    heads = sorted({r["options"]["head_slices"] for r in tuned})
     lines = [["mask", "pass", "tile", *heads]]
     found = [["mask", "pass", "searched", "fastest of all", "goal"]]
     for at in _distinct(tuned, "causal", "direction"):
         here = [r for r in tuned if (r["causal"], r["direction"]) == at]
         name = ["causal" if at[0] else "full", str(at[1])]
         for tile in dict.fromkeys(r["setting"]["tile"] for r in here):
-            cells = {r["options"]["heads_at_once"]: r for r in here if r["setting"]["tile"] == tile}
+            cells = {r["options"]["head_slices"]: r for r in here if r["setting"]["tile"] == tile}
             lines.append([*name, tile, *(_time(cells.get(h)) for h in heads)])
         searched = [
             r

@@ -18,8 +18,9 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.count import count
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import METHODS, Method, make_plan
+from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.verify import verify
 
 PAGE = Path(__file__).with_name("methods.md")
@@ -58,9 +59,9 @@ OPTIONS = {
     "stripe_block": "tokens of one stripe",
     "chunks": "kq x kkv chunks that communication and computation overlap by; at most 16",
     "backward_chunks": "the chunks of the backward pass, if others",
-    "heads_at_once": "KV heads of the first slice of heads and of the largest (`slices.md`)",
-    "backward_heads_at_once": "the same for the backward pass, if others",
-    "auto_cut": "choose `chunks` and `heads_at_once` by size, as `ContextParallel` does",
+    "head_slices": "KV heads of the first slice of heads and of the largest (`slices.md`)",
+    "backward_head_slices": "the same for the backward pass, if others",
+    "auto_cut": "choose `chunks` and `head_slices` by size, as `ContextParallel` does",
     "combine": "partial results come home by `exchange` or `reduce-scatter`",
     "gather_out": "backward moves O, as the paper does, in place of delta",
     "ranks_per_node": "for the mapping, and for the choices that depend on nodes",
@@ -68,7 +69,7 @@ OPTIONS = {
     "scheduler": "the order of the tasks: `greedy` as in the paper, or a search",
     "gamma": "how far the greedy scheduler fills a step",
     "costs": "bandwidth, speed and latency that the scheduler reckons with",
-    "max_buffer_bytes": "cap on the workspace; the schedule keeps to it or refuses",
+    "max_memory_bytes": "cap on the workspace; the schedule keeps to it or refuses",
 }
 
 PROBE_RANKS, PROBE_HEADS = 4, 8

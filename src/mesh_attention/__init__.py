@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from mesh_attention.kernels import register as register_kernel
     from mesh_attention.plan.count import count
     from mesh_attention.plan.mask import Mask
-    from mesh_attention.plan.methods.table import make_plan
     from mesh_attention.plan.plan import Plan
     from mesh_attention.plan.problem import Problem
+    from mesh_attention.plan.question import make_plan
     from mesh_attention.plan.verify import verify
 
 _HOMES = {

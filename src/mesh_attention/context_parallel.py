@@ -36,8 +36,8 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import ask, attention_mask
 from mesh_attention.plan.verify import verify
-from mesh_attention.request import attention_mask, build_plan
 from mesh_attention.runtime.autograd import attend
 from mesh_attention.runtime.engine import Engine
 from mesh_attention.runtime.executor import CallShape
@@ -109,7 +109,7 @@ class ContextParallel:
                 mask=attention_mask(causal=causal, mask=mask, window_size=window_size),
             )
             given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
-            return build_plan(problem, size, method, given)
+            return ask(problem, size, method=method, **given).plan()
 
         error = name_fault(method, options, signature(ContextParallel).parameters)
         error = error or argument_fault(softmax_scale, dtype, kernel, transport, timeout)

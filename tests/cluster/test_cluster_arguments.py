@@ -15,7 +15,7 @@ from mesh_attention.cluster.gantt import draw_gantt
 from mesh_attention.cluster.load import parse_cluster
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.trace import trace_of
-from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.question import make_plan
 
 HGX = load_cluster("hgx-h100")
 PROBLEM = problem_of(4096)

@@ -40,9 +40,7 @@ def test_the_climb_finds_what_trying_everything_finds() -> None:
     everything = []
     for shape in METHODS["mesh"].candidates(problem, 16, 8):
         for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4))):
-            cut: dict[str, Any] = {"chunks": (kq, kkv)} | (
-                {"heads_at_once": heads} if heads else {}
-            )
+            cut: dict[str, Any] = {"chunks": (kq, kkv)} | ({"head_slices": heads} if heads else {})
             plan = plan_on(PAPER, problem, 16, directions=(Direction.FORWARD,), **cut, **shape)
             everything.append(simulate(plan, PAPER).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)

@@ -12,11 +12,12 @@ from mesh_attention import Mask
 from mesh_attention.cluster import Overlap, load_cluster, simulate
 from mesh_attention.cluster.cluster import Disturbance
 from mesh_attention.cluster.timeline import Lane
-from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.count import count
-from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.schedule.tasks import Costs
 
 FORWARD = (Direction.FORWARD,)
 

@@ -10,8 +10,8 @@ from fixed_costs import FixedCosts, undisturbed
 from mesh_attention import Mask, Problem
 from mesh_attention.cluster import Cluster, Timeline, load_cluster, simulate
 from mesh_attention.cluster.planning import plan_on
-from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.question import make_plan
 
 FORWARD = (Direction.FORWARD,)
 
@@ -86,7 +86,7 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
                 plan_on(
                     *(cluster, problem, 64),
                     tile=(8, 8),
-                    heads_at_once=(4, 16),
+                    head_slices=(4, 16),
                     chunks=chunks,
                     directions=FORWARD,
                 ),

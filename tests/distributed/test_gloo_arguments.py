@@ -38,7 +38,7 @@ WRONG_ARGUMENTS = {
     "alpha": ({"alpha": 2}, "alpha needs ranks_per_node"),
     "graph": ({"cuda_graph": True}, "cuda_graph=True needs a group over nccl"),
     "graph-text": ({"cuda_graph": "yes"}, "cuda_graph='yes': must be True or False"),
-    "memory": ({"max_buffer_bytes": 10}, "10"),
+    "memory": ({"max_memory_bytes": 10}, "10"),
 }
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.runtime.transport.make_group import timeout_of
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole

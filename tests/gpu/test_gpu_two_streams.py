@@ -27,9 +27,9 @@ DEVICE = torch.device("cuda", 0)
 CALL_SHAPE = CallShape(1, torch.bfloat16, DEVICE)
 TOKENS, HEADS, KV_HEADS, DIM = 32768, 16, 8, 128
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "slices": (16, {"tile": (4, 4), "heads_at_once": (1, 2), "combine": "reduce-scatter"}),
+    "slices": (16, {"tile": (4, 4), "head_slices": (1, 2), "combine": "reduce-scatter"}),
     "chunks": (16, {"tile": (4, 4), "chunks": (2, 2)}),
-    "own queries": (8, {"tile": (1, 8), "chunks": (2, 2), "heads_at_once": (2, 4)}),
+    "own queries": (8, {"tile": (1, 8), "chunks": (2, 2), "head_slices": (2, 4)}),
     "ring": (4, {"method": "ring"}),
     "mesh of units": (16, {"method": "mesh-usp", "ulysses": 4, "tile": (2, 2)}),
 }

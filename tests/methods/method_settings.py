@@ -14,10 +14,11 @@ from typing import Any, get_args, get_type_hints
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
+from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.methods.startrail import team_sizes
-from mesh_attention.plan.methods.strand import ulysses_degrees
-from mesh_attention.plan.methods.table import Method, make_plan
+from mesh_attention.plan.methods.table import Method
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 
 __all__ = ["Setting", "deal", "every_setting", "manners", "refusal", "shapes"]
 
@@ -27,8 +28,8 @@ _SHAPE = ("ulysses", "inner", "tile", "team")
 # Neither a shape nor a closed choice. Those of the schedule and the mapping to nodes have tests of
 # their own; chunks, heads at once and stripes are dealt out here.
 _OTHER = (
-    "alpha", "auto_cut", "backward_chunks", "backward_heads_at_once", "backward_tile", "chunks",
-    "costs", "gamma", "heads_at_once", "max_buffer_bytes", "ranks_per_node", "scheduler",
+    "alpha", "auto_cut", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
+    "costs", "gamma", "head_slices", "max_memory_bytes", "ranks_per_node", "scheduler",
     "stripe_block",
 )  # fmt: skip
 _CHUNKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))
@@ -102,10 +103,10 @@ def deal(
             setting["stripe_block"] = _STRIPES[turn % 4]
         if "chunks" in method.options():
             setting["chunks"] = _CHUNKS[turn % 5]
-        if "heads_at_once" in method.options() and turn % 6 == 0:
+        if "head_slices" in method.options() and turn % 6 == 0:
             held = problem.kv_heads // (setting.get("ulysses") or 1)
             if 1 < held <= 8:
-                setting["heads_at_once"] = (1, 1)  # tests also run it with fewer heads
+                setting["head_slices"] = (1, 1)  # tests also run it with fewer heads
         yield setting
 
 

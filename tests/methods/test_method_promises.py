@@ -9,14 +9,15 @@ import pytest
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Kind
+from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
-from mesh_attention.plan.methods.strand import ulysses_degrees
-from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Program, SendRecv
+from mesh_attention.plan.question import make_plan
 
 CAUSAL = Mask(causal=True)
 

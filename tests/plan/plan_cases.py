@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
@@ -91,7 +91,7 @@ def random_setting(rng: Random, ranks: int) -> MeshSetting:
         gather_out=rng.random() < 0.5,
         ranks_per_node=node,
         alpha=alpha,
-        heads_at_once=rng.choice((None, (1, 1))),
+        head_slices=rng.choice((None, (1, 1))),
     )
 
 

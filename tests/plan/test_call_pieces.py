@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.plan.pieces import in_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Program
+from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.streams import must_follow
 
@@ -20,7 +20,7 @@ def attentions(program: Program) -> list[Attend | AttendBackward]:
 
 def in_pieces_everywhere(plan: Plan) -> Plan:
     passes = [
-        replace(one, programs=tuple(in_pieces(program) for program in one.programs))
+        replace(one, programs=tuple(split_long_calls(program) for program in one.programs))
         for one in plan.passes
     ]
     return replace(plan, passes=tuple(passes))
@@ -29,7 +29,7 @@ def in_pieces_everywhere(plan: Plan) -> Plan:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_plan_in_pieces_is_still_proven(causal: bool) -> None:
     problem = Problem(1 << 18, 16, 128, mask=Mask(causal=causal))
-    plan = make_plan(problem, 16, tile=(4, 4), heads_at_once=(2, 4))
+    plan = make_plan(problem, 16, tile=(4, 4), head_slices=(2, 4))
     pieces = in_pieces_everywhere(plan)
     assert verify(pieces) == []
     calls = [
@@ -44,10 +44,10 @@ def test_pieces_are_rows_of_whole_tiles_and_large_enough_for_a_gpu() -> None:
         Problem(1 << 19, 64, 128),
         256,
         tile=(16, 16),
-        heads_at_once=(8, 8),
+        head_slices=(8, 8),
         combine="reduce-scatter",
     )
-    program = in_pieces(plan.forward.programs[0])
+    program = split_long_calls(plan.forward.programs[0])
     for op in attentions(program):
         assert len(op.calls) == 5  # two gathers and three steps home for each slice
         assert [c.q_start for c in op.calls[1:]] == [c.q_stop for c in op.calls[:-1]]
@@ -59,11 +59,11 @@ def test_pieces_are_rows_of_whole_tiles_and_large_enough_for_a_gpu() -> None:
 
 def test_short_calls_and_rings_stay_whole() -> None:
     for plan in (
-        make_plan(Problem(1 << 10, 8, 64), 4, tile=(2, 2), heads_at_once=(1, 2)),
+        make_plan(Problem(1 << 10, 8, 64), 4, tile=(2, 2), head_slices=(1, 2)),
         make_plan(Problem(1 << 17, 64, 128), 8, method="ring"),
     ):
         for program in plan.forward.programs:
-            assert in_pieces(program).operations == program.operations
+            assert split_long_calls(program).operations == program.operations
 
 
 def test_attention_joins_what_was_computed_right_before_it() -> None:

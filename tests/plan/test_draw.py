@@ -13,7 +13,7 @@ import pytest
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations
-from mesh_attention.plan.cost import Costs
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.draw import (
     balance,
     bytes_text,
@@ -26,14 +26,14 @@ from mesh_attention.plan.draw import (
     summary,
     task_graph,
 )
-from mesh_attention.plan.home import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program
+from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule import Schedule, greedy
+from mesh_attention.plan.schedule.tasks import Costs
 
 CAUSAL = Mask(causal=True)
 

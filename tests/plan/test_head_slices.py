@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from mesh_attention.plan.build.cutting import suggested_cut
 
 from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.cutting import suggested_cut
-from mesh_attention.plan.methods.head_slices import slice_sizes, usual_heads
+from mesh_attention.plan.build.slices import slice_sizes, usual_heads
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward
 from mesh_attention.plan.schedule import Schedule, follow_each_other
@@ -62,7 +62,7 @@ def peaks(plan: Plan) -> list[int]:
 def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) -> None:
     problem = Problem(4096, 16, 8, num_kv_heads=8, mask=Mask(causal=causal))
     whole, sliced = (
-        make_plan(problem, 16, tile=(4, 4), heads_at_once=heads) for heads in (None, (1, 1))
+        make_plan(problem, 16, tile=(4, 4), head_slices=heads) for heads in (None, (1, 1))
     )
     assert verify(sliced) == []
     for one, other in zip(count(whole).values(), count(sliced).values(), strict=True):
@@ -72,7 +72,7 @@ def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) ->
 
 
 def test_queries_meet_keys_of_their_own_heads() -> None:
-    plan = make_plan(Problem(96, 8, 8, num_kv_heads=4), 6, tile=(3, 2), heads_at_once=(1, 2))
+    plan = make_plan(Problem(96, 8, 8, num_kv_heads=4), 6, tile=(3, 2), head_slices=(1, 2))
     for one in plan.passes:
         assert one.setting["head_slices"] == "1+2+1"
         for program in one.programs:
@@ -87,7 +87,7 @@ def test_queries_meet_keys_of_their_own_heads() -> None:
 
 
 def test_the_next_slice_is_fetched_before_this_one_is_computed() -> None:
-    plan = make_plan(Problem(64, 4, 8), 4, tile=(2, 2), heads_at_once=(1, 1))
+    plan = make_plan(Problem(64, 4, 8), 4, tile=(2, 2), head_slices=(1, 1))
     names = [op.name for op in plan.forward.programs[0].operations]
     gathers = [op.name for op in plan.forward.programs[0].operations if isinstance(op, AllGather)]
     assert gathers[:4] == ["AG-KV-0", "AG-Q-0", "AG-KV-1", "AG-Q-1"]
@@ -98,16 +98,16 @@ def test_the_next_slice_is_fetched_before_this_one_is_computed() -> None:
 @pytest.mark.parametrize("heads", [(0, 1), (2, 1), (1, 5), (5, 5)])
 def test_impossible_slices_are_refused_with_what_is_possible(heads: tuple[int, int]) -> None:
     problem = Problem(64, 8, 8, num_kv_heads=4)
-    with pytest.raises(PlanError, match=r"heads_at_once=.*<= largest <= 4 KV heads"):
-        make_plan(problem, 4, heads_at_once=heads)
+    with pytest.raises(PlanError, match=r"head_slices=.*<= largest <= 4 KV heads"):
+        make_plan(problem, 4, head_slices=heads)
 
 
 def test_with_ulysses_a_rank_holds_fewer_heads() -> None:
     problem = Problem(64, 8, 8, num_kv_heads=4)
-    plan = make_plan(problem, 4, method="mesh-usp", ulysses=2, heads_at_once=(1, 1))
+    plan = make_plan(problem, 4, method="mesh-usp", ulysses=2, head_slices=(1, 1))
     assert plan.forward.setting["head_slices"] == "1+1"
     with pytest.raises(PlanError, match="2 KV heads that a rank holds with ulysses=2"):
-        make_plan(problem, 4, method="mesh-usp", ulysses=2, heads_at_once=(1, 3))
+        make_plan(problem, 4, method="mesh-usp", ulysses=2, head_slices=(1, 3))
 
 
 def test_a_cut_is_suggested_by_size() -> None:
@@ -131,20 +131,20 @@ def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
     free = make_plan(problem, 16, tile=(4, 4), auto_cut=True)
     largest = max(peaks(free))
     for share in (2, 3):
-        plan = make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=largest // share)
+        plan = make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=largest // share)
         assert max(peaks(plan)) <= largest // share
         assert verify(plan) == []
         assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
-    tight = peaks(make_plan(problem, 16, tile=(4, 4), heads_at_once=(1, 1)))
+    tight = peaks(make_plan(problem, 16, tile=(4, 4), head_slices=(1, 1)))
     under = make_plan(
-        problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=max(tight) * 9 // 10
+        problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=max(tight) * 9 // 10
     )
     assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
     assert max(peaks(under)) <= max(tight) * 9 // 10
     with pytest.raises(PlanError, match="smallest cap"):
-        make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_buffer_bytes=1 << 20)
+        make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=1 << 20)
 
 
 def test_the_option_that_is_wrong_is_named() -> None:
-    with pytest.raises(PlanError, match="backward_heads_at_once=1x9"):
-        make_plan(Problem(64, 8, 8), 4, backward_heads_at_once=(1, 9))
+    with pytest.raises(PlanError, match="backward_head_slices=1x9"):
+        make_plan(Problem(64, 8, 8), 4, backward_head_slices=(1, 9))

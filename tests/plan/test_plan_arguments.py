@@ -33,7 +33,7 @@ def test_what_is_not_a_plan_is_refused_by_every_reader(name: str, nonsense: Any)
         ("chunks", ""), ("rotation", "no"),
         ("gather_out", "x"), ("ranks_per_node", 1.5), ("alpha", "2"), ("stripe_block", 2.5),
         ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", None),
-        ("layout", "diagonal"), ("max_buffer_bytes", "1GiB"), ("backward_tile", 3),
+        ("layout", "diagonal"), ("max_memory_bytes", "1GiB"), ("backward_tile", 3),
     ],
 )  # fmt: skip
 def test_an_option_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:

@@ -17,8 +17,8 @@ from mesh_attention.plan.assignment import (
     patch_devices,
     ring_assignment,
 )
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.home import Combine
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem

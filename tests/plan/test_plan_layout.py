@@ -10,7 +10,7 @@ from dense_oracle import dense_mask, padded_to, positions_of
 from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.chunks import chunks_of
+from mesh_attention.plan.build.chunks import chunks_of
 from mesh_attention.plan.layout import Layout, LayoutKind, joined
 from mesh_attention.plan.runs import Run, clip_run, visible_pairs
 

@@ -10,14 +10,14 @@ import pytest
 from dense_oracle import dense_mask, padded_to, pairs_of_calls
 from plan_cases import random_layouts, random_mask, random_sizes
 
-from mesh_attention.plan.chunks import chunks_of, whole_spans
+from mesh_attention.plan.build.chunks import chunks_of, whole_spans
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.rectangles import rectangles
 
 

@@ -10,14 +10,15 @@ from plan_cases import random_problem, random_setting
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.count import count, peak_buffer_bytes
-from mesh_attention.plan.home import Combine
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
-from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, reads, writes
+from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule import MemoryCapError
 from mesh_attention.plan.verify import verify
 
@@ -51,7 +52,7 @@ def peak_by_definition(plan: Plan, program: Program) -> int:
 
 def capped(problem: Problem, n: int, setting: MeshSetting, direction: Direction, cap: int) -> Plan:
     fields = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
-    limited = MeshSetting(**{**fields, "max_buffer_bytes": cap})
+    limited = MeshSetting(**{**fields, "max_memory_bytes": cap})
     return plan_mesh(problem, n, limited, directions=(direction,))
 
 
@@ -157,7 +158,7 @@ def test_more_chunks_need_less_memory() -> None:
 def test_a_cap_with_another_scheduler_is_refused() -> None:
     with pytest.raises(PlanError, match="greedy"):
         plan_mesh(
-            Problem(64, 1, 4), 4, MeshSetting(max_buffer_bytes=1 << 20, scheduler=Scheduler.SEARCH)
+            Problem(64, 1, 4), 4, MeshSetting(max_memory_bytes=1 << 20, scheduler=Scheduler.SEARCH)
         )
 
 
@@ -190,7 +191,7 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
     rng = Random(2)
     for _ in range(30):
         n = rng.randint(1, 9)
-        setting = replace(random_setting(rng, n), scheduler=Scheduler.GREEDY, max_buffer_bytes=cap)
+        setting = replace(random_setting(rng, n), scheduler=Scheduler.GREEDY, max_memory_bytes=cap)
         for one in plan_mesh(random_problem(rng, n), n, setting).passes:
             assert live_at_end(one) == set()
             for program in one.programs:

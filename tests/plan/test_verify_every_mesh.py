@@ -9,7 +9,7 @@ import pytest
 from plan_cases import random_problem, random_setting
 
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh

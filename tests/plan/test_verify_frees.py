@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mutants import caught, random_places
 
-from mesh_attention.plan.names import touched
-from mesh_attention.plan.program import Free
+from mesh_attention.plan.program import Free, touched
 
 
 def test_a_buffer_freed_early_is_caught_at_that_rank_where_it_is_used_or_freed() -> None:

@@ -21,7 +21,7 @@ from mutants import (
 )
 from plan_cases import random_plan
 
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh

@@ -17,7 +17,7 @@ from mutants import (
 )
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Plan

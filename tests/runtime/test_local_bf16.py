@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mesh_attention import Mask
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.testing import LocalResult, run_local
 from support.cases import Case
 from support.reference import Attention, attention

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mesh_attention import Mask, Plan, Problem, make_plan
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.home import Combine
+from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.build.tile_tasks import Order
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.mesh_tasks import Order
 
 __all__ = ["HEADS", "Case", "random_case", "tiles"]
 
@@ -109,7 +109,7 @@ def random_heads(draw: random.Random, held: int) -> dict[str, tuple[int, int] | 
         most = draw.randint(-(-held // 3), held)  # a few slices: each is as much to do again
         return draw.choice([None, None, (draw.randint(1, most), most)])
 
-    return {"heads_at_once": some(), "backward_heads_at_once": some()}
+    return {"head_slices": some(), "backward_head_slices": some()}
 
 
 def random_mask(draw: random.Random, q_tokens: int, kv_tokens: int) -> Mask:

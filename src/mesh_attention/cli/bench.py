@@ -6,12 +6,7 @@ import argparse
 
 from mesh_attention.cli.build import directions_of, problem_of, ranks_of, settings_of, with_flags
 from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import (
-    DEFAULT_METHOD,
-    add_json_option,
-    add_pass_option,
-    add_plan_options,
-)
+from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
 from mesh_attention.cli.output import print_json
 from mesh_attention.cli.progress import progress
 from mesh_attention.cli.replayed import for_people
@@ -22,6 +17,7 @@ from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.planning import plan_on, setting_of
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Direction
 from mesh_attention.replay.share import SLOWEST, Share, rank_of, share_of
 

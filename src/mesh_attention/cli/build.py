@@ -7,33 +7,15 @@ import re
 from typing import Any
 
 from mesh_attention.cli.command import UsageError
-from mesh_attention.cli.options import DEFAULT_METHOD, DEFAULTS
+from mesh_attention.cli.options import DEFAULTS
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import make_plan
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, all_options
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-
-__all__ = [
-    "MOST_RANKS",
-    "MOST_TOKENS",
-    "directions_of",
-    "plan_of",
-    "problem_of",
-    "ranks_of",
-    "settings_of",
-    "with_flags",
-]
+from mesh_attention.plan.question import make_plan
 
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 MOST_TOKENS = 1 << 30  # the pairs of more could not be counted in 64 bits
-
-# Settings of a method by the name of their option; --max-memory alone is called otherwise there.
-_SETTINGS = (
-    "tile", "backward_tile", "rotation", "chunks", "backward_chunks", "heads_at_once",
-    "backward_heads_at_once", "auto_cut", "layout", "stripe_block", "combine", "gather_out",
-    "scheduler", "max_memory", "ranks_per_node", "alpha", "ulysses", "team", "inner", "gradients",
-    "first_block",
-)  # fmt: skip
 
 # Names in errors of the planner, as a person at the command line knows them.
 _FLAGS = {
@@ -44,24 +26,15 @@ _FLAGS = {
     "head_dim": "--head-dim",
     "v_head_dim": "--v-head-dim",
     "element_bytes": "--element-bytes",
-    "ranks_per_node": "--ranks-per-node",
     "kv_documents": "--kv-documents",
-    "max_buffer_bytes": "--max-memory",
     "block": "--stripe-block",
     "ranks": "--ranks",
     "rank": "--rank",
     "sms": "--sms",
-    "heads_at_once": "--heads-at-once",
-    "backward_heads_at_once": "--backward-heads-at-once",
-    "auto_cut": "--auto-cut",
-    "alpha": "--alpha",
-    "ulysses": "--ulysses",
-    "team": "--team",
-    "inner": "--inner",
     "prefix": "--prefix",
     "window": "--window",
     "documents": "--documents",
-}
+} | {name: f"--{name.replace('_', '-')}" for name in all_options()}
 
 
 def ranks_of(args: argparse.Namespace) -> int:
@@ -74,10 +47,8 @@ def ranks_of(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by the names that methods have for them."""
-    options = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    if "max_memory" in options:
-        options["max_buffer_bytes"] = options.pop("max_memory")
-    return options
+    given = {name: getattr(args, name, None) for name in all_options()}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

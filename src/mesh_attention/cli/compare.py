@@ -11,7 +11,7 @@ from mesh_attention.cli.output import print_json, table
 from mesh_attention.cli.progress import progress
 from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.draw import bytes_text
-from mesh_attention.plan.methods.paper import paper_table
+from mesh_attention.plan.paper import paper_table
 from mesh_attention.plan.plan import Direction
 
 __all__ = ["show_comparison", "show_paper_table"]

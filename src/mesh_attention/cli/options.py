@@ -7,25 +7,14 @@ given is the method's own choice, one that the method lacks is refused by name.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from typing import get_origin
 
-from mesh_attention.cli.values import byte_size, count, cuts, one_of, pair, size, window
-from mesh_attention.plan.home import Combine
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.key_steps import Gradients
-from mesh_attention.plan.methods.mesh import Scheduler
-from mesh_attention.plan.methods.startrail import FirstBlock
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
-
-__all__ = [
-    "DEFAULTS",
-    "DEFAULT_METHOD",
-    "PASSES",
-    "add_json_option",
-    "add_pass_option",
-    "add_plan_options",
-    "given",
-]
+from mesh_attention.cli.values import byte_size, count, cuts, fraction, one_of, pair, size, window
+from mesh_attention.plan.build.setting import Option
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
 
 DEFAULTS = {"ranks": 16, "tokens": 65536, "heads": 32, "head_dim": 128}
 PASSES = ("forward", "backward", "both")
@@ -48,7 +37,6 @@ def add_pass_option(parser: argparse.ArgumentParser) -> None:
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     _add_problem(parser.add_argument_group("problem"))
     _add_setting(parser.add_argument_group("plan"))
-    _add_machine(parser.add_argument_group("machine"))
 
 
 def given(args: argparse.Namespace) -> list[str]:
@@ -92,13 +80,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_setting(group: argparse._ArgumentGroup) -> None:
-    tile, chunks = pair("a tile such as 4x2 (AxB)"), pair("a pair such as 4x4 (KQxKKV)")
-    heads = pair("a pair such as 2x8 (FIRSTxMOST)")
-
-    def choice(name: str, what: str, names: Iterable[str], help: str) -> None:
-        known = tuple(names)
-        group.add_argument(name, type=one_of(what, known), metavar="|".join(known), help=help)
-
+    """One flag for every option of every method, made from its setting."""
     group.add_argument(
         "--method", metavar="NAME", help=f"{', '.join(METHODS)} (default {DEFAULT_METHOD})"
     )
@@ -108,63 +90,31 @@ def _add_setting(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help=f"number of ranks (default {DEFAULTS['ranks']}, or A*B of --tile)",
     )
-    group.add_argument(
-        "--tile", type=tile, metavar="AxB", help="Q by KV partitions of a rank (default: cheapest)"
-    )
-    group.add_argument("--backward-tile", type=tile, metavar="AxB", help="default: as --tile")
-    group.add_argument(
-        "--no-rotation",
-        dest="rotation",
-        action="store_const",
-        const=False,
-        help="contiguous KV partitions in a tile, as before KV rotation",
-    )
-    group.add_argument(
-        "--chunks", type=chunks, metavar="KQxKKV", help="chunks that overlap (default 1x1)"
-    )
-    group.add_argument("--backward-chunks", type=chunks, metavar="KQxKKV", help="default: the same")
-    group.add_argument(
-        "--heads-at-once",
-        type=heads,
-        metavar="FIRSTxMOST",
-        help="KV heads of the first and of the largest slice (default: all at once)",
-    )
-    group.add_argument(
-        "--backward-heads-at-once", type=heads, metavar="FIRSTxMOST", help="default: the same"
-    )
-    group.add_argument(
-        "--auto-cut",
-        action="store_const",
-        const=True,
-        help="choose chunks and heads at once by size, as ContextParallel does",
-    )
-    choice("--layout", "layout", LayoutKind, "who owns which token (default: by the mask)")
-    group.add_argument("--stripe-block", type=size, metavar="N", help="tokens of a stripe")
-    choice("--combine", "way to combine", Combine, "how partial results come home (default auto)")
-    group.add_argument(
-        "--gather-out",
-        action="store_const",
-        const=True,
-        help="backward gathers O, as the paper does, instead of delta",
-    )
-    group.add_argument("--ulysses", type=size, metavar="U", help="ranks that swap tokens for heads")
-    group.add_argument("--team", type=size, metavar="C", help="team size; its square divides ranks")
-    group.add_argument("--inner", type=size, metavar="N", help="ranks of an inner ring")
-    choice("--gradients", "way home", Gradients, "how dK and dV of a wandering block come home")
-    choice("--first-block", "first block", FirstBlock, "with which team's block a member begins")
-    choice("--scheduler", "scheduler", Scheduler, "order of the tasks (default greedy)")
-    group.add_argument(
-        "--max-memory",
-        type=byte_size,
-        metavar="BYTES",
-        help="most workspace of a pass, such as 512MiB or 2GiB",
-    )
+    for option, methods in all_options().values():
+        reader = _reader(option)
+        some = f" ({', '.join(methods)})" if len(methods) < len(METHODS) else ""
+        help = f"{option.help}{some}".replace("`", "")
+        if option.type is bool:
+            flag = f"--{'no-' if option.default else ''}{option.name}".replace("_", "-")
+            value = not option.default
+            group.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
+        elif reader is not None:
+            flag = f"--{option.name}".replace("_", "-")
+            group.add_argument(flag, type=reader, metavar=option.metavar, help=help)
 
 
-def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--ranks-per-node", type=size, metavar="N", help="default: one node, or the cluster's"
-    )
-    group.add_argument(
-        "--alpha", type=size, metavar="N", help="a node is an N-wide patch of the grid of tiles"
-    )
+def _reader(option: Option) -> Callable[[str], object] | None:
+    """How the text of its value is read; None for what has no text."""
+    if get_origin(option.type) is tuple:
+        example = option.metavar.replace("FIRST", "2").replace("MOST", "8")
+        example = re.sub("[A-Z]+", "2", example)
+        return pair(f"a pair such as {example} ({option.metavar})")
+    if option.name.endswith("_bytes"):
+        return byte_size
+    if option.type is int:
+        return size
+    if option.type is float:
+        return fraction
+    if issubclass(option.type, StrEnum):
+        return one_of(option.name.replace("_", " "), option.type)
+    return None

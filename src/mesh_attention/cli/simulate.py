@@ -8,12 +8,7 @@ from pathlib import Path
 
 from mesh_attention.cli.build import directions_of, problem_of, ranks_of, settings_of, with_flags
 from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import (
-    DEFAULT_METHOD,
-    add_json_option,
-    add_pass_option,
-    add_plan_options,
-)
+from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
 from mesh_attention.cli.output import print_json
 from mesh_attention.cli.progress import progress
 from mesh_attention.cli.simulated import Simulated, for_people, list_clusters
@@ -26,6 +21,7 @@ from mesh_attention.cluster.order import Overlap
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.trace import trace_of
+from mesh_attention.plan.methods.table import DEFAULT_METHOD
 
 __all__ = ["COMMAND", "DEFAULT_CLUSTER"]
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 
 from mesh_attention.cli.command import did_you_mean
 
-__all__ = ["byte_size", "count", "cuts", "one_of", "pair", "rank_or", "size", "window"]
-
 _UNITS = {"": 1, "b": 1} | {
     letter + ending: base**power
     for power, letter in enumerate("kmgt", 1)
@@ -40,6 +38,13 @@ def _whole_number(text: str, *, at_least: int) -> int:
             f"{text} is not possible; give a whole number of at least {at_least}"
         )
     return number
+
+
+def fraction(text: str) -> float:
+    """A decimal number above 0."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) <= 0:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0 such as 1.05")
+    return float(text)
 
 
 def rank_or(word: str) -> Callable[[str], int | str]:

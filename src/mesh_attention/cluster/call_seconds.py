@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from mesh_attention.cluster.operation_costs import OperationCosts
 from mesh_attention.plan.forms import FormKey, FormKeys
-from mesh_attention.plan.pieces import pieces_of_attentions
 from mesh_attention.plan.plan import Pass
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Free, Operation
+from mesh_attention.plan.split_calls import splits_wanted
 from mesh_attention.plan.traffic import TrafficMeter
 
 __all__ = ["CallSeconds", "meters_of"]
@@ -38,7 +38,7 @@ class CallSeconds:
     ) -> None:
         self._costs, self._meters = costs, meters
         self._tables = [program.buffer_table() for program in one.programs]
-        self._pieces = [pieces_of_attentions(p) if apart else 1 for p in one.programs]
+        self._pieces = [splits_wanted(p) if apart else 1 for p in one.programs]
         self._apart = apart
         self._known: dict[tuple[int, int, int], tuple[float, ...]] = {}
 

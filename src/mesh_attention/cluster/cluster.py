@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.schedule.tasks import Costs
 
 __all__ = [
     "Cluster",

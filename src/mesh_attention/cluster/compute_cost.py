@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster
 from mesh_attention.cluster.range_pairs import RangePairs
 from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.pieces import pieces_of_calls
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -23,6 +22,7 @@ from mesh_attention.plan.program import (
     Merge,
     Operation,
 )
+from mesh_attention.plan.split_calls import split_calls
 
 __all__ = ["ComputeCosts"]
 
@@ -41,7 +41,7 @@ class ComputeCosts:
             case Attend():
                 whole = self._calls(op, table)
                 heads = op.q.num_heads(table[op.q.buffer])
-                cut = pieces_of_calls(op, heads, pieces)
+                cut = split_calls(op, heads, pieces)
                 return tuple(s for pair in zip(whole, cut, strict=True) for s in _divided(*pair))
             case AttendBackward():
                 return self._calls(op, table)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.plan.methods.head_slices import HeadsAtOnce, usual_heads
+from mesh_attention.plan.build.slices import HeadSlices, usual_heads
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.problem import Problem
 
 __all__ = ["Cut", "first_cuts", "free_names"]
 
-_NAMES = ("chunks", "heads_at_once")
+_NAMES = ("chunks", "head_slices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,17 @@ class Cut:
     """`heads` None: all of the `held` KV heads at once."""
 
     chunks: tuple[int, int]
-    heads: HeadsAtOnce | None
+    heads: HeadSlices | None
     held: int
 
     @staticmethod
     def of(setting: Mapping[str, Any], problem: Problem) -> Cut:
         held = max(1, problem.kv_heads // (setting.get("ulysses") or 1))
-        return Cut(setting.get("chunks", (1, 1)), setting.get("heads_at_once"), held)
+        return Cut(setting.get("chunks") or (1, 1), setting.get("head_slices"), held)
 
     def options(self, free: Sequence[str]) -> dict[str, Any]:
         """As options, of those names that are free to be chosen."""
-        whole = {"chunks": self.chunks, "heads_at_once": self.heads}
+        whole = {"chunks": self.chunks, "head_slices": self.heads}
         return {name: whole[name] for name in free if whole[name] is not None}
 
     def neighbours(self) -> Iterator[Cut]:
@@ -61,10 +61,8 @@ class Cut:
                 yield Cut(self.chunks, None if all_at_once else heads, self.held)
 
 
-def free_names(options: Sequence[str], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a cut the method has and the caller did not give, for either pass, nor left to it."""
-    if given.get("auto_cut"):
-        return ()
+def free_names(options: Collection[str], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of a cut the method has and the caller did not give, for either pass."""
     return tuple(
         name
         for name in _NAMES

@@ -10,11 +10,11 @@ from enum import StrEnum
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.dependencies import dependencies, is_communication
-from mesh_attention.plan.offsets import workspace_map
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Free, Program, reads, writes
 from mesh_attention.plan.schedule.tasks import Schedule
+from mesh_attention.plan.workspace import workspace_map
 
 __all__ = ["Overlap", "Waits", "an_overlap"]
 
@@ -94,7 +94,7 @@ def _by_steps(program: Program, schedule: Schedule, waits: WaitsOfOps) -> WaitsO
     result = []
     for at, op in enumerate(program.operations):
         # Helpers are named after their task, "RS-Q-0.cast"; what has no task goes with the last.
-        step = step_of.get(op.name.partition(".")[0], now)
+        step = step_of.get(op.task.whole, now)
         if step > now:
             now, before = step, dict(latest)
         result.append(tuple(sorted({*waits[at], *before.values()})))

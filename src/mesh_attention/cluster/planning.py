@@ -9,15 +9,16 @@ from typing import Any
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, make_plan
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 
 __all__ = ["plan_on", "setting_of"]
 
 # Options that a pass states itself, for the pass at hand, or that follow from the cluster.
 _STATED = (
-    "tile", "backward_tile", "chunks", "backward_chunks", "auto_cut",
+    "tile", "backward_tile", "chunks", "backward_chunks",
     "rotation", "scheduler", "layout", "ranks_per_node", "costs", "gamma",
 )  # fmt: skip
 

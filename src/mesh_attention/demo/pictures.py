@@ -12,6 +12,7 @@ from mesh_attention.plots import pyplot
 
 __all__ = ["draw_assignments", "draw_schedule"]
 
+_COLOURS = {"AG-KV": "#8ecae6", "AG-Q": "#a8dadc", "C": "#ffb703"}
 _LANES = ("communication", "computation")
 
 
@@ -40,15 +41,15 @@ def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) 
     """Both lanes over time, each task starting when its own inputs are there (modelled costs)."""
     plt = pyplot()
     times = event_times(graph, schedule)
-    communication = {task.name for task in graph.communication}
+    communication = {node.task for node in graph.communication}
     figure, axis = plt.subplots(figsize=(12, 2.8))
     scale = 1e3
-    for name, (start, stop) in times.items():
-        lane = 0 if name in communication else 1
-        colour = _colour(name)
+    for task, (start, stop) in times.items():
+        lane = 0 if task in communication else 1
+        colour = _COLOURS.get(task.kind, "#e5989b")
         axis.barh(lane, (stop - start) * scale, left=start * scale, color=colour, edgecolor="white")
         middle = (start + stop) / 2 * scale
-        axis.text(middle, lane, name, ha="center", va="center", fontsize=7, rotation=90)
+        axis.text(middle, lane, str(task), ha="center", va="center", fontsize=7, rotation=90)
     axis.set_yticks(range(len(_LANES)), _LANES)
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds, modelled: 40 GB/s of collectives, 500 TFLOP/s of attention")
@@ -56,10 +57,3 @@ def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) 
     figure.tight_layout()
     figure.savefig(path, dpi=140)
     plt.close(figure)
-
-
-def _colour(name: str) -> str:
-    for start, colour in (("AG-KV", "#8ecae6"), ("AG-Q", "#a8dadc"), ("C-", "#ffb703")):
-        if name.startswith(start):
-            return colour
-    return "#e5989b"

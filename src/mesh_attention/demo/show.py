@@ -10,11 +10,11 @@ from typing import Any
 from mesh_attention.demo.pictures import draw_assignments, draw_schedule
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.draw.tasks import task_graph
 from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.schedule.tasks import Costs
 from mesh_attention.request import build_plan
 
 __all__ = ["Row", "run_demo"]

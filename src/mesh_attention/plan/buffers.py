@@ -9,11 +9,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar, dataclass_transform
 
 from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["Buffer", "Kind", "Piece", "Precision", "Role"]
+T = TypeVar("T")
+
+
+class Value:
+    """A base that leaves room for the remembered hash."""
+
+    __slots__ = ("_hash",)
+
+
+@dataclass_transform(frozen_default=True)
+def value(cls: type[T]) -> type[T]:
+    """A frozen dataclass that works out its hash once: readers look operations up by value, again
+    and again, and ranks share most of them."""
+    made: Any = dataclass(frozen=True, slots=True)(cls)
+    hash_of_fields = made.__hash__
+
+    def remembered(self: Any) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash_of_fields(self))
+            return self._hash  # type: ignore[no-any-return]
+
+    made.__hash__ = remembered
+    return made  # type: ignore[no-any-return]
 
 
 class Kind(StrEnum):
@@ -66,8 +91,8 @@ class Role(StrEnum):
     WORKSPACE = "workspace"
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+@value
+class Buffer(Value):
     name: str
     kind: Kind
     rows: Spans
@@ -91,8 +116,8 @@ class Buffer:
         return self.kind.width(problem) * self.precision.num_bytes(problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+@value
+class Piece(Value):
     """Rows `start..stop` of a buffer, counted inside the buffer; `heads` too, None = all."""
 
     buffer: str

@@ -12,10 +12,11 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.methods.table import METHODS, make_plan
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
+from mesh_attention.plan.question import make_plan
 
 __all__ = ["Compared", "Counts", "compare"]
 

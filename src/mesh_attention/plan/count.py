@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from mesh_attention.plan.forms import FormKey, FormKeys
-from mesh_attention.plan.names import NamesOf, written
-from mesh_attention.plan.peak import Peaks, workspace_sizes
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -27,8 +24,7 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
-
-__all__ = ["PassCount", "RankCount", "count", "count_pass", "peak_buffer_bytes"]
+from mesh_attention.plan.workspace import peak_buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,7 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
     }
-    forms = _Forms(plan.problem)
-    ranks = tuple(_count_rank(p, group_nodes, member_of, forms.of(p)) for p in one.programs)
+    ranks = tuple(_count_rank(p, plan.problem, group_nodes, member_of) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -123,43 +118,19 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
     return PassCount(ranks, tuple(entering), tuple(tokens), min(per_node, plan.num_ranks), unit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What is known of the programs of one form."""
-
-    meter: TrafficMeter
-    peaks: Peaks
-
-
-class _Forms:
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._keys = FormKeys()
-        self._known: dict[FormKey, _Form] = {}
-        self._written = NamesOf(written)
-
-    def of(self, program: Program) -> _Form:
-        key = self._keys.of(program)
-        found = self._known.get(key)
-        if found is None:
-            sizes = workspace_sizes(program, self._problem)
-            meter = TrafficMeter(self._problem, program.buffer_table())
-            found = self._known[key] = _Form(meter, Peaks(sizes, self._written))
-        return found
-
-
 def _count_rank(
     program: Program,
+    problem: Problem,
     group_nodes: dict[str, tuple[int, ...]],
     member_of: dict[str, dict[int, int]],
-    form: _Form,
 ) -> RankCount:
+    meter = TrafficMeter(problem, program.buffer_table())
     moved: dict[str, list[Traffic]] = defaultdict(list)
     entering = entering_tokens = calls = 0
     for op in program.operations:
         if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
-            flows = form.meter.flows(op)
+            flows = meter.flows(op)
             moved[type(op).__name__].append(traffic_of(op, flows, member, len(nodes)))
             crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
@@ -173,12 +144,7 @@ def _count_rank(
         by_operation,
         entering,
         entering_tokens,
-        form.peaks.of(program),
+        peak_buffer_bytes(program, problem),
         {kind: len(each) for kind, each in moved.items()},
         calls,
     )
-
-
-def peak_buffer_bytes(plan: Plan, program: Program) -> int:
-    """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    return Peaks(workspace_sizes(program, plan.problem)).of(program)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.offsets import WorkspaceMap
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -22,6 +21,7 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
+from mesh_attention.plan.workspace import WorkspaceMap
 
 __all__ = ["dependencies", "is_communication"]
 

@@ -1,22 +1,25 @@
 """The plan: programs of all ranks for the forward and the backward pass, as frozen data.
 
+A program is made when it is asked for, and kept: a rank that runs asks for its own, and readers
+that need all of them (verify, count, simulate) ask for all.
+
 Ranks in a plan are *logical*: logical rank g owns partition g. `devices[g]` is the physical rank
 (the place in the process group) that plays it, so a topology-aware mapping changes this one tuple.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule.tasks import Schedule
-
-__all__ = ["Direction", "Pass", "Plan", "a_direction", "a_plan"]
+from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 
 class Direction(StrEnum):
@@ -24,18 +27,62 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, slots=True)
+class Programs(Sequence[Program]):
+    """The programs of all ranks, each made by `make(rank)` when it is first asked for."""
+
+    def __init__(self, num_ranks: int, make: Callable[[int], Program]) -> None:
+        self._make = make
+        self._made: list[Program | None] = [None] * num_ranks
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, rank: int) -> Program: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[Program, ...]: ...
+    def __getitem__(self, rank: int | slice) -> Program | tuple[Program, ...]:
+        if isinstance(rank, slice):
+            return tuple(self[at] for at in range(len(self))[rank])
+        made = self._made[rank]
+        if made is None:
+            made = self._made[rank] = self._make(range(len(self))[rank])
+        return made
+
+    def __iter__(self) -> Iterator[Program]:
+        return (self[rank] for rank in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
 class Pass:
     """One direction: groups of logical ranks by name, a program for each logical rank.
 
-    `setting` says in words what the method chose; it is for people, and no reader needs it.
+    `order` is that of the tasks; some of them may be empty on every rank. `setting` says in words
+    what the method chose; it is for people, and no reader needs it.
     """
 
     direction: Direction
     groups: dict[str, tuple[int, ...]]
-    programs: tuple[Program, ...]
-    schedule: Schedule
+    programs: Sequence[Program]
+    order: Schedule = field(compare=False)
     setting: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of the tasks that some rank has something to do for."""
+        used = {op.task.whole for program in self.programs for op in program.operations}
+        steps = []
+        for step in self.order.steps:
+            compute = tuple(task for task in step.compute if task in used)
+            communication = step.communication if step.communication in used else None
+            if communication or compute:
+                steps.append(Step(communication, compute))
+        return Schedule(tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +113,10 @@ class Plan:
     @property
     def backward(self) -> Pass:
         return self.direction(Direction.BACKWARD)
+
+    def program(self, rank: int, direction: Direction | str) -> Program:
+        """What one logical rank does in one pass."""
+        return self.direction(direction).programs[rank]
 
     def node_of(self, rank: int) -> int:
         """The node of a logical rank; without a node size all ranks share one node."""

@@ -11,31 +11,12 @@ their place in the group, so the members of many groups can share one operation 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mesh_attention.plan.buffers import Buffer, Piece
-
-__all__ = [
-    "AllGather",
-    "AllToAll",
-    "Attend",
-    "AttendBackward",
-    "Call",
-    "CallKind",
-    "Communication",
-    "Free",
-    "Merge",
-    "MergeRule",
-    "Move",
-    "Operation",
-    "Program",
-    "ReduceScatter",
-    "SendRecv",
-    "reads",
-    "writes",
-]
+from mesh_attention.plan.buffers import Buffer, Piece, Value, value
 
 
 class CallKind(StrEnum):
@@ -44,8 +25,8 @@ class CallKind(StrEnum):
     RANGE = "range"  # by position: query i sees the keys inside its row range
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@value
+class Call(Value):
     """One kernel call: a rectangle of rows, counted inside the query and the key piece."""
 
     kind: CallKind
@@ -55,8 +36,59 @@ class Call:
     k_stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+@value
+class Task(Value):
+    """What an operation belongs to: `RS-Q-0.merge` is stage "merge" of task RS-Q-0.
+
+    kind   "AG-Q", "RS-dKV", "C", ...
+    index  of the chunks or the step: (0,) for RS-Q-0, (0, 1) for C-0-1
+    stage  of an operation that helps its task; empty for the task itself
+
+    >>> str(Task("RS-Q", (0,), "merge")), Task.parse("C-0-1")
+    ('RS-Q-0.merge', Task(kind='C', index=(0, 1), stage=''))
+    """
+
+    kind: str
+    index: tuple[int, ...] = ()
+    stage: str = ""
+
+    def __str__(self) -> str:
+        name = "-".join((self.kind, *map(str, self.index)))
+        return f"{name}.{self.stage}" if self.stage else name
+
+    def at(self, stage: str) -> Task:
+        return Task(self.kind, self.index, stage)
+
+    @property
+    def whole(self) -> Task:
+        """The task without the stage."""
+        return Task(self.kind, self.index) if self.stage else self
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        name, _, stage = text.partition(".")
+        kind, *index = re.split(r"-(?=[0-9]+(?:-|$))", name)
+        if not _TASK.fullmatch(name) or (stage and not _TASK.fullmatch(stage)):
+            raise ValueError(f"{text!r} is not a task such as AG-Q-0 or RS-Q-0.merge")
+        return Task(kind, tuple(map(int, index)), stage)
+
+
+_TASK = re.compile(r"[^\s,+.:]+")
+_FREE = Task("free")
+
+
+class _Named(Value):
+    """What all operations have: a task, whose text is their name."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.task)  # type: ignore[attr-defined]
+
+
+@value
+class Move(Value):
     """One tensor of a gather or a reduce-scatter: the `part` that one member owns, and the `whole`.
 
     `cuts` divides the rows of the part. The whole holds, for each stretch between two cuts, that
@@ -68,42 +100,42 @@ class Move:
     cuts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AllGather:
+@value
+class AllGather(_Named):
     """Every member's part, to every member's whole."""
 
-    name: str
+    task: Task
     group: str
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceScatter:
+@value
+class ReduceScatter(_Named):
     """The sum over the members' wholes, each part to the member that owns it."""
 
-    name: str
+    task: Task
     group: str
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AllToAll:
+@value
+class AllToAll(_Named):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
 
     Sizes may differ and tuples may be empty, so any assignment of work can be fed by it.
     """
 
-    name: str
+    task: Task
     group: str
     sends: tuple[tuple[Piece, ...], ...]
     receives: tuple[tuple[Piece, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendRecv:
+@value
+class SendRecv(_Named):
     """Point-to-point: pieces to one member and from one member (a ring shift, a placement)."""
 
-    name: str
+    task: Task
     group: str
     to_member: int
     sends: tuple[Piece, ...]
@@ -111,14 +143,14 @@ class SendRecv:
     receives: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Attend:
+@value
+class Attend(_Named):
     """Attention of q against k, v by these calls, merged by softmax into (out, lse).
 
     `fresh`: out and lse hold nothing yet; rows that no call touches become 0 and -inf.
     """
 
-    name: str
+    task: Task
     q: Piece
     k: Piece
     v: Piece
@@ -128,15 +160,15 @@ class Attend:
     fresh: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AttendBackward:
+@value
+class AttendBackward(_Named):
     """Gradients of the same calls, added to (grad_q, grad_k, grad_v), with the global lse.
 
     Either the global `out` or `delta = rowsum(out * grad_out)` is given.
     `fresh_q`, `fresh_kv`: the gradients hold nothing yet; rows that no call touches become 0.
     """
 
-    name: str
+    task: Task
     q: Piece
     k: Piece
     v: Piece
@@ -160,23 +192,23 @@ class MergeRule(StrEnum):
     DELTA = "delta"  # (out, grad_out) -> (delta)
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+@value
+class Merge(_Named):
     """Row-wise combination. The outputs are overwritten."""
 
-    name: str
+    task: Task
     rule: MergeRule
     inputs: tuple[Piece, ...]
     outputs: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+@value
+class Free(_Named):
     buffers: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        return "free"
+    def task(self) -> Task:
+        return _FREE
 
 
 Communication = AllGather | ReduceScatter | AllToAll | SendRecv
@@ -228,6 +260,18 @@ def writes(op: Operation) -> Iterator[Piece]:
             yield from op.outputs
         case Free():
             return
+
+
+def written(op: Operation) -> tuple[str, ...]:
+    """Names of the buffers an operation writes, each once, in order."""
+    return tuple(dict.fromkeys([piece.buffer for piece in writes(op)]))
+
+
+def touched(op: Operation) -> tuple[str, ...]:
+    """Names of the buffers an operation reads or writes, each once, in order."""
+    names = [piece.buffer for piece in reads(op)]
+    names += [piece.buffer for piece in writes(op)]
+    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 
-__all__ = ["Flows", "Traffic", "TrafficMeter", "entering_bytes", "traffic_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -50,43 +48,27 @@ class Flows:
 
 
 class TrafficMeter:
-    """Sizes of operations on one table of buffers, or on tables that are alike.
-
-    Ranks share operations, and transfers share their pieces, so each is measured once. What is
-    measured must stay alive as long as the meter: it is told apart by identity.
-    """
+    """Sizes of operations on one table of buffers."""
 
     def __init__(self, problem: Problem, table: Mapping[str, Buffer]) -> None:
         self._problem = problem
         self._table = table
-        self._flows: dict[int, Flows] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
 
     def flows(self, op: Communication) -> Flows:
-        if isinstance(op, SendRecv):  # each rank's own, of shared pieces
-            sent, _ = self._size_of(op.sends)
-            return Flows({op.to_member: sent}, {op.from_member: self._size_of(op.receives)})
-        found = self._flows.get(id(op))
-        if found is None:
-            found = self._flows[id(op)] = self._measure(op)
-        return found
+        match op:
+            case SendRecv():
+                sent, _ = self._size(op.sends)
+                return Flows({op.to_member: sent}, {op.from_member: self._size(op.receives)})
+            case AllToAll():
+                return Flows(
+                    {m: self._size(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
+                    {m: self._size(pieces) for m, pieces in enumerate(op.receives) if pieces},
+                )
+            case _:
+                return Flows({}, {0: self._size(move.part for move in op.moves)})
 
     def traffic(self, op: Communication, member: int, num_members: int) -> Traffic:
         return traffic_of(op, self.flows(op), member, num_members)
-
-    def _measure(self, op: AllGather | ReduceScatter | AllToAll) -> Flows:
-        if isinstance(op, AllToAll):
-            return Flows(
-                {m: self._size_of(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
-                {m: self._size_of(pieces) for m, pieces in enumerate(op.receives) if pieces},
-            )
-        return Flows({}, {0: self._size(move.part for move in op.moves)})
-
-    def _size_of(self, pieces: tuple[Piece, ...]) -> tuple[int, int]:
-        found = self._sizes.get(id(pieces))
-        if found is None:
-            found = self._sizes[id(pieces)] = self._size(pieces)
-        return found
 
     def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
         """Bytes, and those of them that are not statistics."""

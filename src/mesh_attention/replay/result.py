@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.offsets import workspace_map
+from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.replay.share import Share
 
 __all__ = ["Replayed"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
-from mesh_attention.plan.offsets import WorkspaceMap
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program, reads, writes
+from mesh_attention.plan.workspace import WorkspaceMap
 
 __all__ = ["Bindings", "CallShape", "Views", "cut"]
 

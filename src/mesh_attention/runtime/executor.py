@@ -29,8 +29,6 @@ from mesh_attention.kernels import (
     choose_rows,
 )
 from mesh_attention.plan.dependencies import dependencies, is_communication
-from mesh_attention.plan.offsets import workspace_map
-from mesh_attention.plan.pieces import in_pieces
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     Attend,
@@ -39,6 +37,8 @@ from mesh_attention.plan.program import (
     Merge,
     Operation,
 )
+from mesh_attention.plan.split_calls import split_long_calls
+from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import Compute
 from mesh_attention.runtime.masks import BlockMasks
@@ -89,7 +89,7 @@ class Executor:
         two = transport.own_stream if two_streams is None else two_streams
         self._streams = ComputeStreams(call_shape.device, two=two)
         if self._streams.two:
-            program = in_pieces(program)
+            program = split_long_calls(program)
         if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
                 f"the plan is for {plan.problem.element_bytes}-byte elements, "

@@ -18,7 +18,7 @@ def draw_steps(schedule: Schedule) -> str:
        2  -              C-1-0
     """
     rows = [
-        (str(number), step.communication or "-", " ".join(step.compute) or "-")
+        (str(number), str(step.communication or "-"), " ".join(map(str, step.compute)) or "-")
         for number, step in enumerate(schedule.steps, 1)
     ]
     width = max(len(_HEADS[1]), *(len(row[1]) for row in rows)) if rows else len(_HEADS[1])

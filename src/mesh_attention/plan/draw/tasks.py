@@ -7,13 +7,11 @@ averaged over all ranks. So any method's plan can be compared with the best orde
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.cost import Costs
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
@@ -22,6 +20,7 @@ from mesh_attention.plan.program import (
     Program,
     ReduceScatter,
     SendRecv,
+    Task,
     reads,
     writes,
 )
@@ -32,9 +31,8 @@ from mesh_attention.plan.schedule import (
     event_makespan,
     search,
 )
+from mesh_attention.plan.schedule.tasks import Costs
 from mesh_attention.plan.traffic import TrafficMeter
-
-__all__ = ["ScheduleComparison", "compare_schedulers", "task_graph"]
 
 # The order in which builders name kinds, which settles ties (algorithm.md, section 5).
 _KINDS = ("AG-KV", "AG-Q", "RS-Q", "RS-dQ", "RS-dKV")
@@ -90,47 +88,51 @@ def compare_schedulers(plan: Plan, one: Pass, costs: Costs | None = None) -> Sch
 def task_graph(plan: Plan, one: Pass, costs: Costs) -> TaskGraph:
     """The tasks of the schedule with the costs and needs that the programs show."""
     communication = {s.communication for s in one.schedule.steps if s.communication is not None}
-    compute = {name for step in one.schedule.steps for name in step.compute}
-    needs: dict[str, dict[str, None]] = defaultdict(dict)
+    compute = {task for step in one.schedule.steps for task in step.compute}
+    for task in compute:
+        if (task.kind, len(task.index)) != ("C", 2):
+            raise PlanError(
+                f"{task} is not a task such as C-0-1: there are no schedulers to compare"
+            )
+    needs: dict[Task, dict[Task, None]] = defaultdict(dict)
     for program in one.programs:
         _add_needs(program, communication, compute, needs)
     seconds = _communication_seconds(plan, one, costs)
-    pairs: dict[str, float] = defaultdict(float)
+    pairs: dict[Task, float] = defaultdict(float)
     for _, task, found in pairs_of_tasks(plan, one):
         pairs[task] += found
     backward = one.direction is Direction.BACKWARD
     return TaskGraph(
         tuple(
-            CommunicationTask(name, kind, index, seconds[name] / plan.num_ranks, tuple(needs[name]))
-            for kind, index, name in sorted(map(_kind_and_index, communication), key=_priority)
+            CommunicationTask(task, seconds[task] / plan.num_ranks, tuple(needs[task]))
+            for task in sorted(communication, key=_priority)
         ),
         tuple(
             ComputeTask(
-                name,
-                *_chunks(name),
+                task,
                 costs.compute_seconds(
-                    plan.problem.flops(round(pairs[name]), backward=backward) / plan.num_ranks
+                    plan.problem.flops(round(pairs[task]), backward=backward) / plan.num_ranks
                 ),
-                tuple(needs[name]),
+                tuple(needs[task]),
             )
-            for name in sorted(compute, key=_chunks)
+            for task in sorted(compute, key=lambda task: task.index)
         ),
     )
 
 
 def _add_needs(
     program: Program,
-    communication: set[str],
-    compute: set[str],
-    needs: dict[str, dict[str, None]],
+    communication: set[Task],
+    compute: set[Task],
+    needs: dict[Task, dict[Task, None]],
 ) -> None:
     """A task needs the tasks of the other lane that wrote rows it reads.
 
     Compute tasks that share an accumulator may swap places; transfers that feed each other may not.
     """
-    written: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    written: dict[str, list[tuple[int, int, Task]]] = defaultdict(list)
     for op in program.operations:
-        task = op.name.partition(".")[0]
+        task = op.task.whole
         other = compute if task in communication else communication
         for piece in reads(op):
             for start, stop, writer in written[piece.buffer]:
@@ -147,9 +149,9 @@ def _add_needs(
             written[piece.buffer].append((piece.start, piece.stop, task))
 
 
-def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[str, float]:
+def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[Task, float]:
     """Summed over all ranks."""
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: dict[Task, float] = defaultdict(float)
     member_of = {
         name: {rank: member for member, rank in enumerate(ranks)}
         for name, ranks in one.groups.items()
@@ -160,23 +162,10 @@ def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[str, flo
             if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
                 members = member_of[op.group]
                 traffic = meter.traffic(op, members[program.rank], len(members))
-                task = op.name.partition(".")[0]
+                task = op.task.whole
                 seconds[task] += costs.communication_seconds(traffic.received_bytes)
     return seconds
 
 
-def _kind_and_index(name: str) -> tuple[str, int, str]:
-    kind, _, index = name.rpartition("-")
-    return kind, int(index), name
-
-
-def _priority(task: tuple[str, int, str]) -> tuple[int, str, int]:
-    kind, index, _ = task
-    return (_KINDS.index(kind) if kind in _KINDS else len(_KINDS)), kind, index
-
-
-def _chunks(name: str) -> tuple[int, int]:
-    found = re.fullmatch(r"C-(\d+)-(\d+)", name)
-    if not found:
-        raise PlanError(f"{name} is not a task such as C-0-1: there are no schedulers to compare")
-    return int(found[1]), int(found[2])
+def _priority(task: Task) -> tuple[int, str, tuple[int, ...]]:
+    return (_KINDS.index(task.kind) if task.kind in _KINDS else len(_KINDS)), task.kind, task.index

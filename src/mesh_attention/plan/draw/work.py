@@ -16,7 +16,7 @@ from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Task
 from mesh_attention.plan.runs import Run, visible_pairs
 
 __all__ = ["Balance", "Work", "balance", "pairs_of_tasks", "work_of"]
@@ -112,7 +112,7 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
                 yield Work(program.rank, q.partitions, k.partitions, pairs)
 
 
-def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, str, float]]:
+def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, Task, float]]:
     """(rank, task, visible pairs of its calls); a task on half of the heads counts half."""
     for program in one.programs:
         table = program.buffer_table()
@@ -122,7 +122,7 @@ def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, str, float]]:
                 heads = op.q.heads or (0, q_buffer.num_heads)
                 share = (heads[1] - heads[0]) / plan.problem.num_heads
                 pairs = sum(_call_pairs(plan, op, call, table) for call in op.calls)
-                yield program.rank, op.name, share * pairs
+                yield program.rank, op.task, share * pairs
 
 
 def _call_pairs(

@@ -1,76 +1,74 @@
-"""Mesh-Attention as a builder of plans: settings in, programs of all ranks out.
+"""Mesh-Attention and what is a mesh of another shape: all-gather KV, and Mesh-USP.
 
-The tile decides who computes what, the chunks decide what can overlap, a scheduler orders the tasks
-once for all ranks, and each rank's program is its fragments in that order.
+The tile decides who computes what, the chunks and slices of heads decide what can overlap, a
+scheduler orders the tasks once for all ranks, and each rank's program is its fragments in that
+order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, best_tile, tiles_of
-from mesh_attention.plan.cost import Costs
-from mesh_attention.plan.methods.cutting import suggested_cut
-from mesh_attention.plan.methods.frame import (
-    check_ranks,
-    devices_of,
-    frame_of,
-    layouts_of,
-    route_of,
-)
-from mesh_attention.plan.methods.head_slices import HeadsAtOnce, sizes_for
-from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_backward import MeshBackward
-from mesh_attention.plan.methods.mesh_forward import MeshForward
-from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.mesh_programs import MeshInner
-from mesh_attention.plan.methods.mesh_tasks import CAPPED, Order, order_tasks
-from mesh_attention.plan.methods.setting import TileSetting
-from mesh_attention.plan.methods.strand import Strand
-from mesh_attention.plan.methods.weave import weave
-from mesh_attention.plan.peak import Peaks, workspace_sizes
+from mesh_attention.plan.assignment import best_tile
+from mesh_attention.plan.build.exchange import with_exchanges
+from mesh_attention.plan.build.head_group import chosen_degree
+from mesh_attention.plan.build.setting import CombineSetting, CutSetting, TileSetting, option
+from mesh_attention.plan.build.slices import HeadSlices, sizes_for, suggested_cut
+from mesh_attention.plan.build.tile_builder import MeshBuilder
+from mesh_attention.plan.build.tile_plan import TilePlanner, check_ranks, shared_options, tile_for
+from mesh_attention.plan.build.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-
-__all__ = ["MAX_TASKS", "MeshSetting", "Scheduler", "plan_mesh"]
+from mesh_attention.plan.schedule.tasks import Costs
+from mesh_attention.plan.workspace import peak_buffer_bytes
 
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
+Directions = tuple[Direction, ...]
+BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
-Scheduler = Order
+
+@dataclass(frozen=True)
+class MeshSetting(TileSetting, CutSetting):
+    """2-D tiles of the query-key matrix."""
+
+    backward_tile: tuple[int, int] | None = option(
+        None, "the tile of the backward pass, if another", "AxB"
+    )
+    rotation: bool = option(True, "KV partition rotation; without it KV comes by all-to-all")
+    costs: Costs = field(
+        default=Costs(),
+        metadata={
+            "help": "bandwidth, speed and latency that the scheduler reckons with",
+            "metavar": "",
+        },
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class MeshSetting(TileSetting):
-    """Everything a person can choose about a mesh; None means: choose for me.
+@dataclass(frozen=True)
+class AllGatherKvSetting(CombineSetting, CutSetting):
+    """Every rank gathers all KV, as Llama 3 training did: the mesh with a = 1."""
 
-    tile, chunks          (a, b) and (kq, kkv); the backward ones default to the forward ones
-    heads_at_once         KV heads of the first slice and of the largest (`head_slices.py`): slices
-                          of the heads follow each other, so that little stays open at both ends,
-                          and memory holds a few slices; None: all heads at once
-    auto_cut              choose chunks and heads_at_once by the size of the problem
-    max_buffer_bytes      cap on the workspace of each pass; the schedule keeps to it or refuses
-    """
 
-    backward_tile: tuple[int, int] | None = None
-    rotation: bool = True
-    chunks: tuple[int, int] = (1, 1)
-    backward_chunks: tuple[int, int] | None = None
-    heads_at_once: HeadsAtOnce | None = None
-    backward_heads_at_once: HeadsAtOnce | None = None
-    auto_cut: bool = False
-    scheduler: Scheduler = Scheduler.GREEDY
-    gamma: float = 1.05
-    max_buffer_bytes: int | None = None
-    costs: Costs = field(default_factory=Costs)
+@dataclass(frozen=True)
+class MeshUspSetting(MeshSetting):
+    """As the mesh, on units of `ulysses` ranks."""
+
+    ulysses: int | None = option(
+        None,
+        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
+        "the largest up to 8 (or a node)",
+        "U",
+    )
 
 
 def plan_mesh(
     problem: Problem,
     num_ranks: int,
     setting: MeshSetting | None = None,
+    directions: Directions = BOTH,
     *,
-    directions: tuple[Direction, ...] = (Direction.FORWARD, Direction.BACKWARD),
     degree: int = 1,
     method: str = "mesh",
 ) -> Plan:
@@ -79,85 +77,99 @@ def plan_mesh(
     `degree` is that of Ulysses: the tile is then one of units of so many ranks.
     """
     setting = setting or MeshSetting()
-    if setting.max_buffer_bytes is not None and setting.scheduler is not Scheduler.GREEDY:
-        raise PlanError("max_buffer_bytes works with the greedy scheduler only; leave one out")
-    if setting.max_buffer_bytes is not None and degree > 1:
+    cap = setting.max_memory_bytes
+    if cap is not None and setting.scheduler is not Scheduler.GREEDY:
+        raise PlanError("max_memory_bytes works with the greedy scheduler only; leave one out")
+    if cap is not None and degree > 1:
         raise PlanError(
-            "max_buffer_bytes is not supported together with ulysses: the swapped tensors live "
+            "max_memory_bytes is not supported together with ulysses: the swapped tensors live "
             "through the whole pass, and the cap does not count them; leave one out"
         )
     check_ranks(num_ranks, setting.ranks_per_node)
     units = num_ranks // degree
-    tile = _tile(setting.tile or best_tile(units, problem), units, setting.rotation)
-    backward_tile = (
-        _tile(setting.backward_tile, units, setting.rotation) if setting.backward_tile else tile
-    )
-    frame = frame_of(method, setting, ulysses=degree)
-    devices = devices_of(tile, frame)
-    if setting.auto_cut:
-        _refuse_given_cut(setting)
+    tile = tile_for(setting.tile or best_tile(units, problem), units, rotation=setting.rotation)
+    shapes = {Direction.FORWARD: tile, Direction.BACKWARD: tile}
+    if setting.backward_tile:
+        backward = tile_for(setting.backward_tile, units, rotation=setting.rotation)
+        shapes[Direction.BACKWARD] = backward
+    if not _is_cut(setting):
         chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
-        setting = replace(setting, auto_cut=False, chunks=chunks, heads_at_once=heads)
-        if setting.max_buffer_bytes is not None and heads is not None:
+        setting = replace(setting, chunks=chunks, head_slices=heads)
+        if cap is not None and heads is not None:
             setting = _within_cap(problem, num_ranks, setting, directions, method)
-    q_layout, kv_layout = layouts_of(problem, num_ranks, frame)
-    lowerings = Lowerings(q_layout, kv_layout, problem.rows)
+    planner = TilePlanner(problem, num_ranks, shared_options(method, setting, ulysses=degree), tile)
 
     def build(direction: Direction) -> Pass:
-        forward = direction is Direction.FORWARD
-        shape = tile if forward else backward_tile
-        chunks = setting.chunks if forward else setting.backward_chunks or setting.chunks
-        own = not forward and setting.backward_heads_at_once is not None
-        name = "backward_heads_at_once" if own else "heads_at_once"
-        _check_chunks(chunks)
-        slices = sizes_for(problem, degree, getattr(setting, name), name)
-        route = route_of(frame, shape, devices)
-
-        def on(strand: Strand) -> MeshPass:
-            if forward:
-                return MeshForward(strand, shape, chunks, route, slices=slices)
-            out = setting.gather_out
-            return MeshBackward(strand, shape, chunks, route, gather_out=out, slices=slices)
-
-        passes = [on(Strand(problem, q_layout, kv_layout, degree, i)) for i in range(degree)]
+        chunks, slices = _cut_of(setting, direction, problem, degree)
+        passes = planner.tile_passes(direction, shapes[direction], chunks, slices)
         schedule = order_tasks(
             passes[0],
             setting.costs,
             setting.scheduler,
             gamma=setting.gamma,
-            max_buffer_bytes=setting.max_buffer_bytes,
+            max_memory_bytes=setting.max_memory_bytes,
         )
-        ordered_by = CAPPED if setting.max_buffer_bytes is not None else setting.scheduler.value
-        return weave([MeshInner(one, schedule, lowerings, ordered_by) for one in passes])
+        capped = setting.max_memory_bytes is not None
+        ordered_by = CAPPED if capped else setting.scheduler.value
+        builders = [MeshBuilder(one, schedule, planner.lowerings, ordered_by) for one in passes]
+        return with_exchanges(builders)
 
-    return Plan(
-        problem,
-        q_layout,
-        kv_layout,
-        tuple(build(direction) for direction in directions),
-        devices=devices,
-        ranks_per_node=setting.ranks_per_node,
-        method=method,
-    )
+    return planner.plan(map(build, directions))
 
 
-def _refuse_given_cut(setting: MeshSetting) -> None:
-    names = ("chunks", "backward_chunks", "heads_at_once", "backward_heads_at_once")
-    for name in names:
-        if getattr(setting, name) not in (None, (1, 1)):
-            raise PlanError(f"auto_cut chooses {', '.join(names)}: give either it or {name}")
+def plan_all_gather_kv(
+    problem: Problem, ranks: int, setting: AllGatherKvSetting, directions: Directions
+) -> Plan:
+    mesh = MeshSetting(tile=(1, max(ranks, 1)), **_given(setting))
+    return plan_mesh(problem, ranks, mesh, directions, method="allgather-kv")
+
+
+def plan_mesh_usp(
+    problem: Problem, ranks: int, setting: MeshUspSetting, directions: Directions
+) -> Plan:
+    check_ranks(ranks, setting.ranks_per_node)
+    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
+    mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k != "ulysses"})
+    return plan_mesh(problem, ranks, mesh, directions, degree=degree, method="mesh-usp")
+
+
+def _given(setting: CutSetting) -> dict[str, Any]:
+    return {one.name: getattr(setting, one.name) for one in fields(setting)}
+
+
+_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
+
+
+def _is_cut(setting: MeshSetting) -> bool:
+    return any(getattr(setting, name) is not None for name in _CUTS)
+
+
+def _cut_of(
+    setting: MeshSetting, direction: Direction, problem: Problem, degree: int
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Chunks, and sizes of the slices of heads; the backward ones default to the forward ones."""
+    chunks, name = setting.chunks, "head_slices"
+    if direction is Direction.BACKWARD:
+        chunks = setting.backward_chunks or chunks
+        name = "backward_head_slices" if setting.backward_head_slices else name
+    kq, kkv = chunks = chunks or (1, 1)
+    if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
+        raise PlanError(
+            f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
+        )
+    return chunks, sizes_for(problem, degree, getattr(setting, name), name)
 
 
 def _within_cap(
     problem: Problem,
     num_ranks: int,
     setting: MeshSetting,
-    directions: tuple[Direction, ...],
+    directions: Directions,
     method: str,
 ) -> MeshSetting:
     """Smaller slices of heads in each pass, until its workspace keeps to the cap by itself; where
     even single heads do not, an order under the cap has to be found for them."""
-    cap, heads = setting.max_buffer_bytes, setting.heads_at_once
+    cap, heads = setting.max_memory_bytes, setting.head_slices
     assert cap is not None
     assert heads is not None
     sizes = [heads]
@@ -165,36 +177,18 @@ def _within_cap(
         most = sizes[-1][1] // 2
         sizes.append((max(1, most // 4), most))
 
-    def fits(direction: Direction, at_once: HeadsAtOnce) -> bool:
-        tried = replace(setting, max_buffer_bytes=None, heads_at_once=at_once)
-        plan = plan_mesh(problem, num_ranks, tried, directions=(direction,), method=method)
+    def fits(direction: Direction, slices: HeadSlices) -> bool:
+        tried = replace(setting, max_memory_bytes=None, head_slices=slices)
+        plan = plan_mesh(problem, num_ranks, tried, (direction,), method=method)
         programs = plan.direction(direction).programs
-        return all(Peaks(workspace_sizes(p, problem)).of(p) <= cap for p in programs)
+        return all(peak_buffer_bytes(program, problem) <= cap for program in programs)
 
     chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}
     if None in chosen.values():
-        return replace(setting, heads_at_once=sizes[-1])
+        return replace(setting, head_slices=sizes[-1])
     return replace(
         setting,
-        max_buffer_bytes=None,
-        heads_at_once=chosen.get(Direction.FORWARD, heads),
-        backward_heads_at_once=chosen.get(Direction.BACKWARD),
+        max_memory_bytes=None,
+        head_slices=chosen.get(Direction.FORWARD, heads),
+        backward_head_slices=chosen.get(Direction.BACKWARD),
     )
-
-
-def _tile(shape: tuple[int, int], units: int, rotation: bool) -> Tile:
-    tile = Tile(*shape, rotation)
-    if tile.num_ranks != units:
-        raise PlanError(
-            f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
-            f"tiles that fit: {tiles_of(units)}"
-        )
-    return tile
-
-
-def _check_chunks(chunks: tuple[int, int]) -> None:
-    kq, kkv = chunks
-    if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
-        raise PlanError(
-            f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
-        )

@@ -1,7 +1,8 @@
-"""Ring-Attention and its kin, where KV wanders: ring, double ring, AGQ-RingKV, USP's outer ring.
+"""Methods whose keys rotate: ring, double ring, AGQ-RingKV; and Ulysses and USP around a ring.
 
-The Q side is the mesh's own (a team of `a` gathers its Q and brings its outputs home); the KV side
-is a `KeyRing` through the KV group. Tile 1 x n is Ring-Attention.
+The Q side is that of a tile (a team of `a` gathers its Q and reduces its outputs); the KV side is a
+`KeyRing` through the KV group. Tile 1 x n is Ring-Attention. Ulysses is a ring of one unit, which
+has all tokens of its heads and nothing left to fetch.
 """
 
 from __future__ import annotations
@@ -10,59 +11,83 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, factorisations, tiles_of
+from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.buffers import Buffer, Kind
-from mesh_attention.plan.methods.circulate import Route, double_ring, ring
-from mesh_attention.plan.methods.frame import Frame, plan_by
-from mesh_attention.plan.methods.key_steps import Gradients, KeySteps, QueryPieces
-from mesh_attention.plan.methods.kv_ring import KeyRing
-from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.on_mesh import OnMesh
-from mesh_attention.plan.methods.setting import Setting, TileSetting
+from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
+from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps, QueryPieces
+from mesh_attention.plan.build.lowerings import Lowerings
+from mesh_attention.plan.build.rotate import Rotation, double_ring, ring
+from mesh_attention.plan.build.setting import RotationSetting, Setting, TileSetting, option
+from mesh_attention.plan.build.tile_builder import TileBuilder
+from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_plan import (
+    SharedOptions,
+    check_ranks,
+    plan_by,
+    shared_options,
+    squarest,
+    tile_for,
+)
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Operation
+from mesh_attention.plan.program import Operation, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
-__all__ = ["AgqRingKvSetting", "DoubleRingSetting", "RingSetting", "plan_kv_ring"]
+Directions = tuple[Direction, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RingSetting(Setting):
-    """Keys wander in one ring. `gradients`: how dK and dV come home."""
-
-    gradients: Gradients = Gradients.TRAVEL
+@dataclass(frozen=True)
+class RingSetting(RotationSetting):
+    """Keys rotate in one ring."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DoubleRingSetting(Setting):
-    """Rings of `inner` ranks (None: the ranks of a node), and one ring of such rings."""
+    """Rings of `inner` ranks, and one ring of such rings."""
 
-    inner: int | None = None
-    ulysses: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class AgqRingKvSetting(TileSetting):
-    """A mesh whose Q is gathered and whose KV wanders inside the KV group."""
-
-    gradients: Gradients = Gradients.TRAVEL
+    inner: int | None = option(
+        None, "ranks of an inner ring: divides the ranks (the units); left out: those of a node"
+    )
+    ulysses: int = option(
+        1, "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole", "U"
+    )
 
 
-class KvRingInner(OnMesh):
-    """What `weave` asks of a method, for wandering keys."""
+@dataclass(frozen=True)
+class AgqRingKvSetting(TileSetting, RotationSetting):
+    """A mesh whose Q is gathered and whose KV rotates inside the KV group."""
+
+
+@dataclass(frozen=True)
+class UlyssesSetting(Setting):
+    """Nothing of its own: the degree is the number of ranks, which must divide the heads."""
+
+
+@dataclass(frozen=True)
+class UspSetting(RotationSetting):
+    """Ulysses inside, a ring outside."""
+
+    ulysses: int | None = option(
+        None,
+        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
+        "the largest up to 8 (or a node)",
+        "U",
+    )
+
+
+class KeyRingBuilder(TileBuilder):
+    """Units whose keys rotate in the KV group."""
 
     def __init__(
-        self, mesh: MeshPass, lowerings: Lowerings, gradients: Gradients, inner: int | None
+        self, mesh: TilePass, lowerings: Lowerings, gradients: Gradients, inner: int | None
     ) -> None:
         super().__init__(mesh)
         self._lowerings = lowerings
         self._gradients = gradients
         self._inner = inner
-        own = (mesh.strand.local(Kind.K), mesh.strand.local(Kind.V))
+        own = (mesh.head_group.local(Kind.K), mesh.head_group.local(Kind.V))
         self._queries = query_pieces(mesh)
-        self._steps = KeySteps(own, mesh.strand.size(Kind.K), self._queries)
+        self._steps = KeySteps(own, mesh.head_group.size(Kind.K), self._queries)
         self._made: tuple[int, KeyRing] | None = None
 
     @property
@@ -71,7 +96,7 @@ class KvRingInner(OnMesh):
         if self._inner:
             setting["kv"] = f"rings of {self._inner}"
         if self._mesh.tile.a > 1:
-            setting["q_home"] = self._mesh.q_route.value
+            setting["q_reduce"] = self._mesh.q_reduce_by.value
         if self.direction is Direction.BACKWARD:
             setting["gradients"] = self._gradients.value
         return setting
@@ -79,8 +104,9 @@ class KvRingInner(OnMesh):
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        steps = [Step(name, tuple(tasks)) for name, tasks in self._ring(0).steps(backward)]
-        return Schedule((Step("AG-Q-0", ()), *steps, Step(f"{self._mesh.q_return}-0", ())))
+        steps = self._ring(0).schedule(backward=backward)
+        reduce = Task(self._mesh.q_reduce_kind, (0,))
+        return Schedule((Step(Task("AG-Q", (0,)), ()), *steps, Step(reduce, ())))
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         mesh = self._mesh
@@ -95,11 +121,11 @@ class KvRingInner(OnMesh):
         row = mesh.tile.row(unit)
         gather: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
         if self.direction is Direction.FORWARD:
-            wandering = key_ring.forward()
+            rotating = key_ring.forward()
         else:
-            results = (self.strand.local(Kind.GRAD_K), self.strand.local(Kind.GRAD_V))
-            wandering = key_ring.backward(self._gradients, results)
-        return [*gather, *wandering, *mesh.return_q(0, mesh.q_home(row, 0))]
+            results = (self.head_group.local(Kind.GRAD_K), self.head_group.local(Kind.GRAD_V))
+            rotating = key_ring.backward(self._gradients, results)
+        return [*gather, *rotating, *mesh.reduce_q(0, mesh.q_reduction(row, 0))]
 
     def _ring(self, unit: int) -> KeyRing:
         if self._made is None or self._made[0] != unit:
@@ -107,25 +133,25 @@ class KvRingInner(OnMesh):
         return self._made[1]
 
     def _make_ring(self, unit: int) -> KeyRing:
-        mesh, strand = self._mesh, self.strand
+        mesh, head_group = self._mesh, self.head_group
         column = mesh.tile.column(unit)
         members = mesh.tile.kv_group(column)
         return KeyRing(
-            strand.group_name(f"KV{column}"),
-            self._route(members.index(unit), len(members)),
+            head_group.group_name(f"KV{column}"),
+            self._rotation(members.index(unit), len(members)),
             lambda member: mesh.own_rows(Kind.K, members[member]),
-            strand.heads(Kind.K),
+            head_group.heads(Kind.K),
             mesh.q_spans(mesh.tile.row(unit), 0),
             self._queries,
             self._steps,
             self._lowerings,
         )
 
-    def _route(self, member: int, size: int) -> Route:
+    def _rotation(self, member: int, size: int) -> Rotation:
         return double_ring(member, size, self._inner) if self._inner else ring(member, size)
 
 
-def query_pieces(mesh: MeshPass) -> QueryPieces:
+def query_pieces(mesh: TilePass) -> QueryPieces:
     """The query side of a mesh pass that is not chunked."""
     q = mesh.q_piece("q", 0)
     if mesh.direction is Direction.FORWARD:
@@ -142,31 +168,72 @@ def query_pieces(mesh: MeshPass) -> QueryPieces:
     )
 
 
-def plan_kv_ring(
+def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
+    shared = shared_options("ring", setting)
+    return _plan(problem, ranks, shared, directions, gradients=setting.gradients)
+
+
+def plan_double_ring(
+    problem: Problem, ranks: int, setting: DoubleRingSetting, directions: Directions
+) -> Plan:
+    check_ranks(ranks, setting.ranks_per_node)
+    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
+    units, inner = ranks // degree, setting.inner
+    if inner is None:
+        most = max((setting.ranks_per_node or 8) // degree, 1)
+        inner = max(size for size in range(1, min(most, units) + 1) if units % size == 0)
+    if units % inner:
+        fits = ", ".join(str(a) for a, _ in factorisations(units))
+        raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
+    shared = shared_options("double-ring", setting)
+    return _plan(problem, ranks, shared, directions, gradients=Gradients.DIRECT, inner=inner)
+
+
+def plan_agq_ringkv(
+    problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
+) -> Plan:
+    shared = shared_options("agq-ringkv", setting)
+    tile = setting.tile or squarest(ranks)
+    return _plan(problem, ranks, shared, directions, tile=tile, gradients=setting.gradients)
+
+
+def plan_ulysses(
+    problem: Problem, ranks: int, setting: UlyssesSetting, directions: Directions
+) -> Plan:
+    check_ranks(ranks, setting.ranks_per_node)
+    fits = ulysses_degrees(problem)
+    if ranks not in fits:
+        raise PlanError(
+            f"{ranks} ranks do not share out {problem.num_heads} heads ({problem.kv_heads} KV "
+            f"heads); numbers of ranks that work: {', '.join(map(str, fits))}"
+        )
+    return _plan(problem, ranks, shared_options("ulysses", setting, ulysses=ranks), directions)
+
+
+def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
+    check_ranks(ranks, setting.ranks_per_node)
+    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
+    shared = shared_options("usp", setting, ulysses=degree)
+    return _plan(problem, ranks, shared, directions, gradients=setting.gradients)
+
+
+def _plan(
     problem: Problem,
     num_ranks: int,
-    frame: Frame,
-    directions: tuple[Direction, ...],
+    shared: SharedOptions,
+    directions: Directions,
     *,
     tile: tuple[int, int] | None = None,
     gradients: Gradients = Gradients.TRAVEL,
     inner: int | None = None,
 ) -> Plan:
     """Tile None: one row, as Ring-Attention has it."""
-    units = num_ranks // frame.ulysses
-    shape = Tile(*(tile or (1, units)))
-    if shape.num_ranks != units:
-        raise PlanError(
-            f"tile {shape} does not have {units} cells; tiles that fit: {tiles_of(units)}"
-        )
-    if inner is not None and (inner < 1 or units % inner):
-        fits = ", ".join(str(a) for a, _ in factorisations(units))
-        raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
+    units = num_ranks // shared.ulysses
     return plan_by(
         problem,
         num_ranks,
-        frame,
-        shape,
+        shared,
+        tile_for(tile or (1, units), units),
         directions,
-        lambda mesh, lowerings: KvRingInner(mesh, lowerings, gradients, inner),
+        lambda mesh, lowerings: KeyRingBuilder(mesh, lowerings, gradients, inner),
     )

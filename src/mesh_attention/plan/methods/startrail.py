@@ -1,4 +1,4 @@
-"""StarTrail: teams of C gather Q, K and V; KV blocks of teams wander in concentric sub-rings.
+"""StarTrail: teams of C gather Q, K and V; KV blocks of teams rotate in concentric sub-rings.
 
 Teams are numbered (u, w) with u < C and w < n/C^2. The C members of a team share out the teams
 whose KV the team's Q must meet: member j of team (u, w) takes those with the first number u + j.
@@ -16,24 +16,21 @@ from functools import cache
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.chunks import stack_rows
-from mesh_attention.plan.home import Combine, Home, bring_sum_home
+from mesh_attention.plan.build.chunks import stack_rows
+from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps
+from mesh_attention.plan.build.lowerings import Lowerings
+from mesh_attention.plan.build.reduce import Reduction, reduce_sum
+from mesh_attention.plan.build.rotate import ring
+from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
+from mesh_attention.plan.build.tile_builder import TileBuilder
+from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_plan import plan_by, shared_options
 from mesh_attention.plan.layout import Spans
-from mesh_attention.plan.methods.circulate import ring
-from mesh_attention.plan.methods.frame import frame_of, plan_by
-from mesh_attention.plan.methods.key_steps import Gradients, KeySteps
-from mesh_attention.plan.methods.kv_ring import KeyRing
-from mesh_attention.plan.methods.lowerings import Lowerings
-from mesh_attention.plan.methods.mesh_pass import MeshPass
-from mesh_attention.plan.methods.on_mesh import OnMesh
 from mesh_attention.plan.methods.ring import query_pieces
-from mesh_attention.plan.methods.setting import Setting
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv
+from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
-
-__all__ = ["FirstBlock", "StarTrailSetting", "plan_startrail", "team_sizes"]
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
 
@@ -45,14 +42,20 @@ class FirstBlock(StrEnum):
     NEXT = "next"  # of team (u + j, w + 1): every member moves one, as the paper's formula counts
 
 
-@dataclass(frozen=True, slots=True)
-class StarTrailSetting(Setting):
-    """team: C, with C^2 dividing the ranks; None takes the one that moves the fewest bytes."""
+@dataclass(frozen=True)
+class StarTrailSetting(CombineSetting, RotationSetting):
+    """Teams, and sub-rings of teams."""
 
-    team: int | None = None
-    combine: Combine = Combine.AUTO
-    gradients: Gradients = Gradients.TRAVEL
-    first_block: FirstBlock = FirstBlock.NEAR
+    team: int | None = option(
+        None,
+        "team size C: its square divides the ranks; left out: the one that moves the fewest bytes",
+        "C",
+    )
+    first_block: FirstBlock = option(
+        FirstBlock.NEAR,
+        "`near`: a member begins with a block it may have already; `next`: all move one",
+        "NAME",
+    )
 
 
 def team_sizes(num_ranks: int) -> list[int]:
@@ -90,11 +93,11 @@ class _Star:
         return self.team(u - j, w - self.shift)
 
 
-class StarInner(OnMesh):
-    """What `weave` asks of a method, for StarTrail. The Q side is the mesh's, with C rows."""
+class StarTrailBuilder(TileBuilder):
+    """Units of StarTrail. The Q side is that of a tile with C rows."""
 
     def __init__(
-        self, mesh: MeshPass, lowerings: Lowerings, star: _Star, gradients: Gradients
+        self, mesh: TilePass, lowerings: Lowerings, star: _Star, gradients: Gradients
     ) -> None:
         super().__init__(mesh)
         self.mesh = mesh
@@ -110,15 +113,15 @@ class StarInner(OnMesh):
     def setting(self) -> dict[str, str]:
         star = self.star
         setting = {"team": str(star.size), "sub_ring": str(star.width)}
-        return setting | {"q_home": self.mesh.q_route.value}
+        return setting | {"q_reduce": self.mesh.q_reduce_by.value}
 
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        ring_steps = [Step(name, tuple(tasks)) for name, tasks in self._ring(0).steps(backward)]
-        before = [Step(name, ()) for name in ("AG-Q-0", "AG-KV-0", "P-0")]
-        after = [Step(name, ()) for name in (f"{self.mesh.q_return}-0", "PB-0", "RS-dKV-0")]
-        return Schedule((*before, *ring_steps, *after))
+        rotating = self._ring(0).schedule(backward=backward)
+        before = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
+        after = [Step(Task(kind, (0,)), ()) for kind in (self.mesh.q_reduce_kind, "PB", "RS-dKV")]
+        return Schedule((*before, *rotating, *after))
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         star, teams = self.star, self.star.size * self.star.width
@@ -137,7 +140,7 @@ class StarInner(OnMesh):
         return self.mesh.kv_rows_of(self.mesh.tile.q_group(team))
 
     def _steps_from(self, own: tuple[str, str]) -> KeySteps:
-        return KeySteps(own, self.star.size * self.strand.size(Kind.K), self._queries)
+        return KeySteps(own, self.star.size * self.head_group.size(Kind.K), self._queries)
 
     def _places(self, unit: int) -> bool:
         """Does this member get its first block from another?"""
@@ -153,7 +156,7 @@ class StarInner(OnMesh):
                 f"S{u}.{j}",
                 ring(w, star.width),
                 lambda member: self._block(star.team(u + j, member + star.shift)),
-                self.strand.heads(Kind.K),
+                self.head_group.heads(Kind.K),
                 self.mesh.q_spans(unit // star.size, 0),
                 self._queries,
                 self._steps(own),
@@ -163,17 +166,17 @@ class StarInner(OnMesh):
 
     def _team_names(self) -> tuple[str, str]:
         if self.star.size == 1:
-            return self.strand.local(Kind.K), self.strand.local(Kind.V)
+            return self.head_group.local(Kind.K), self.head_group.local(Kind.V)
         return "k.team", "v.team"
 
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
         mesh, star = self.mesh, self.star
         team = unit // star.size
         made = {**mesh.row_buffers(team), **mesh.stack_buffers(unit), **self._ring(unit).buffers}
-        chunk = self.strand.chunks(Kind.K, 1)[0]
-        stack = stack_rows(self.strand.rows(Kind.K, unit), star.size, chunk)
+        chunk = self.head_group.chunks(Kind.K, 1)[0]
+        stack = stack_rows(self.head_group.rows(Kind.K, unit), star.size, chunk)
         for kind, grad in _SIDES:
-            heads = self.strand.heads(kind)
+            heads = self.head_group.heads(kind)
             near, first = self._block(team), self._block(star.first_team(unit))
             for name, rows, held in (
                 (f"{kind}.team", near, kind),
@@ -192,34 +195,34 @@ class StarInner(OnMesh):
             operations += [mesh.gather_q(team, 0), self._gather_kv(team)]
         if self._places(unit):
             operations.append(self._place(unit))
-        home = mesh.return_q(0, mesh.q_home(team, 0))
+        reduce_q = mesh.reduce_q(0, mesh.q_reduction(team, 0))
         if self.direction is Direction.FORWARD:
-            return [*operations, *self._ring(unit).forward(), *home]
+            return [*operations, *self._ring(unit).forward(), *reduce_q]
         suffix = "block" if self._places(unit) else "team"
         results = (f"grad_k.{suffix}", f"grad_v.{suffix}")
         operations += self._ring(unit).backward(self.gradients, results)
-        return [*operations, *home, *self._gradients_home(unit)]
+        return [*operations, *reduce_q, *self._reduce_gradients(unit)]
 
     def _gather_kv(self, team: int) -> AllGather:
-        chunk = self.strand.chunks(Kind.K, 1)[0]
+        chunk = self.head_group.chunks(Kind.K, 1)[0]
         moves = tuple(
             Move(
-                chunk.local(self.strand.local(kind)),
+                chunk.local(self.head_group.local(kind)),
                 Piece(f"{kind}.team", 0, self.star.size * chunk.size),
                 chunk.cuts,
             )
             for kind, _ in _SIDES
         )
-        return AllGather("AG-KV-0", f"Q{team}", moves)
+        return AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
 
     def _pieces(self, names: Sequence[str]) -> tuple[Piece, ...]:
-        size = self.star.size * self.strand.size(Kind.K)
+        size = self.star.size * self.head_group.size(Kind.K)
         return tuple(Piece(name, 0, size) for name in names)
 
     def _place(self, unit: int) -> SendRecv:
         star = self.star
         return SendRecv(
-            "P-0",
+            Task("P", (0,)),
             f"P{unit % star.size}",
             star.taker(unit),
             self._pieces(self._team_names()),
@@ -227,14 +230,14 @@ class StarInner(OnMesh):
             self._pieces(("k.first", "v.first")),
         )
 
-    def _gradients_home(self, unit: int) -> list[Operation]:
+    def _reduce_gradients(self, unit: int) -> list[Operation]:
         """The placement backwards, then the sum over the team's members at each owner."""
         star = self.star
         operations: list[Operation] = []
         if self._places(unit):
             operations.append(
                 SendRecv(
-                    "PB-0",
+                    Task("PB", (0,)),
                     f"P{unit % star.size}",
                     star.first_team(unit),
                     self._pieces(("grad_k.block", "grad_v.block")),
@@ -242,13 +245,13 @@ class StarInner(OnMesh):
                     self._pieces(("grad_k.team", "grad_v.team")),
                 )
             )
-        chunk = self.strand.chunks(Kind.K, 1)[0]
+        chunk = self.head_group.chunks(Kind.K, 1)[0]
         group = f"Q{unit // star.size}"
-        home = Home(self.mesh.q_route, group, star.size, chunk, num_owners=star.size)
+        reduction = Reduction(self.mesh.q_reduce_by, group, star.size, chunk, num_owners=star.size)
         tensors = tuple(
-            (f"{grad}.team", f"{grad}.team", self.strand.local(grad)) for _, grad in _SIDES
+            (f"{grad}.team", f"{grad}.team", self.head_group.local(grad)) for _, grad in _SIDES
         )
-        return operations + bring_sum_home("RS-dKV-0", home, tensors)
+        return operations + reduce_sum(Task("RS-dKV", (0,)), reduction, tensors)
 
 
 def plan_startrail(
@@ -266,10 +269,10 @@ def plan_startrail(
     return plan_by(
         problem,
         num_ranks,
-        frame_of("startrail", setting),
+        shared_options("startrail", setting),
         Tile(team, num_ranks // team),
         directions,
-        lambda mesh, low: StarInner(mesh, low, _Star(team, width, shift), setting.gradients),
+        lambda mesh, low: StarTrailBuilder(mesh, low, _Star(team, width, shift), setting.gradients),
     )
 
 

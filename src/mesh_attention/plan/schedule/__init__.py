@@ -4,12 +4,20 @@
 memory cap. All return a `Schedule`, which `check_schedule` verifies and makespans time.
 """
 
-from mesh_attention.plan.schedule.bounds import lower_bound
-from mesh_attention.plan.schedule.capped import MemoryCapError, greedy_capped
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.lattice import smallest_cap
-from mesh_attention.plan.schedule.makespan import event_makespan, event_times, strict_makespan
-from mesh_attention.plan.schedule.memory import MemoryModel, peak_bytes
+from mesh_attention.plan.schedule.makespan import (
+    event_makespan,
+    event_times,
+    lower_bound,
+    strict_makespan,
+)
+from mesh_attention.plan.schedule.memory import (
+    MemoryCapError,
+    MemoryModel,
+    greedy_capped,
+    peak_bytes,
+    smallest_cap,
+)
 from mesh_attention.plan.schedule.search import SearchResult, search
 from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another
 from mesh_attention.plan.schedule.tasks import (

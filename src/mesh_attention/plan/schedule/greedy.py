@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.tasks import (
     CommunicationTask,
     ComputeTask,
@@ -25,7 +26,7 @@ from mesh_attention.plan.schedule.tasks import (
 )
 
 # Answers: with these tasks done, may this one be issued next?
-Permission = Callable[[Set[str], str], bool]
+Permission = Callable[[Set[Task], Task], bool]
 
 # Costs are sums of measured times: equal up to rounding counts as equal, so that ties go to
 # the earlier kind on every machine.
@@ -43,7 +44,7 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
         raise ValueError(f"gamma is {gamma}; it must be finite and >= 0")
     kinds = graph.kinds()
     steps: list[Step] = []
-    done: set[str] = set()
+    done: set[Task] = set()
     waiting = sorted(graph.communication, key=lambda task: (kinds.index(task.kind), task.index))
     unfinished = sorted(graph.compute, key=lambda task: (task.q_chunk, task.kv_chunk))
     while waiting or unfinished:
@@ -52,23 +53,23 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
         communication = _most_profitable(candidates, unfinished, done)
         if communication is not None:
             waiting.remove(communication)
-            done.add(communication.name)
+            done.add(communication.task)
             target = gamma * communication.cost * (1 - _ROUNDING)
             compute = _fill(ready, target, done, permits)
         else:
-            compute = next(([task] for task in ready if permits(done, task.name)), [])
-            done.update(task.name for task in compute)
+            compute = next(([task] for task in ready if permits(done, task.task)), [])
+            done.update(task.task for task in compute)
         assert communication is not None or compute, "no action is allowed, yet work remains"
         unfinished = [task for task in unfinished if task not in compute]
-        name = None if communication is None else communication.name
-        steps.append(Step(name, tuple(task.name for task in compute)))
+        name = None if communication is None else communication.task
+        steps.append(Step(name, tuple(task.task for task in compute)))
     return Schedule(tuple(steps))
 
 
 def _candidates(
     kinds: Sequence[str],
     waiting: Sequence[CommunicationTask],
-    done: Set[str],
+    done: Set[Task],
     permits: Permission,
 ) -> list[CommunicationTask]:
     """At most one task a kind, in kind order: the lowest-index ready one that is permitted."""
@@ -81,14 +82,14 @@ def _candidates(
             if task.kind != kind or overtakes or not done >= set(task.needs):
                 continue
             gather_seen = gather_seen or not task.needs
-            if permits(done, task.name):
+            if permits(done, task.task):
                 candidates.append(task)
                 break
     return candidates
 
 
 def _most_profitable(
-    candidates: Sequence[CommunicationTask], unfinished: Sequence[ComputeTask], done: Set[str]
+    candidates: Sequence[CommunicationTask], unfinished: Sequence[ComputeTask], done: Set[Task]
 ) -> CommunicationTask | None:
     best: CommunicationTask | None = None
     best_profit = -1.0
@@ -99,16 +100,16 @@ def _most_profitable(
     return best
 
 
-def _profit(task: CommunicationTask, unfinished: Sequence[ComputeTask], done: Set[str]) -> float:
-    after = done | {task.name}
-    unlocked = [c.cost for c in unfinished if task.name in c.needs and after >= set(c.needs)]
+def _profit(task: CommunicationTask, unfinished: Sequence[ComputeTask], done: Set[Task]) -> float:
+    after = done | {task.task}
+    unlocked = [c.cost for c in unfinished if task.task in c.needs and after >= set(c.needs)]
     if task.cost == 0:
         return math.inf if unlocked else 0.0
     return math.fsum(unlocked) / task.cost
 
 
 def _fill(
-    ready: Sequence[ComputeTask], target: float, done: set[str], permits: Permission
+    ready: Sequence[ComputeTask], target: float, done: set[Task], permits: Permission
 ) -> list[ComputeTask]:
     """Earliest Q chunk first, so that its reduction frees sooner; marks what it takes as done."""
     taken: list[ComputeTask] = []
@@ -116,8 +117,8 @@ def _fill(
     for task in ready:
         if filled >= target:
             break
-        if permits(done, task.name):
+        if permits(done, task.task):
             taken.append(task)
-            done.add(task.name)
+            done.add(task.task)
             filled += task.cost
     return taken

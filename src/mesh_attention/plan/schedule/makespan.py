@@ -3,10 +3,19 @@
 Steps: both halves of a step finish before the next begins. Events: the same order on one
 communication lane and one compute lane, but a task starts as soon as its lane is free and its
 own needs are done, so it can only be faster (algorithm, section 5, "event order").
+
+And a time below which no order can finish: relax one lane at a time to the classic one-machine
+problem with heads (earliest start) and tails (work that must follow); its preemptive optimum, which
+Jackson's rule gives exactly, is a lower bound. `search` prunes with it, and it lets a result be
+called optimal.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, check_schedule
 
 
@@ -21,12 +30,12 @@ def strict_makespan(graph: TaskGraph, schedule: Schedule) -> float:
     return total
 
 
-def event_times(graph: TaskGraph, schedule: Schedule) -> dict[str, tuple[float, float]]:
+def event_times(graph: TaskGraph, schedule: Schedule) -> dict[Task, tuple[float, float]]:
     """Start and end of every task, in `order()` order."""
     check_schedule(graph, schedule, strict=False)
     costs, needs = graph.costs(), graph.needs()
-    communication = {task.name for task in graph.communication}
-    times: dict[str, tuple[float, float]] = {}
+    communication = {task.task for task in graph.communication}
+    times: dict[Task, tuple[float, float]] = {}
     lane_free = {True: 0.0, False: 0.0}
     for name in schedule.order():
         lane = name in communication
@@ -39,3 +48,72 @@ def event_times(graph: TaskGraph, schedule: Schedule) -> dict[str, tuple[float, 
 def event_makespan(graph: TaskGraph, schedule: Schedule) -> float:
     """When the last task ends."""
     return max((end for _, end in event_times(graph, schedule).values()), default=0.0)
+
+
+# One job on one machine: head, cost, tail.
+Job = tuple[float, float, float]
+
+
+def one_machine_bound(jobs: Iterable[Job]) -> float:
+    """Preemptive one-machine makespan: always run the released job with the longest tail.
+
+    >>> one_machine_bound([(0.0, 2.0, 0.0), (1.0, 1.0, 5.0)])
+    7.0
+    """
+    bound = now = 0.0
+    released: list[list[float]] = []  # [-tail, work left], longest tail first
+    for head, cost, tail in sorted(jobs):
+        while released and now < head:
+            work = min(released[0][1], head - now)
+            now += work
+            released[0][1] -= work
+            if released[0][1] <= 0.0:
+                bound = max(bound, now - heapq.heappop(released)[0])
+        now = max(now, head)
+        heapq.heappush(released, [-tail, cost])
+    while released:
+        minus_tail, work = heapq.heappop(released)
+        now += work
+        bound = max(bound, now - minus_tail)
+    return bound
+
+
+def tails(graph: TaskGraph) -> dict[Task, float]:
+    """For every task, a lower bound on the time from its end to the end of the schedule."""
+    costs, needs = graph.costs(), graph.needs()
+    followers: dict[Task, list[Task]] = {name: [] for name in costs}
+    for name, its_needs in needs.items():
+        for need in its_needs:
+            followers[need].append(name)
+    found: dict[Task, float] = {}
+    for name in reversed(_topological(needs)):
+        # All followers of a task share the other lane, so they run one after the other.
+        found[name] = one_machine_bound((0.0, costs[n], found[n]) for n in followers[name])
+    return found
+
+
+def heads(graph: TaskGraph) -> dict[Task, float]:
+    """For every task, a lower bound on its start."""
+    costs, needs = graph.costs(), graph.needs()
+    found: dict[Task, float] = {}
+    for name in _topological(needs):
+        found[name] = one_machine_bound((found[n], costs[n], 0.0) for n in needs[name])
+    return found
+
+
+def lower_bound(graph: TaskGraph) -> float:
+    """No schedule of this graph, strict or by events, ends earlier."""
+    head, tail = heads(graph), tails(graph)
+    return max(
+        one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in lane)
+        for lane in (graph.communication, graph.compute)
+    )
+
+
+def _topological(needs: dict[Task, tuple[Task, ...]]) -> list[Task]:
+    order: dict[Task, None] = {}
+    while len(order) < len(needs):
+        for name, its_needs in needs.items():
+            if name not in order and all(need in order for need in its_needs):
+                order[name] = None
+    return list(order)

@@ -13,7 +13,10 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from mesh_attention.plan.schedule.tasks import CommunicationTask, TaskGraph
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.program import Task
+from mesh_attention.plan.schedule.greedy import greedy_with_permission
+from mesh_attention.plan.schedule.tasks import CommunicationTask, Schedule, TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class MemoryModel:
     """Sizes of buffers, and for each task its operations in order as the buffers they touch."""
 
     buffer_bytes: Mapping[str, int]
-    touches: Mapping[str, tuple[tuple[str, ...], ...]]
+    touches: Mapping[Task, tuple[tuple[str, ...], ...]]
 
     def __post_init__(self) -> None:
         for buffer, size in self.buffer_bytes.items():
@@ -32,9 +35,9 @@ class MemoryModel:
                 if buffer not in self.buffer_bytes:
                     raise ValueError(f"task {task} touches buffer {buffer}, whose size is unknown")
 
-    def users(self) -> dict[str, frozenset[str]]:
+    def users(self) -> dict[str, frozenset[Task]]:
         """For each buffer the tasks that touch it."""
-        found: dict[str, set[str]] = {}
+        found: dict[str, set[Task]] = {}
         for task, operations in self.touches.items():
             for buffer in itertools.chain.from_iterable(operations):
                 found.setdefault(buffer, set()).add(task)
@@ -46,13 +49,13 @@ class Residency:
     """Live bytes as a function of the set of tasks that are done."""
 
     model: MemoryModel
-    users: Mapping[str, frozenset[str]]
+    users: Mapping[str, frozenset[Task]]
 
     @staticmethod
     def of(model: MemoryModel) -> Residency:
         return Residency(model, model.users())
 
-    def resident_bytes(self, done: Set[str]) -> int:
+    def resident_bytes(self, done: Set[Task]) -> int:
         """Held between tasks: touched by a task that is done, and by one that is not."""
         return sum(
             self.model.buffer_bytes[buffer]
@@ -60,7 +63,7 @@ class Residency:
             if not tasks.isdisjoint(done) and not tasks <= done
         )
 
-    def peak_while(self, done: Set[str], task: str) -> int:
+    def peak_while(self, done: Set[Task], task: Task) -> int:
         """The most bytes held at any operation of `task`, run when `done` are done."""
         operations = self.model.touches.get(task, ())
         live = self.resident_bytes(done)
@@ -84,13 +87,13 @@ class Residency:
         return peak
 
 
-def peak_bytes(model: MemoryModel, order: Sequence[str]) -> int:
+def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
     """The most bytes held at any operation of a full task order."""
     missing = model.touches.keys() - set(order)
     if missing:
-        raise ValueError(f"task {min(missing)} touches buffers but is not in the order")
+        raise ValueError(f"task {min(missing, key=str)} touches buffers but is not in the order")
     residency = Residency.of(model)
-    done: set[str] = set()
+    done: set[Task] = set()
     peak = 0
     for task in order:
         peak = max(peak, residency.peak_while(done, task))
@@ -103,14 +106,14 @@ class Drain:
     """What eager draining from a set of done tasks leads to: its peak, and all tasks done."""
 
     peak_bytes: int
-    done: frozenset[str]
+    done: frozenset[Task]
 
 
-def drain(graph: TaskGraph, residency: Residency, done: Set[str]) -> Drain:
+def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
     """Run all that is ready without a gather: reductions at once, else the earliest Q chunk."""
-    reductions = [task for task in graph.communication if task.needs and task.name not in done]
+    reductions = [task for task in graph.communication if task.needs and task.task not in done]
     compute = sorted(
-        (task for task in graph.compute if task.name not in done),
+        (task for task in graph.compute if task.task not in done),
         key=lambda task: (task.q_chunk, task.kv_chunk),
     )
     reached = set(done)
@@ -118,16 +121,16 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[str]) -> Drain:
     while True:
         # Every reduction frees its accumulator, so the one that needs least room goes first.
         ready = min(
-            (task.name for task in reductions if reached.issuperset(task.needs)),
+            (task.task for task in reductions if reached.issuperset(task.needs)),
             key=lambda name: residency.peak_while(reached, name),
             default=None,
-        ) or next((task.name for task in compute if reached.issuperset(task.needs)), None)
+        ) or next((task.task for task in compute if reached.issuperset(task.needs)), None)
         if ready is None:
             return Drain(peak, frozenset(reached))
         peak = max(peak, residency.peak_while(reached, ready))
         reached.add(ready)
-        reductions = [task for task in reductions if task.name != ready]
-        compute = [task for task in compute if task.name != ready]
+        reductions = [task for task in reductions if task.task != ready]
+        compute = [task for task in compute if task.task != ready]
 
 
 def gathers(graph: TaskGraph) -> tuple[tuple[CommunicationTask, ...], ...]:
@@ -142,3 +145,93 @@ def gathers(graph: TaskGraph) -> tuple[tuple[CommunicationTask, ...], ...]:
         for kind in graph.kinds()
     )
     return tuple(tasks for tasks in found if tasks)
+
+
+# How many gathers of each kind are issued.
+Point = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    gathers: tuple[tuple[CommunicationTask, ...], ...]
+    bytes_to_go: Mapping[Point, int]
+    smallest_cap_bytes: int
+
+    def point(self, done: Set[Task]) -> Point:
+        return tuple(sum(task.task in done for task in tasks) for tasks in self.gathers)
+
+
+def build_lattice(graph: TaskGraph, residency: Residency) -> Lattice:
+    by_kind = gathers(graph)
+    end = tuple(len(tasks) for tasks in by_kind)
+    bytes_to_go: dict[Point, int] = {end: 0}
+    # Backwards, so that every point one gather further on is known already.
+    points = list(itertools.product(*(range(count + 1) for count in end)))
+    for point in reversed(points[:-1]):
+        issued = {
+            task.task for tasks, count in zip(by_kind, point, strict=True) for task in tasks[:count]
+        }
+        here = drain(graph, residency, issued).done
+        weights: list[int] = []
+        for axis, tasks in enumerate(by_kind):
+            if point[axis] == len(tasks):
+                continue
+            gather = tasks[point[axis]].task
+            further = (*point[:axis], point[axis] + 1, *point[axis + 1 :])
+            peak = residency.peak_while(here, gather)
+            peak = max(peak, drain(graph, residency, here | {gather}).peak_bytes)
+            weights.append(max(peak, bytes_to_go[further]))
+        bytes_to_go[point] = min(weights)
+    # Compute that needs no gather (a group of one rank) is drained before the first edge.
+    before_first = drain(graph, residency, frozenset()).peak_bytes
+    return Lattice(by_kind, bytes_to_go, max(before_first, bytes_to_go[points[0]]))
+
+
+def smallest_cap(graph: TaskGraph, model: MemoryModel) -> int:
+    """The smallest peak over all orders that gather in index order and drain eagerly."""
+    return build_lattice(graph, Residency.of(model)).smallest_cap_bytes
+
+
+class MemoryCapError(PlanError):
+    """No schedule fits under the cap; `smallest_cap_bytes` is the smallest that does."""
+
+    def __init__(self, cap_bytes: int, smallest_cap_bytes: int) -> None:
+        super().__init__(
+            f"no schedule fits into {_bytes_text(cap_bytes)}; "
+            f"the smallest cap that fits is {_bytes_text(smallest_cap_bytes)}"
+        )
+        self.cap_bytes = cap_bytes
+        self.smallest_cap_bytes = smallest_cap_bytes
+
+
+def greedy_capped(
+    graph: TaskGraph, model: MemoryModel, cap_bytes: int, *, gamma: float = 1.05
+) -> Schedule:
+    """`greedy` whose `order()` holds at most `cap_bytes`, as `peak_bytes` counts them."""
+    residency = Residency.of(model)
+    lattice = build_lattice(graph, residency)
+    if cap_bytes < lattice.smallest_cap_bytes:
+        raise MemoryCapError(cap_bytes, lattice.smallest_cap_bytes)
+
+    def permits(done: Set[Task], name: Task) -> bool:
+        after = done | {name}
+        return (
+            residency.peak_while(done, name) <= cap_bytes
+            and lattice.bytes_to_go[lattice.point(after)] <= cap_bytes
+            and drain(graph, residency, after).peak_bytes <= cap_bytes
+        )
+
+    return greedy_with_permission(graph, permits, gamma=gamma)
+
+
+def _bytes_text(count: int) -> str:
+    """
+    >>> _bytes_text(1536)
+    '1536 bytes (1.50 KiB)'
+    """
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} bytes" if unit == "bytes" else f"{count} bytes ({size:.2f} {unit})"
+        size /= 1024
+    return f"{count} bytes ({size:.2f} TiB)"

@@ -5,17 +5,24 @@ A beam grows schedules one task at a time. Branching follows Giffler and Thompso
 task that could end first and branch over the tasks that compete for its lane before it ends.
 That reaches an optimal schedule without ever listing two interleavings of the same lanes.
 With at most 16 compute tasks the beam often covers the whole tree and proves its result.
+Tasks are numbered and sets of tasks are bit masks, because a search looks at tens of thousands of
+partial schedules.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mesh_attention.plan.schedule.bounds import lower_bound
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.makespan import event_makespan
-from mesh_attention.plan.schedule.search_state import Partial, Tables
+from mesh_attention.plan.schedule.makespan import (
+    event_makespan,
+    lower_bound,
+    one_machine_bound,
+    tails,
+)
 from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph
 
 _ROUNDING = 1e-9
@@ -61,7 +68,7 @@ def search(graph: TaskGraph, *, beam_width: int = 64) -> SearchResult:
     return SearchResult(best, makespan, greedy_makespan, min(bound, makespan))
 
 
-def _beam(tables: Tables, incumbent: float, width: int) -> tuple[Partial | None, float]:
+def _beam(tables: Tables, incumbent: float, width: int) -> tuple[PartialSchedule | None, float]:
     """The best full schedule under `incumbent`, and a bound on all that the beam cut away."""
     level = [tables.root()]
     pruned_bound = math.inf
@@ -78,9 +85,11 @@ def _beam(tables: Tables, incumbent: float, width: int) -> tuple[Partial | None,
     return (level[0] if level else None), pruned_bound
 
 
-def _survivors(tables: Tables, children: list[Partial], width: int) -> tuple[list[Partial], float]:
+def _survivors(
+    tables: Tables, children: list[PartialSchedule], width: int
+) -> tuple[list[PartialSchedule], float]:
     """The first `width` that no better one dominates, and the bound of the first one cut."""
-    kept: list[Partial] = []
+    kept: list[PartialSchedule] = []
     fronts: dict[int, list[tuple[float, ...]]] = {}
     for child in children:
         front = fronts.setdefault(child.issued, [])
@@ -94,9 +103,9 @@ def _survivors(tables: Tables, children: list[Partial], width: int) -> tuple[lis
     return kept, math.inf
 
 
-def _as_schedule(graph: TaskGraph, leaf: Partial) -> Schedule:
+def _as_schedule(graph: TaskGraph, leaf: PartialSchedule) -> Schedule:
     """Steps in order of start: each communication task with the compute that starts beside it."""
-    communication = {task.name for task in graph.communication}
+    communication = {task.task for task in graph.communication}
     # The sort is stable, so tasks that take no time keep their order behind what they need.
     steps: list[Step] = []
     for name, _ in sorted(leaf.history(), key=lambda entry: entry[1]):
@@ -107,3 +116,140 @@ def _as_schedule(graph: TaskGraph, leaf: Partial) -> Schedule:
         else:
             steps.append(Step(None, (name,)))
     return Schedule(tuple(steps))
+
+
+_COMMUNICATION, _COMPUTE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSchedule:
+    """Some tasks placed on the lanes; `parent` and `placed` (name, start) tell the story."""
+
+    issued: int
+    lane_free: tuple[float, float]
+    release: tuple[float, ...]  # of each task: when the last of its issued needs ends
+    bound: float
+    idle: float
+    parent: PartialSchedule | None
+    placed: tuple[Task, float]
+
+    def history(self) -> list[tuple[Task, float]]:
+        """(name, start) of every task in the order of placing, in which needs come first."""
+        entries: list[tuple[Task, float]] = []
+        partial = self
+        while partial.parent is not None:
+            entries.append(partial.placed)
+            partial = partial.parent
+        return entries[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The graph by number: communication tasks first, then compute tasks."""
+
+    tasks: tuple[Task, ...]
+    costs: tuple[float, ...]
+    lanes: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
+    waits_for: tuple[int, ...]  # bit masks: its needs, and earlier gathers in index order
+    followers: tuple[tuple[int, ...], ...]
+    tails: tuple[float, ...]
+
+    @staticmethod
+    def of(graph: TaskGraph, *, index_order: bool) -> Tables:
+        """index_order: gathers of a kind may only be issued in the order of their index."""
+        tasks = graph.tasks()
+        number = {task.task: i for i, task in enumerate(tasks)}
+        needs = tuple(tuple(number[need] for need in task.needs) for task in tasks)
+        waits_for = [sum(1 << need for need in set(its_needs)) for its_needs in needs]
+        gathers = [task for task in graph.communication if not task.needs]
+        for task in gathers if index_order else ():
+            waits_for[number[task.task]] = sum(
+                1 << number[other.task]
+                for other in gathers
+                if other.kind == task.kind and other.index < task.index
+            )
+        tail = tails(graph)
+        return Tables(
+            tasks=tuple(task.task for task in tasks),
+            costs=tuple(float(task.cost) for task in tasks),
+            lanes=tuple(
+                _COMMUNICATION if i < len(graph.communication) else _COMPUTE
+                for i in range(len(tasks))
+            ),
+            needs=needs,
+            waits_for=tuple(waits_for),
+            followers=tuple(
+                tuple(i for i, its_needs in enumerate(needs) if need in its_needs)
+                for need in range(len(tasks))
+            ),
+            tails=tuple(tail[task.task] for task in tasks),
+        )
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.tasks)
+
+    def root(self) -> PartialSchedule:
+        return PartialSchedule(
+            0, (0.0, 0.0), (0.0,) * self.num_tasks, 0.0, 0.0, None, (Task(""), 0.0)
+        )
+
+    def children(self, partial: PartialSchedule) -> Iterator[PartialSchedule]:
+        """Giffler-Thompson: every way to decide the next contested stretch of one lane."""
+        startable = [
+            (max(partial.lane_free[self.lanes[task]], partial.release[task]), task)
+            for task in self._unissued(partial.issued)
+            if not self.waits_for[task] & ~partial.issued
+        ]
+        first_end, first = min((start + self.costs[task], task) for start, task in startable)
+        for start, task in startable:
+            competes = self.lanes[task] == self.lanes[first] and start < first_end
+            if task == first or competes:
+                yield self._place(partial, task, start)
+
+    def earliest_starts(self, partial: PartialSchedule) -> tuple[float, ...]:
+        """All that the future depends on: no larger anywhere means no worse."""
+        free = partial.lane_free
+        return free + tuple(
+            max(partial.release[task], free[self.lanes[task]])
+            for task in self._unissued(partial.issued)
+        )
+
+    def _place(self, partial: PartialSchedule, task: int, start: float) -> PartialSchedule:
+        end = start + self.costs[task]
+        communication_free, compute_free = partial.lane_free
+        if self.lanes[task] == _COMMUNICATION:
+            idle, lane_free = start - communication_free, (end, compute_free)
+        else:
+            idle, lane_free = start - compute_free, (communication_free, end)
+        release = list(partial.release)
+        for follower in self.followers[task]:
+            release[follower] = max(release[follower], end)
+        issued = partial.issued | 1 << task
+        return PartialSchedule(
+            issued=issued,
+            lane_free=lane_free,
+            release=tuple(release),
+            # A bound never falls along a branch; rounding must not make it seem to.
+            bound=max(partial.bound, self._bound(issued, lane_free, release)),
+            idle=partial.idle + idle,
+            parent=partial,
+            placed=(self.tasks[task], start),
+        )
+
+    def _bound(self, issued: int, lane_free: tuple[float, float], release: list[float]) -> float:
+        jobs: tuple[list[tuple[float, float, float]], ...] = ([], [])
+        for task in self._unissued(issued):
+            lane = self.lanes[task]
+            head = max(lane_free[lane], release[task])
+            if self.waits_for[task] & ~issued:
+                # The needs that are missing run one after the other on the other lane.
+                missing = [self.costs[n] for n in self.needs[task] if not issued >> n & 1]
+                if missing:
+                    head = max(head, lane_free[1 - lane] + sum(missing))
+            jobs[lane].append((head, self.costs[task], self.tails[task]))
+        return max(*lane_free, one_machine_bound(jobs[0]), one_machine_bound(jobs[1]))
+
+    def _unissued(self, issued: int) -> list[int]:
+        return [task for task in range(self.num_tasks) if not issued >> task & 1]

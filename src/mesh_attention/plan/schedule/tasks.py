@@ -9,40 +9,64 @@ A schedule is plain data: it prints one step a line and parses back.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+
+from mesh_attention.plan.program import Task
 
 _COMPUTE_ONLY = "compute only "
-# Names travel through Schedule.text(), whose separators are blanks, commas and plus signs.
-_NAME = re.compile(r"[^\s,+]+")
 
 
 @dataclass(frozen=True, slots=True)
-class CommunicationTask:
-    """One collective: "AG-KV-0" is kind "AG-KV", index 0; `needs` are compute tasks."""
+class Costs:
+    """Rough costs that order tasks while planning: schedulers need ratios, not truth. The defaults
+    are assumed round numbers (40 GB/s a rank for collectives, 500 TFLOP/s of attention)."""
 
-    name: str
-    kind: str
-    index: int
-    cost: float
-    needs: tuple[str, ...] = ()
+    bytes_per_second: float = 40e9
+    flops_per_second: float = 500e12
+    latency_seconds: float = 20e-6
+
+    def communication_seconds(self, num_bytes: float, num_operations: int = 1) -> float:
+        return num_operations * self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def compute_seconds(self, flops: float) -> float:
+        return flops / self.flops_per_second
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeTask:
-    """One Q chunk against one KV chunk, "C-0-1"; `needs` are communication tasks."""
+class Node:
+    """A task in the graph, with its cost and the tasks of the other kind that it needs."""
 
-    name: str
-    q_chunk: int
-    kv_chunk: int
+    task: Task
     cost: float
-    needs: tuple[str, ...] = ()
+    needs: tuple[Task, ...] = ()
 
 
-Task: TypeAlias = CommunicationTask | ComputeTask
+@dataclass(frozen=True, slots=True)
+class CommunicationTask(Node):
+    """One collective, such as AG-KV-0; `needs` are compute tasks."""
+
+    @property
+    def kind(self) -> str:
+        return self.task.kind
+
+    @property
+    def index(self) -> int:
+        return self.task.index[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTask(Node):
+    """One Q chunk against one KV chunk, such as C-0-1; `needs` are communication tasks."""
+
+    @property
+    def q_chunk(self) -> int:
+        return self.task.index[0]
+
+    @property
+    def kv_chunk(self) -> int:
+        return self.task.index[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,66 +78,66 @@ class TaskGraph:
 
     def __post_init__(self) -> None:
         tasks = self.tasks()
-        names = Counter(task.name for task in tasks)
-        for task in tasks:
-            if not _NAME.fullmatch(task.name):
-                raise ValueError(f"task name {task.name!r} has blanks, commas or plus signs")
-            if names[task.name] > 1:
-                raise ValueError(f"task {task.name} appears {names[task.name]} times")
-            if not (math.isfinite(task.cost) and task.cost >= 0):
-                raise ValueError(f"task {task.name} has cost {task.cost}; costs are finite, >= 0")
-        _check_needs(self.communication, frozenset(task.name for task in self.compute), "compute")
-        communication = frozenset(task.name for task in self.communication)
+        times = Counter(node.task for node in tasks)
+        for node in tasks:
+            if times[node.task] > 1:
+                raise ValueError(f"task {node.task} appears {times[node.task]} times")
+            if not (math.isfinite(node.cost) and node.cost >= 0):
+                raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
+        _check_needs(self.communication, frozenset(node.task for node in self.compute), "compute")
+        communication = frozenset(node.task for node in self.communication)
         _check_needs(self.compute, communication, "communication")
         _check_no_cycle(tasks)
 
-    def tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[Node, ...]:
         return (*self.communication, *self.compute)
 
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
 
-    def costs(self) -> dict[str, float]:
-        return {task.name: task.cost for task in self.tasks()}
+    def costs(self) -> dict[Task, float]:
+        return {node.task: node.cost for node in self.tasks()}
 
-    def needs(self) -> dict[str, tuple[str, ...]]:
-        return {task.name: task.needs for task in self.tasks()}
+    def needs(self) -> dict[Task, tuple[Task, ...]]:
+        return {node.task: node.needs for node in self.tasks()}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """At most one communication task and the compute tasks that run beside it."""
 
-    communication: str | None
-    compute: tuple[str, ...]
+    communication: Task | None
+    compute: tuple[Task, ...]
 
     def __post_init__(self) -> None:
         if self.communication is None and not self.compute:
             raise ValueError("a step holds a communication task, compute tasks, or both")
 
-    def tasks(self) -> tuple[str, ...]:
+    def tasks(self) -> tuple[Task, ...]:
         return self.compute if self.communication is None else (self.communication, *self.compute)
 
     def text(self) -> str:
-        compute = ", ".join(self.compute)
+        compute = ", ".join(map(str, self.compute))
         if self.communication is None:
             return _COMPUTE_ONLY + compute
-        return f"{self.communication} + {compute}" if compute else self.communication
+        return f"{self.communication} + {compute}" if compute else str(self.communication)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Steps in order.
 
-    >>> print(Schedule((Step("AG-Q-1", ("C-0-0",)), Step(None, ("C-0-2",)))).text())
+    >>> Schedule.parse("1 AG-Q-1 + C-0-0").steps[0].communication
+    Task(kind='AG-Q', index=(1,), stage='')
+    >>> print(Schedule.parse("1 AG-Q-1 + C-0-0\\n2 compute only C-0-2").text())
     1 AG-Q-1 + C-0-0
     2 compute only C-0-2
     """
 
     steps: tuple[Step, ...]
 
-    def order(self) -> tuple[str, ...]:
+    def order(self) -> tuple[Task, ...]:
         """Every task once: in each step the communication first, then the compute tasks."""
         return tuple(task for step in self.steps for task in step.tasks())
 
@@ -134,46 +158,46 @@ def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> Non
     makes them). Otherwise it is enough that what it needs appears earlier in `order()`,
     which is all that event execution asks for.
     """
-    communication = {task.name for task in graph.communication}
+    communication = {node.task for node in graph.communication}
     needs = graph.needs()
     counts = Counter(schedule.order())
-    for name in needs:
-        if counts[name] != 1:
-            raise ValueError(f"task {name} is scheduled {counts[name]} times, not once")
-    for name in counts:
-        if name not in needs:
-            raise ValueError(f"task {name} is scheduled but is not in the graph")
-    done: set[str] = set()
+    for task in needs:
+        if counts[task] != 1:
+            raise ValueError(f"task {task} is scheduled {counts[task]} times, not once")
+    for task in counts:
+        if task not in needs:
+            raise ValueError(f"task {task} is scheduled but is not in the graph")
+    done: set[Task] = set()
     for number, step in enumerate(schedule.steps, 1):
-        for name in step.compute:
-            if name in communication:
-                raise ValueError(f"step {number} lists communication task {name} as compute")
+        for task in step.compute:
+            if task in communication:
+                raise ValueError(f"step {number} lists communication task {task} as compute")
         if step.communication is not None and step.communication not in communication:
             raise ValueError(f"step {number} lists compute task {step.communication} first")
         begun = frozenset(done)
-        for name in Schedule((step,)).order():
-            missing = [need for need in needs[name] if need not in (begun if strict else done)]
+        for task in step.tasks():
+            missing = [need for need in needs[task] if need not in (begun if strict else done)]
             if missing:
-                raise ValueError(f"step {number} starts {name} before {missing[0]} is done")
-            done.add(name)
+                raise ValueError(f"step {number} starts {task} before {missing[0]} is done")
+            done.add(task)
 
 
-def _check_needs(tasks: Sequence[Task], known: frozenset[str], lane: str) -> None:
-    for task in tasks:
-        for need in task.needs:
+def _check_needs(nodes: Sequence[Node], known: frozenset[Task], kind: str) -> None:
+    for node in nodes:
+        for need in node.needs:
             if need not in known:
-                raise ValueError(f"task {task.name} needs {need}, which is no {lane} task")
+                raise ValueError(f"task {node.task} needs {need}, which is no {kind} task")
 
 
-def _check_no_cycle(tasks: Sequence[Task]) -> None:
-    waiting = list(tasks)
-    done: set[str] = set()
+def _check_no_cycle(nodes: Sequence[Node]) -> None:
+    waiting = list(nodes)
+    done: set[Task] = set()
     while waiting:
-        blocked = [task for task in waiting if not done.issuperset(task.needs)]
+        blocked = [node for node in waiting if not done.issuperset(node.needs)]
         if len(blocked) == len(waiting):
-            raise ValueError(f"task {blocked[0].name} can never start: its needs form a cycle")
-        done.update(task.name for task in waiting)
-        done.difference_update(task.name for task in blocked)
+            raise ValueError(f"task {blocked[0].task} can never start: its needs form a cycle")
+        done.update(node.task for node in waiting)
+        done.difference_update(node.task for node in blocked)
         waiting = blocked
 
 
@@ -182,11 +206,10 @@ def _parse_step(line: str, number: int) -> Step:
     if label != str(number):
         raise ValueError(f"step {number} is written as {line!r}; it must begin with its number")
     head, _, tail = body.partition(" + ")
-    communication: str | None = head
     if body.startswith(_COMPUTE_ONLY):
-        communication, tail = None, body.removeprefix(_COMPUTE_ONLY)
-    compute = tuple(tail.split(", ")) if tail else ()
-    for name in (*(() if communication is None else (communication,)), *compute):
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"step {number} has a malformed task name {name!r}")
-    return Step(communication, compute)
+        head, tail = "", body.removeprefix(_COMPUTE_ONLY)
+    try:
+        compute = tuple(map(Task.parse, tail.split(", "))) if tail else ()
+        return Step(Task.parse(head) if head else None, compute)
+    except ValueError as error:
+        raise ValueError(f"step {number} has a malformed task name: {error}") from error

@@ -18,6 +18,7 @@ from mesh_attention.plan.program import (
     Program,
     ReduceScatter,
     SendRecv,
+    Task,
     reads,
     writes,
 )
@@ -86,13 +87,13 @@ def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int,
 
 def _schedule_findings(one: Pass) -> list[Finding]:
     """The schedule that is drawn and simulated is the order in which the programs run."""
-    place = {name: at for at, name in enumerate(one.schedule.order())}
-    seen: set[str] = set()
+    place = {task: at for at, task in enumerate(one.schedule.order())}
+    seen: set[Task] = set()
     for program in one.programs:
         last = -1
-        begun: set[str] = set()
+        begun: set[Task] = set()
         for op in program.operations:
-            task = op.name.partition(".")[0]  # "RS-Q-0.merge" belongs to RS-Q-0
+            task = op.task.whole
             at = place.get(task)
             # Tasks begin in the order of the schedule; what needs their data may come later.
             if at is None or task in begun:
@@ -103,14 +104,14 @@ def _schedule_findings(one: Pass) -> list[Finding]:
                 return [Finding(str(one.direction), program.rank, op.name, message)]
             last = at
             seen.add(task)
-        attends = [op.name for op in program.operations if isinstance(op, Attend | AttendBackward)]
-        strange = [name for name in attends if name not in place]
+        attends = [op.task for op in program.operations if isinstance(op, Attend | AttendBackward)]
+        strange = [task for task in attends if task not in place]
         if strange:
             message = "is not in the schedule"
-            return [Finding(str(one.direction), program.rank, strange[0], message)]
-    missing = [name for name in place if name not in seen]
+            return [Finding(str(one.direction), program.rank, str(strange[0]), message)]
+    missing = [task for task in place if task not in seen]
     if missing:
-        return [Finding(str(one.direction), 0, missing[0], "is scheduled but no rank does it")]
+        return [Finding(str(one.direction), 0, str(missing[0]), "is scheduled but no rank does it")]
     return []
 
 
@@ -118,17 +119,17 @@ def _meeting_findings(one: Pass) -> list[Finding]:
     """Members come to the tasks of their group in the same order: said here, where the odd rank can
     be named, rather than when all of them wait. Of two ranks the odd one is the one that is not
     with the schedule."""
-    tasks = {name: at for at, name in enumerate(one.schedule.order())}
-    orders: dict[str, dict[tuple[str, ...], list[int]]] = {name: {} for name in one.groups}
+    tasks = {task: at for at, task in enumerate(one.schedule.order())}
+    orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in one.groups}
     for program in one.programs:
-        met: dict[str, list[str]] = {}
+        met: dict[str, list[Task]] = {}
         for op in program.operations:
-            if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.name in tasks:
-                met.setdefault(op.group, []).append(op.name)
+            if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.task in tasks:
+                met.setdefault(op.group, []).append(op.task)
         for group, names in met.items():
             orders[group].setdefault(tuple(names), []).append(program.rank)
 
-    def scheduled(order: tuple[str, ...]) -> bool:
+    def scheduled(order: tuple[Task, ...]) -> bool:
         return list(order) == sorted(order, key=tasks.__getitem__)
 
     for group, by_order in orders.items():
@@ -139,7 +140,7 @@ def _meeting_findings(one: Pass) -> list[Finding]:
             for here, there in zip(order, usual, strict=False):
                 if here != there:
                     message = f"others of group {group} come to {there} first"
-                    return [Finding(str(one.direction), ranks[0], here, message)]
+                    return [Finding(str(one.direction), ranks[0], str(here), message)]
     return []
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.plan.buffers import Piece, Precision, Role
 from mesh_attention.plan.dependencies import is_communication
-from mesh_attention.plan.offsets import ALIGNMENT_BYTES, workspace_map
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -22,6 +21,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     SendRecv,
 )
+from mesh_attention.plan.workspace import ALIGNMENT_BYTES, workspace_map
 
 __all__ = ["Owner", "Region"]
 

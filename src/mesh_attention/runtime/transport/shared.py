@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from mesh_attention.plan.offsets import ALIGNMENT_BYTES
+from mesh_attention.plan.workspace import ALIGNMENT_BYTES
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.make_group import default_store
 from mesh_attention.runtime.transport.notices import HostList, Notices

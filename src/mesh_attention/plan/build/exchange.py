@@ -1,8 +1,8 @@
-"""From strands to a pass: programs of all ranks, with the exchange of tokens for heads around them.
+"""From a method on its head groups to a pass, with the exchange of tokens for heads around it.
 
-A method gives, for every unit of a strand, its operations and buffers. Here they become programs:
-the caller's tensors, delta where it is used, the all-to-alls of Ulysses where the degree is above
-one, and frees. Nothing here knows which method it is.
+A method gives, for every unit of a head group, its operations and buffers. Here they become
+programs: the caller's tensors, delta where it is used, the all-to-alls of Ulysses where the degree
+is above one, and frees. Nothing here knows which method it is.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from mesh_attention.plan.assemble import Assembler
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
-from mesh_attention.plan.methods.strand import Strand
-from mesh_attention.plan.plan import Direction, Pass
-from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Program
+from mesh_attention.plan.build.assemble import Assembler
+from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.plan import Direction, Pass, Programs
+from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Program, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
-__all__ = ["Inner", "caller_kinds", "weave"]
-
-SCATTER, RETURN = "A2A-IN-0", "A2A-OUT-0"
+TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
 
 
 def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
@@ -31,11 +29,12 @@ def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ..
     return inputs, (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
 
 
-class Inner(Protocol):
-    """A method on one strand. Its operations name the unit's own rows by `strand.local(kind)`."""
+class UnitBuilder(Protocol):
+    """A method on one head group. Its operations name the unit's own rows by
+    `head_group.local(kind)`."""
 
     @property
-    def strand(self) -> Strand: ...
+    def head_group(self) -> HeadGroup: ...
 
     @property
     def direction(self) -> Direction: ...
@@ -64,70 +63,59 @@ class Inner(Protocol):
     def unit_buffers(self, unit: int) -> Mapping[str, Buffer]: ...
 
 
-def weave(strands: Sequence[Inner]) -> Pass:
-    """One pass from the strands of a method, in order of their index."""
-    first = strands[0]
-    degree = first.strand.degree
+def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
+    """One pass from a method on each of its head groups, in order of their index."""
+    first = builders[0]
+    degree = first.head_group.degree
     groups: dict[str, tuple[int, ...]] = {}
-    for inner in strands:
-        groups.update(inner.groups())
+    for builder in builders:
+        groups.update(builder.groups())
     if degree > 1:
-        for unit in range(first.strand.num_units):
+        for unit in range(first.head_group.num_units):
             groups[f"U{unit}"] = tuple(range(unit * degree, (unit + 1) * degree))
-    swap = _Swap([inner.strand for inner in strands], first)
+    around = _Exchange([builder.head_group for builder in builders], first)
     assembler = Assembler(first.hold)
-    programs: list[Program] = []
-    for rank in range(degree * first.strand.num_units):
+
+    def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
-        inner = strands[index]
+        builder = builders[index]
         operations = [
-            *swap.before(unit, index),
-            *inner.unit_operations(unit),
-            *swap.after(unit, index),
+            *around.before(unit, index),
+            *builder.unit_operations(unit),
+            *around.after(unit, index),
         ]
-        buffers = {**swap.buffers(unit, index), **inner.unit_buffers(unit)}
-        programs.append(assembler.program(rank, operations, buffers))
-    schedule = _present(first.schedule, programs)
+        buffers = {**around.buffers(unit, index), **builder.unit_buffers(unit)}
+        return assembler.program(rank, operations, buffers)
+
+    order = first.schedule
     if degree > 1:
-        schedule = Schedule((Step(SCATTER, ()), *schedule.steps, Step(RETURN, ())))
+        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
     setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
-    return Pass(first.direction, groups, tuple(programs), schedule, setting)
+    programs = Programs(degree * first.head_group.num_units, program)
+    return Pass(first.direction, groups, programs, order, setting)
 
 
-def _present(schedule: Schedule, programs: Sequence[Program]) -> Schedule:
-    """The schedule without tasks that are empty on every rank."""
-    used = {op.name for program in programs for op in program.operations}
-    names = {name.partition(".")[0] for name in used}
-    steps = []
-    for step in schedule.steps:
-        compute = tuple(task for task in step.compute if task in names)
-        communication = step.communication if step.communication in names else None
-        if communication or compute:
-            steps.append(Step(communication, compute))
-    return Schedule(tuple(steps))
+class _Exchange:
+    """What stands around a method: caller's tensors, delta, and tokens exchanged for heads."""
 
-
-class _Swap:
-    """What stands around a method: caller's tensors, delta, and the swap of tokens for heads."""
-
-    def __init__(self, strands: list[Strand], inner: Inner) -> None:
-        self._strands = strands
-        self._degree = strands[0].degree
+    def __init__(self, head_groups: list[HeadGroup], inner: UnitBuilder) -> None:
+        self._head_groups = head_groups
+        self._degree = head_groups[0].degree
         self._needs = inner.needs
         self._inputs, self._outputs = caller_kinds(inner.direction)
         self._delta = Kind.DELTA in inner.needs
         self._shared: dict[tuple[object, ...], list[Operation]] = {}
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
-        strand = self._strands[index]
-        rank = strand.rank_of(unit)
+        head_group = self._head_groups[index]
+        rank = head_group.rank_of(unit)
         roles = dict.fromkeys(self._inputs, Role.INPUT) | dict.fromkeys(self._outputs, Role.OUTPUT)
         if self._delta:
             roles[Kind.DELTA] = Role.WORKSPACE
         made = {kind.value: self._caller_buffer(rank, kind, role) for kind, role in roles.items()}
         if self._degree > 1:
             for kind in (*self._needs, *self._outputs):
-                made[strand.local(kind)] = strand.local_buffer(kind, unit, Role.WORKSPACE)
+                made[head_group.local(kind)] = head_group.local_buffer(kind, unit, Role.WORKSPACE)
             for kind in self._outputs:
                 for copy in range(self._copies(kind) if self._copies(kind) > 1 else 0):
                     whole = self._caller_buffer(rank, kind, Role.WORKSPACE)
@@ -136,9 +124,9 @@ class _Swap:
         return made
 
     def _caller_buffer(self, rank: int, kind: Kind, role: Role) -> Buffer:
-        strand = self._strands[0]
-        slots = strand.layout(kind).slots
-        heads = strand.problem.kv_heads if kind.is_key_side else strand.problem.num_heads
+        head_group = self._head_groups[0]
+        slots = head_group.layout(kind).slots
+        heads = head_group.problem.kv_heads if kind.is_key_side else head_group.problem.num_heads
         precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
         rows = ((rank * slots, (rank + 1) * slots),)
         return Buffer(kind.value, kind, rows, (0, heads), precision, role)
@@ -148,13 +136,13 @@ class _Swap:
         if key not in self._shared:
             operations: list[Operation] = []
             if self._delta:
-                slots = self._strands[0].q_layout.slots
+                slots = self._head_groups[0].q_layout.slots
                 out, grad, delta = (
                     Piece(kind.value, 0, slots) for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
                 )
-                operations.append(Merge("delta", MergeRule.DELTA, (out, grad), (delta,)))
+                operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
             if self._degree > 1:
-                operations.append(self._scatter(unit, index))
+                operations.append(self._to_heads(unit, index))
             self._shared[key] = operations
         return self._shared[key]
 
@@ -163,54 +151,54 @@ class _Swap:
             return []
         key = ("after", unit, index)
         if key not in self._shared:
-            operations: list[Operation] = [self._gather_back(unit, index)]
+            operations: list[Operation] = [self._to_tokens(unit, index)]
             for kind in self._outputs:
-                copies, slots = self._copies(kind), self._strands[0].layout(kind).slots
+                copies, slots = self._copies(kind), self._head_groups[0].layout(kind).slots
                 if copies > 1:
                     parts = tuple(Piece(f"{kind.value}.copy{c}", 0, slots) for c in range(copies))
                     end = Piece(kind.value, 0, slots)
-                    operations.append(Merge(f"{RETURN}.sum", MergeRule.SUM, parts, (end,)))
+                    operations.append(Merge(TO_TOKENS.at("sum"), MergeRule.SUM, parts, (end,)))
             self._shared[key] = operations
         return self._shared[key]
 
     def _copies(self, kind: Kind) -> int:
-        """How many strands hold each head: above one where KV heads are fewer than strands."""
+        """How many head groups hold each head: above one where there are fewer KV heads."""
         if not kind.is_key_side:
             return 1
-        return max(1, self._degree // self._strands[0].problem.kv_heads)
+        return max(1, self._degree // self._head_groups[0].problem.kv_heads)
 
     def _stretches(self, kind: Kind) -> list[tuple[int, int]]:
-        return list(pairwise(self._strands[0].layout(kind).halves))
+        return list(pairwise(self._head_groups[0].layout(kind).halves))
 
-    def _scatter(self, unit: int, index: int) -> AllToAll:
+    def _to_heads(self, unit: int, index: int) -> AllToAll:
         """Each member gets its slice of heads of this rank's tokens."""
-        strand = self._strands[index]
+        head_group = self._head_groups[index]
         sends = tuple(
             tuple(
                 Piece(kind.value, a, b, to.heads(kind))
                 for kind in self._needs
                 for a, b in self._stretches(kind)
             )
-            for to in self._strands
+            for to in self._head_groups
         )
         receives = tuple(
             tuple(
-                Piece(strand.local(kind), a, b)
+                Piece(head_group.local(kind), a, b)
                 for kind in self._needs
-                for a, b in strand.member_rows(kind, member)
+                for a, b in head_group.member_rows(kind, member)
             )
             for member in range(self._degree)
         )
-        return AllToAll(SCATTER, f"U{unit}", sends, receives)
+        return AllToAll(TO_HEADS, f"U{unit}", sends, receives)
 
-    def _gather_back(self, unit: int, index: int) -> AllToAll:
-        """Each member gets its own tokens of this strand's heads back."""
-        strand = self._strands[index]
+    def _to_tokens(self, unit: int, index: int) -> AllToAll:
+        """Each member gets its own tokens of this head group's heads back."""
+        head_group = self._head_groups[index]
         sends = tuple(
             tuple(
-                Piece(strand.local(kind), a, b)
+                Piece(head_group.local(kind), a, b)
                 for kind in self._outputs
-                for a, b in strand.member_rows(kind, member)
+                for a, b in head_group.member_rows(kind, member)
             )
             for member in range(self._degree)
         )
@@ -220,10 +208,10 @@ class _Swap:
                 for kind in self._outputs
                 for a, b in self._stretches(kind)
             )
-            for source in self._strands
+            for source in self._head_groups
         )
-        return AllToAll(RETURN, f"U{unit}", sends, receives)
+        return AllToAll(TO_TOKENS, f"U{unit}", sends, receives)
 
-    def _landing(self, kind: Kind, source: Strand) -> str:
+    def _landing(self, kind: Kind, source: HeadGroup) -> str:
         copies = self._copies(kind)
         return kind.value if copies == 1 else f"{kind.value}.copy{source.index % copies}"

@@ -13,9 +13,9 @@ from typing import Any
 
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import make_plan
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 
 __all__ = ["CELLS", "Cell", "Counted", "count_cell", "paper_table"]
 

@@ -1,4 +1,4 @@
-"""Ways for partial results to come home: each owner gets the combination of all partials.
+"""Reductions: each owner gets the combination of all partial results of its rows.
 
 `exchange`: one all-to-all that carries every partial (with its LSE), combined by the owner in fp32;
 rounds once, best inside a node. `reduce-scatter`: the transport adds on the way, so a partial
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.chunks import Chunk, in_stack, in_whole
+from mesh_attention.plan.build.chunks import Chunk, in_stack, in_whole
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -23,9 +23,8 @@ from mesh_attention.plan.program import (
     Move,
     Operation,
     ReduceScatter,
+    Task,
 )
-
-__all__ = ["Combine", "Home", "Route", "bring_output_home", "bring_sum_home"]
 
 
 class Combine(StrEnum):
@@ -34,14 +33,14 @@ class Combine(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
 
 
-class Route(StrEnum):
+class ReduceBy(StrEnum):
     LOCAL = "local"
     EXCHANGE = "exchange"
     REDUCE_SCATTER = "reduce-scatter"
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class Reduction:
     """How partials of one chunk travel in one group.
 
     `members` are the group's owners in the order of the whole. When the owners are not the whole
@@ -49,7 +48,7 @@ class Home:
     whole, and those that hold partials of this rank's chunk.
     """
 
-    route: Route
+    by: ReduceBy
     group: str
     group_size: int
     chunk: Chunk
@@ -62,7 +61,7 @@ class Home:
         """Partials that arrive for one chunk."""
         return self.num_owners if self.user_slots is None else len(self.user_slots)
 
-    def exchange(self, name: str, pairs: tuple[tuple[str, str], ...]) -> AllToAll:
+    def exchange(self, task: Task, pairs: tuple[tuple[str, str], ...]) -> AllToAll:
         """Each owner's rows of the partials, to the owner's stacks; pairs of (partial, stack)."""
         owners = self.owner_slots or tuple(range(self.num_owners))
         users = self.user_slots or tuple(range(self.num_owners))
@@ -78,7 +77,7 @@ class Home:
             receives[slot] = tuple(
                 piece for _, stack in pairs for piece in in_stack(stack, index, self.chunk)
             )
-        return AllToAll(name, self.group, tuple(sends), tuple(receives))
+        return AllToAll(task, self.group, tuple(sends), tuple(receives))
 
     def copies(self, stack: str) -> tuple[Piece, ...]:
         size = self.chunk.size
@@ -88,8 +87,8 @@ class Home:
         return Piece(buffer, 0, self.num_owners * self.chunk.size)
 
 
-def bring_output_home(
-    name: str, home: Home, *, partial: tuple[str, str], wire: str, out: str, lse: str
+def reduce_output(
+    task: Task, reduction: Reduction, *, partial: tuple[str, str], wire: str, out: str, lse: str
 ) -> list[Operation]:
     """Partial (out, lse) accumulators of a whole chunk, to (out, lse) of the owners.
 
@@ -97,58 +96,59 @@ def bring_output_home(
     Buffers of the stacks are named after the partials: `<wire>.in`, `<lse>.in`, `<lse>.all`.
     """
     acc_out, acc_lse = partial
-    ends = (home.chunk.local(out), home.chunk.local(lse))
-    whole_out, whole_lse, whole_wire = map(home.whole, (acc_out, acc_lse, wire))
-    if home.route is Route.LOCAL:
-        return [Merge(f"{name}.merge", MergeRule.SOFTMAX, (whole_out, whole_lse), ends)]
-    if home.route is Route.EXCHANGE:
+    ends = (reduction.chunk.local(out), reduction.chunk.local(lse))
+    whole_out, whole_lse, whole_wire = map(reduction.whole, (acc_out, acc_lse, wire))
+    if reduction.by is ReduceBy.LOCAL:
+        return [Merge(task.at("merge"), MergeRule.SOFTMAX, (whole_out, whole_lse), ends)]
+    if reduction.by is ReduceBy.EXCHANGE:
         stacks = (f"{wire}.in", f"{acc_lse}.in")
-        copies = zip(*map(home.copies, stacks), strict=True)
+        copies = zip(*map(reduction.copies, stacks), strict=True)
         return [
-            *_to_wire(name, whole_out, whole_wire),
-            home.exchange(name, ((wire, stacks[0]), (acc_lse, stacks[1]))),
+            *_to_wire(task, whole_out, whole_wire),
+            reduction.exchange(task, ((wire, stacks[0]), (acc_lse, stacks[1]))),
             Merge(
-                f"{name}.merge", MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
+                task.at("merge"), MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
             ),
         ]
-    stack, everywhere = f"{acc_lse}.in", home.whole(f"{acc_lse}.all")
-    cuts = home.chunk.cuts
+    stack, everywhere = f"{acc_lse}.in", reduction.whole(f"{acc_lse}.all")
+    cuts = reduction.chunk.cuts
     return [
-        home.exchange(f"{name}.lse", ((acc_lse, stack),)),
-        Merge(f"{name}.lse-merge", MergeRule.LSE, home.copies(stack), (ends[1],)),
-        AllGather(f"{name}.lse-all", home.group, (Move(ends[1], everywhere, cuts),)),
+        reduction.exchange(task.at("lse"), ((acc_lse, stack),)),
+        Merge(task.at("lse-merge"), MergeRule.LSE, reduction.copies(stack), (ends[1],)),
+        AllGather(task.at("lse-all"), reduction.group, (Move(ends[1], everywhere, cuts),)),
         Merge(
-            f"{name}.rescale", MergeRule.RESCALE, (whole_out, whole_lse, everywhere), (whole_wire,)
+            task.at("rescale"), MergeRule.RESCALE, (whole_out, whole_lse, everywhere), (whole_wire,)
         ),
-        ReduceScatter(name, home.group, (Move(ends[0], whole_wire, cuts),)),
+        ReduceScatter(task, reduction.group, (Move(ends[0], whole_wire, cuts),)),
     ]
 
 
-def bring_sum_home(
-    name: str, home: Home, tensors: tuple[tuple[str, str, str], ...]
+def reduce_sum(
+    task: Task, reduction: Reduction, tensors: tuple[tuple[str, str, str], ...]
 ) -> list[Operation]:
     """Sums of partial gradients to their owners; tensors are (accumulator, wire, result)."""
-    ends = [home.chunk.local(result) for _, _, result in tensors]
-    wholes = [(home.whole(acc), home.whole(wire)) for acc, wire, _ in tensors]
+    ends = [reduction.chunk.local(result) for _, _, result in tensors]
+    wholes = [(reduction.whole(acc), reduction.whole(wire)) for acc, wire, _ in tensors]
     operations: list[Operation] = []
-    if home.route is Route.LOCAL:
+    if reduction.by is ReduceBy.LOCAL:
         pairs = zip(wholes, ends, strict=True)
-        return [Merge(f"{name}.copy", MergeRule.SUM, (acc,), (end,)) for (acc, _), end in pairs]
+        return [Merge(task.at("copy"), MergeRule.SUM, (acc,), (end,)) for (acc, _), end in pairs]
     for acc, wire in wholes:
-        operations += _to_wire(name, acc, wire)
-    if home.route is Route.REDUCE_SCATTER:
+        operations += _to_wire(task, acc, wire)
+    if reduction.by is ReduceBy.REDUCE_SCATTER:
         moves = tuple(
-            Move(end, wire, home.chunk.cuts) for end, (_, wire) in zip(ends, wholes, strict=True)
+            Move(end, wire, reduction.chunk.cuts)
+            for end, (_, wire) in zip(ends, wholes, strict=True)
         )
-        return [*operations, ReduceScatter(name, home.group, moves)]
-    operations.append(home.exchange(name, tuple((w, f"{w}.in") for _, w, _ in tensors)))
+        return [*operations, ReduceScatter(task, reduction.group, moves)]
+    operations.append(reduction.exchange(task, tuple((w, f"{w}.in") for _, w, _ in tensors)))
     for (_, travels, _), end in zip(tensors, ends, strict=True):
-        copies = home.copies(f"{travels}.in")
-        operations.append(Merge(f"{name}.sum", MergeRule.SUM, copies, (end,)))
+        copies = reduction.copies(f"{travels}.in")
+        operations.append(Merge(task.at("sum"), MergeRule.SUM, copies, (end,)))
     return operations
 
 
-def _to_wire(name: str, acc: Piece, wire: Piece) -> list[Operation]:
+def _to_wire(task: Task, acc: Piece, wire: Piece) -> list[Operation]:
     if acc == wire:
         return []
-    return [Merge(f"{name}.cast", MergeRule.SUM, (acc,), (wire,))]
+    return [Merge(task.at("cast"), MergeRule.SUM, (acc,), (wire,))]

@@ -5,12 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 
 from mesh_attention.plan.buffers import Buffer, Role
-from mesh_attention.plan.names import NamesOf, touched
-from mesh_attention.plan.program import Attend, AttendBackward, Free, Operation, Program
-
-__all__ = ["Assembler"]
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Free,
+    Operation,
+    Program,
+    SendRecv,
+    touched,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +39,23 @@ class Assembler:
 
     def __init__(self, hold: int = 0) -> None:
         self._hold = hold
-        self._touches = NamesOf(touched)
-        self._ends: dict[tuple[tuple[int, ...], tuple[int, ...]], _Ends] = {}
-        self._frees: dict[tuple[str, ...], Free] = {}
+        self._touched = cache(touched)
+        self._ends: dict[tuple[tuple[tuple[str, ...], ...], tuple[int, ...]], _Ends] = {}
+        self._free = cache(Free)
 
     def program(
         self, rank: int, operations: Sequence[Operation], buffers: Mapping[str, Buffer]
     ) -> Program:
-        names = [self._touches(op) for op in operations]
+        # Each rank has transfers of its own, and shares all else.
+        names = tuple(
+            touched(op) if isinstance(op, SendRecv) else self._touched(op) for op in operations
+        )
         attentions = (
             [at for at, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
             if self._hold
             else []
         )
-        # Equal names are the same object, as `NamesOf` makes them.
-        key = (tuple(map(id, names)), tuple(attentions))
+        key = (names, tuple(attentions))
         ends = self._ends.get(key)
         if ends is None:
             ends = self._ends[key] = self._find_ends(names, attentions, buffers)
@@ -76,11 +84,6 @@ class Assembler:
                 ending.setdefault(at + 1, []).append(name)
         frees = [(stop, self._free(tuple(ending[stop]))) for stop in sorted(ending)]
         return _Ends(last_use.keys(), tuple(frees))
-
-    def _free(self, names: tuple[str, ...]) -> Free:
-        if names not in self._frees:
-            self._frees[names] = Free(names)
-        return self._frees[names]
 
 
 def _in_order(buffers: Iterable[Buffer], used: Set[str]) -> Iterable[Buffer]:

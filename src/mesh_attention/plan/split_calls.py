@@ -20,18 +20,18 @@ from itertools import pairwise
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.program import Attend, Call, CallKind, Program
 
-__all__ = ["in_pieces", "pieces_of_attentions", "pieces_of_calls"]
+__all__ = ["split_calls", "split_long_calls", "splits_wanted"]
 
 _ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a piece: fewer would not fill a GPU twice
 
 
-def in_pieces(program: Program) -> Program:
-    wanted = pieces_of_attentions(program)
+def split_long_calls(program: Program) -> Program:
+    wanted = splits_wanted(program)
     table = program.buffer_table()
 
     def cut(op: Attend) -> Attend:
-        pieces = pieces_of_calls(op, op.q.num_heads(table[op.q.buffer]), wanted)
+        pieces = split_calls(op, op.q.num_heads(table[op.q.buffer]), wanted)
         calls = tuple(piece for of_call in pieces for piece in of_call)
         return replace(op, calls=calls) if len(calls) > len(op.calls) else op
 
@@ -41,14 +41,14 @@ def in_pieces(program: Program) -> Program:
     )
 
 
-def pieces_of_attentions(program: Program) -> int:
+def splits_wanted(program: Program) -> int:
     """Communications for each attention of the forward pass, rounded up."""
     attentions = sum(isinstance(op, Attend) for op in program.operations)
     communications = sum(map(is_communication, program.operations))
     return -(-communications // attentions) if attentions else 1
 
 
-def pieces_of_calls(op: Attend, heads: int, wanted: int) -> list[list[Call]]:
+def split_calls(op: Attend, heads: int, wanted: int) -> list[list[Call]]:
     """Each call of an attention, all together in so many pieces, or as many as can fill a GPU."""
     area = sum(_area(call) for call in op.calls)
     return [_pieces(call, heads, round(wanted * _area(call) / area)) for call in op.calls]

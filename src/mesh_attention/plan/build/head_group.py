@@ -1,8 +1,9 @@
-"""Strands: how heads and tokens are shared out before a method begins.
+"""Head groups: how heads and tokens are shared out before a method begins.
 
 With Ulysses degree U, U consecutive ranks form a *unit*: they swap tokens for heads, and then rank
 i of every unit holds all of the unit's tokens for the i-th slice of heads. The ranks with equal i
-are strand i; a method runs on each strand as if its units were ranks. U = 1 is one strand of all.
+are head group i; a method runs on each head group as if its units were ranks. U = 1 is one head
+group of all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
-from mesh_attention.plan.chunks import Chunk, by_heads, chunks_between
+from mesh_attention.plan.build.chunks import Chunk, by_heads, chunks_between
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.problem import Problem
-
-__all__ = ["Strand", "ulysses_degrees"]
 
 
 def ulysses_degrees(problem: Problem, num_ranks: int | None = None) -> list[int]:
@@ -32,23 +31,29 @@ def ulysses_degrees(problem: Problem, num_ranks: int | None = None) -> list[int]
     ]
 
 
+def chosen_degree(
+    problem: Problem, num_ranks: int, degree: int | None, ranks_per_node: int | None
+) -> int:
+    """The given degree, if it fits; left out: the largest up to 8 (or a node) that works."""
+    fits = ulysses_degrees(problem, num_ranks)
+    if degree is None:
+        return max(one for one in fits if one <= (ranks_per_node or 8))
+    if degree not in fits:
+        raise PlanError(
+            f"ulysses={degree} does not share out {problem.num_heads} heads "
+            f"({problem.kv_heads} KV heads) on {num_ranks} ranks; degrees that work: "
+            f"{', '.join(map(str, fits))}"
+        )
+    return degree
+
+
 @dataclass(frozen=True, slots=True)
-class Strand:
+class HeadGroup:
     problem: Problem
     q_layout: Layout
     kv_layout: Layout
     degree: int = 1
     index: int = 0
-
-    def __post_init__(self) -> None:
-        ranks = self.q_layout.num_ranks
-        fits = ulysses_degrees(self.problem, ranks)
-        if self.degree not in fits:
-            raise PlanError(
-                f"Ulysses degree {self.degree} does not share out {self.problem.num_heads} heads "
-                f"({self.problem.kv_heads} KV heads) on {ranks} ranks; degrees that work: "
-                f"{', '.join(map(str, fits))}"
-            )
 
     @property
     def num_units(self) -> int:
@@ -70,7 +75,7 @@ class Strand:
     def chunks(
         self, kind: Kind, count: int, slices: tuple[int, ...] | None = None
     ) -> tuple[Chunk, ...]:
-        """`count` chunks of rows for each slice of this strand's heads, given by KV heads."""
+        """`count` chunks of rows for each slice of this head group's heads, given by KV heads."""
         rows = chunks_between(self.halves(kind), count)
         if slices is None or len(slices) == 1:
             return rows
@@ -101,7 +106,7 @@ class Strand:
         return ((low, low + half), (high, high + half))
 
     def heads(self, kind: Kind) -> tuple[int, int]:
-        """This strand's heads; a KV head that serves several strands is held by each of them."""
+        """This head group's heads; a KV head that serves several is held by each of them."""
         size = self.problem.num_heads // self.degree
         first, last = self.index * size, (self.index + 1) * size
         if not kind.is_key_side:

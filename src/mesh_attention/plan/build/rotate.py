@@ -1,8 +1,8 @@
-"""Circulation: blocks that wander through a group by point-to-point steps.
+"""Rotations: blocks that go round a group by point-to-point steps.
 
-At step s a member holds block `blocks[s]`; step 0 is a block it has already. A route says, for
+At step s a member holds block `blocks[s]`; step 0 is a block it has already. A rotation says, for
 every later step, which member the block comes from and which earlier block is passed on to whom.
-While a block is being used, the next is already on its way. Results that belong to a block go home
+While a block is being used, the next is already on its way. Results that belong to a block go
 *direct* to its owner, or *travel* with it: each member adds its part and passes the sum on, and the
 last one hands it to the owner. The owner's own part never leaves.
 """
@@ -13,9 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import SendRecv
-
-__all__ = ["Hop", "Route", "double_ring", "hop", "ring"]
+from mesh_attention.plan.program import SendRecv, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Rotation:
     """The way of the blocks as one member sees it.
 
     blocks[s]    whose block (by member) it holds at step s; blocks[0] is its own
@@ -46,10 +44,10 @@ class Route:
         return len(self.blocks)
 
 
-def ring(member: int, size: int) -> Route:
+def ring(member: int, size: int) -> Rotation:
     """Every step one place on."""
     back, on = (member - 1) % size, (member + 1) % size
-    return Route(
+    return Rotation(
         member,
         tuple((member - s) % size for s in range(size)),
         tuple(Hop(s - 1, on, back) for s in range(1, size)),
@@ -57,7 +55,7 @@ def ring(member: int, size: int) -> Route:
     )
 
 
-def double_ring(member: int, size: int, inner: int) -> Route:
+def double_ring(member: int, size: int, inner: int) -> Rotation:
     """LoongTrain: once round the inner ring of `inner` members, then one hop of the outer ring.
 
     Member m sits at (m // inner, m % inner). The block that began an inner round makes the outer
@@ -76,7 +74,7 @@ def double_ring(member: int, size: int, inner: int) -> Route:
             hops.append(Hop(s - 1, at(x, y + 1), at(x, y - 1)))
         elif s:
             hops.append(Hop(s - inner, at(x + 1, y), at(x - 1, y)))
-    return Route(
+    return Rotation(
         member,
         tuple(at(x - r, y - t) for r, t in steps),
         tuple(hops),
@@ -85,12 +83,16 @@ def double_ring(member: int, size: int, inner: int) -> Route:
 
 
 def hop(
-    name: str, group: str, route: Route, step: int, pieces: Callable[[int], tuple[Piece, ...]]
+    task: Task,
+    group: str,
+    rotation: Rotation,
+    step: int,
+    pieces: Callable[[int], tuple[Piece, ...]],
 ) -> SendRecv:
     """The transfer that brings the block of a step; `pieces(s)` are the tensors of step s."""
-    way = route.hops[step - 1]
+    way = rotation.hops[step - 1]
     return SendRecv(
-        name,
+        task,
         group,
         way.to_member,
         pieces(way.send_step),

@@ -14,53 +14,60 @@ from functools import cache
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.chunks import Chunk, in_whole, stack_rows, whole_rows
-from mesh_attention.plan.home import Home, Route
+from mesh_attention.plan.build.chunks import Chunk, in_whole, stack_rows, whole_rows
+from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.reduce import ReduceBy, Reduction
 from mesh_attention.plan.layout import Spans
-from mesh_attention.plan.methods.strand import Strand
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import AllGather, AllToAll, Call, Merge, MergeRule, Move, Operation
-
-__all__ = ["MeshPass"]
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Call,
+    Merge,
+    MergeRule,
+    Move,
+    Operation,
+    Task,
+)
 
 EVERYONE = "all"
 
 
-class MeshPass(ABC):
-    """What forward and backward share: gathers of Q and KV, and the ways home."""
+class TilePass(ABC):
+    """What forward and backward share: gathers of Q and KV, and the reductions."""
 
     direction: Direction
     q_inputs: tuple[Kind, ...]  # what is gathered in the Q group
-    q_return: str  # task kinds of the ways home
-    kv_return: str | None
+    q_reduce_kind: str  # task kinds of the reductions
+    kv_reduce_kind: str | None
 
     def __init__(
         self,
-        strand: Strand,
+        head_group: HeadGroup,
         tile: Tile,
         chunks: tuple[int, int],
-        route: Route,
+        reduce_by: ReduceBy,
         *,
         slices: tuple[int, ...] = (1,),
     ) -> None:
-        self.strand = strand
-        self.problem = strand.problem
+        self.head_group = head_group
+        self.problem = head_group.problem
         self.tile = tile
         self.slices = slices  # of the heads: their sizes
-        self.q_chunks = strand.chunks(Kind.Q, chunks[0], slices)
-        self.kv_chunks = strand.chunks(Kind.K, chunks[1], slices)
-        self.q_route = route if tile.a > 1 else Route.LOCAL
-        kv_route = route if tile.rotation else Route.EXCHANGE
-        self.kv_route = kv_route if tile.b > 1 else Route.LOCAL
+        self.q_chunks = head_group.chunks(Kind.Q, chunks[0], slices)
+        self.kv_chunks = head_group.chunks(Kind.K, chunks[1], slices)
+        self.q_reduce_by = reduce_by if tile.a > 1 else ReduceBy.LOCAL
+        kv_reduce_by = reduce_by if tile.rotation else ReduceBy.EXCHANGE
+        self.kv_reduce_by = kv_reduce_by if tile.b > 1 else ReduceBy.LOCAL
         self.q_piece = cache(self._q_piece)
         self.kv_piece = cache(self._kv_piece)
         self.q_partial = cache(self._q_partial)
         self.kv_partial = cache(self._kv_partial)
         self.fetch_kv = cache(self._fetch_kv)
         self.gather_q = cache(self._gather_q)
-        self.q_home = cache(self._q_home)
-        self.kv_home = cache(self._kv_home)
-        self.own_rows = cache(strand.rows)
+        self.q_reduction = cache(self._q_reduction)
+        self.kv_reduction = cache(self._kv_reduction)
+        self.own_rows = cache(head_group.rows)
         # Chunks of the same rows and other heads share their rows.
         self._q_rows = cache(self._gathered_q_rows)
         self._kv_rows = cache(self._gathered_kv_rows)
@@ -88,15 +95,15 @@ class MeshPass(ABC):
     ) -> Operation: ...
 
     @abstractmethod
-    def return_q(self, i: int, home: Home) -> list[Operation]: ...
+    def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]: ...
 
-    def return_kv(self, j: int, home: Home) -> list[Operation]:
+    def reduce_kv(self, j: int, reduction: Reduction) -> list[Operation]:
         raise NotImplementedError
 
     # Groups.
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        tile, strand = self.tile, self.strand
+        tile, head_group = self.tile, self.head_group
         groups = {}
         if tile.a > 1:
             groups.update({f"Q{r}": tile.q_group(r) for r in range(tile.b)})
@@ -104,20 +111,22 @@ class MeshPass(ABC):
             groups.update({f"KV{c}": tile.kv_group(c) for c in range(tile.a)})
         if tile.b > 1 and not tile.rotation:
             groups[EVERYONE] = tuple(range(tile.num_ranks))
-        return {strand.group_name(name): strand.members(units) for name, units in groups.items()}
+        return {
+            head_group.group_name(name): head_group.members(units) for name, units in groups.items()
+        }
 
     # Operands of a compute task.
 
     def _q_piece(self, stem: str, i: int) -> Piece:
         chunk = self.q_chunks[i]
         if self.tile.a == 1:
-            return chunk.local(self.strand.local(Kind(stem)))
+            return chunk.local(self.head_group.local(Kind(stem)))
         return Piece(f"{stem}.{i}", 0, self.tile.a * chunk.size)
 
     def _kv_piece(self, stem: str, j: int) -> Piece:
         chunk = self.kv_chunks[j]
         if self.tile.b == 1:
-            return chunk.local(self.strand.local(Kind(stem)))
+            return chunk.local(self.head_group.local(Kind(stem)))
         return Piece(f"{stem}.{j}", 0, self.tile.b * chunk.size)
 
     def _q_partial(self, stem: str, i: int) -> Piece:
@@ -154,57 +163,57 @@ class MeshPass(ABC):
     def _gather_q(self, row: int, i: int) -> AllGather:
         chunk = self.q_chunks[i]
         moves = tuple(
-            Move(chunk.local(self.strand.local(kind)), self.q_piece(kind, i), chunk.cuts)
+            Move(chunk.local(self.head_group.local(kind)), self.q_piece(kind, i), chunk.cuts)
             for kind in self.q_inputs
         )
-        return AllGather(f"AG-Q-{i}", self.strand.group_name(f"Q{row}"), moves)
+        return AllGather(Task("AG-Q", (i,)), self.head_group.group_name(f"Q{row}"), moves)
 
     def _fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
         """Cached by tile column with rotation (any unit of it will do), else by unit."""
         chunk = self.kv_chunks[j]
-        name = f"AG-KV-{j}"
+        task = Task("AG-KV", (j,))
         if self.tile.rotation:
             moves = tuple(
-                Move(chunk.local(self.strand.local(kind)), self.kv_piece(kind, j), chunk.cuts)
+                Move(chunk.local(self.head_group.local(kind)), self.kv_piece(kind, j), chunk.cuts)
                 for kind in (Kind.K, Kind.V)
             )
-            return AllGather(name, self.strand.group_name(f"KV{self.tile.column(unit)}"), moves)
-        home = self.kv_home(unit, j)
-        assert home.owner_slots is not None
-        assert home.user_slots is not None
-        sends: list[tuple[Piece, ...]] = [()] * home.group_size
-        receives: list[tuple[Piece, ...]] = [()] * home.group_size
-        for user in home.user_slots:
+            return AllGather(task, self.head_group.group_name(f"KV{self.tile.column(unit)}"), moves)
+        reduction = self.kv_reduction(unit, j)
+        assert reduction.owner_slots is not None
+        assert reduction.user_slots is not None
+        sends: list[tuple[Piece, ...]] = [()] * reduction.group_size
+        receives: list[tuple[Piece, ...]] = [()] * reduction.group_size
+        for user in reduction.user_slots:
             sends[user] = tuple(
                 piece
                 for kind in (Kind.K, Kind.V)
-                for piece in chunk.local_stretches(self.strand.local(kind))
+                for piece in chunk.local_stretches(self.head_group.local(kind))
             )
-        for index, owner in enumerate(home.owner_slots):
+        for index, owner in enumerate(reduction.owner_slots):
             receives[owner] = tuple(
                 piece
                 for kind in (Kind.K, Kind.V)
                 for piece in in_whole(f"{kind}.{j}", index, self.tile.b, chunk)
             )
-        return AllToAll(name, home.group, tuple(sends), tuple(receives))
+        return AllToAll(task, reduction.group, tuple(sends), tuple(receives))
 
     def fetch_key(self, unit: int) -> int:
         """Units with the same key share the fragments of their KV side."""
         return self.tile.column(unit) if self.tile.rotation else unit
 
-    def _q_home(self, row: int, i: int) -> Home:
+    def _q_reduction(self, row: int, i: int) -> Reduction:
         a = self.tile.a
-        group = self.strand.group_name(f"Q{row}")
-        return Home(self.q_route, group, a, self.q_chunks[i], num_owners=a)
+        group = self.head_group.group_name(f"Q{row}")
+        return Reduction(self.q_reduce_by, group, a, self.q_chunks[i], num_owners=a)
 
-    def _kv_home(self, unit: int, j: int) -> Home:
+    def _kv_reduction(self, unit: int, j: int) -> Reduction:
         tile, chunk = self.tile, self.kv_chunks[j]
         if tile.rotation or tile.b == 1:
-            group = self.strand.group_name(f"KV{tile.column(unit)}")
-            return Home(self.kv_route, group, tile.b, chunk, num_owners=tile.b)
-        return Home(
-            Route.EXCHANGE,
-            self.strand.group_name(EVERYONE),
+            group = self.head_group.group_name(f"KV{tile.column(unit)}")
+            return Reduction(self.kv_reduce_by, group, tile.b, chunk, num_owners=tile.b)
+        return Reduction(
+            ReduceBy.EXCHANGE,
+            self.head_group.group_name(EVERYONE),
             tile.num_ranks,
             chunk,
             num_owners=tile.b,
@@ -216,11 +225,13 @@ class MeshPass(ABC):
         """Neutral partials of a Q chunk of which this rank computes nothing."""
         pieces = tuple(self.q_partial(stem, i) for stem, _ in self.q_partials())
         rule = MergeRule.SOFTMAX if self.direction is Direction.FORWARD else MergeRule.SUM
-        return Merge(f"{self.q_return}-{i}.empty", rule, (), pieces)
+        return Merge(Task(self.q_reduce_kind, (i,), "empty"), rule, (), pieces)
 
     def empty_kv(self, j: int) -> list[Operation]:
+        assert self.kv_reduce_kind is not None
+        task = Task(self.kv_reduce_kind, (j,), "empty")
         return [
-            Merge(f"{self.kv_return}-{j}.empty", MergeRule.SUM, (), (self.kv_partial(stem, j),))
+            Merge(task, MergeRule.SUM, (), (self.kv_partial(stem, j),))
             for stem, _ in self.kv_partials()
         ]
 
@@ -238,7 +249,7 @@ class MeshPass(ABC):
                 self._add(made, f"{kind}.{chunk.index}", kind, rows, chunk)
             for stem, kind in self.q_partials():
                 self._add_partial(made, f"{stem}.{chunk.index}", kind, rows, chunk)
-                if self.q_route is Route.REDUCE_SCATTER and kind is Kind.LSE:
+                if self.q_reduce_by is ReduceBy.REDUCE_SCATTER and kind is Kind.LSE:
                     self._add(made, f"{stem}.{chunk.index}.all", kind, rows, chunk)
         return made
 
@@ -258,13 +269,13 @@ class MeshPass(ABC):
         own_q, own_kv = (self.own_rows(kind, unit) for kind in (Kind.Q, Kind.K))
         for chunk in self.q_chunks:
             q_rows = stack_rows(own_q, self.tile.a, chunk)
-            for stem, kind in self.q_partials() if self.q_route is not Route.LOCAL else ():
-                if self.q_route is Route.EXCHANGE or kind is Kind.LSE:
+            for stem, kind in self.q_partials() if self.q_reduce_by is not ReduceBy.LOCAL else ():
+                if self.q_reduce_by is ReduceBy.EXCHANGE or kind is Kind.LSE:
                     name = f"{stem}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
                     self._add(made, f"{name}.in", kind, q_rows, chunk)
-        for chunk in self.kv_chunks if self.kv_route is Route.EXCHANGE else ():
-            copies = self.kv_home(self.fetch_key(unit), chunk.index).num_copies
+        for chunk in self.kv_chunks if self.kv_reduce_by is ReduceBy.EXCHANGE else ():
+            copies = self.kv_reduction(self.fetch_key(unit), chunk.index).num_copies
             kv_rows = stack_rows(own_kv, copies, chunk)
             for stem, kind in self.kv_partials():
                 self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, kv_rows, chunk)
@@ -286,7 +297,7 @@ class MeshPass(ABC):
         made[name] = Buffer(name, kind, rows, self._heads(kind, chunk), self.precision_of(kind))
 
     def _heads(self, kind: Kind, chunk: Chunk) -> tuple[int, int]:
-        first, last = self.strand.heads(kind)
+        first, last = self.head_group.heads(kind)
         if chunk.heads is None:
             return first, last
         return first + chunk.heads[0], first + chunk.heads[1]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem import Problem
 
-__all__ = ["HeadsAtOnce", "sizes_for", "slice_sizes", "usual_heads"]
-
-HeadsAtOnce = tuple[int, int]  # most KV heads of the first and last slice, and of any
+HeadSlices = tuple[int, int]  # most KV heads of the first and last slice, and of any
 _GROWTH = 1.6
+_ROWS_PER_CHUNK = 4096  # fewer rows a side and kernels lose speed; more and less can overlap
+_ROWS_AND_HEADS = 128 * 132 * 2  # two rounds of 128 queries for every multiprocessor of an H100
 
 
 def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
     return (*rising, *level, *reversed(rising))
 
 
-def usual_heads(problem: Problem, degree: int = 1) -> HeadsAtOnce | None:
+def usual_heads(problem: Problem, degree: int = 1) -> HeadSlices | None:
     """About eight slices of those that a rank holds, and small ones at both ends."""
     held = max(1, problem.kv_heads // degree)
     if held == 1:
@@ -44,7 +44,7 @@ def usual_heads(problem: Problem, degree: int = 1) -> HeadsAtOnce | None:
 
 
 def sizes_for(
-    problem: Problem, degree: int, heads: HeadsAtOnce | None, name: str = "heads_at_once"
+    problem: Problem, degree: int, heads: HeadSlices | None, name: str = "head_slices"
 ) -> tuple[int, ...]:
     """Sizes of the slices of the KV heads that one of `degree` ranks of a unit holds."""
     held = max(1, problem.kv_heads // degree)
@@ -58,3 +58,25 @@ def sizes_for(
             f"largest, 1 <= first <= largest <= {where}"
         )
     return slice_sizes(held, first, most)
+
+
+def suggested_cut(
+    problem: Problem, num_ranks: int, tile: tuple[int, int], degree: int
+) -> tuple[tuple[int, int], HeadSlices | None]:
+    """Slices of heads that fill a GPU, where there are several heads. Otherwise up to 4x4 chunks,
+    as long as every chunk keeps enough rows for a kernel."""
+    q_rows, kv_rows = (
+        side * degree * tokens // num_ranks
+        for side, tokens in zip(tile, (problem.q_tokens, problem.keys), strict=True)
+    )
+    if num_ranks == degree:
+        return (1, 1), None  # nothing is gathered
+    heads = usual_heads(problem, degree)
+    if heads is None:
+        kq, kkv = (min(4, max(1, rows // _ROWS_PER_CHUNK)) for rows in (q_rows, kv_rows))
+        return (kq, kkv), None
+    least = -(-_ROWS_AND_HEADS // (max(1, q_rows) * problem.heads_per_kv_head))
+    most = max(heads[1], least)
+    if 2 * most > problem.kv_heads // degree:
+        return (1, 1), None
+    return (1, 1), (max(1, most // 4), most)

@@ -1,4 +1,4 @@
-"""Where each workspace buffer lies: offsets from lifetimes, known before anything runs.
+"""Where each workspace buffer lies, and how many bytes live at once: known before anything runs.
 
 Largest buffers first, each at the lowest offset at which no buffer that lives at the same time
 lies. Offsets are for one batch element; a batch of B multiplies them.
@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Free, Program, writes
-
-__all__ = ["ALIGNMENT_BYTES", "WorkspaceMap", "workspace_map"]
+from mesh_attention.plan.program import Free, Program, writes, written
 
 ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vector load
 
@@ -67,3 +65,22 @@ def _lifetimes(program: Program) -> dict[str, tuple[int, int]]:
                 born.setdefault(piece.buffer, at)
     end = len(program.operations)
     return {name: (at, freed.get(name, end)) for name, at in born.items()}
+
+
+def peak_buffer_bytes(program: Program, problem: Problem) -> int:
+    """The most workspace bytes alive at once: from a buffer's first write to its free."""
+    sizes = {b.name: b.num_bytes(problem) for b in program.buffers if b.role is Role.WORKSPACE}
+    live: set[str] = set()
+    held = peak = 0
+    for op in program.operations:
+        if isinstance(op, Free):
+            for name in live.intersection(op.buffers):
+                held -= sizes[name]
+                live.discard(name)
+            continue
+        for name in written(op):
+            if name in sizes and name not in live:
+                live.add(name)
+                held += sizes[name]
+        peak = max(peak, held)
+    return peak

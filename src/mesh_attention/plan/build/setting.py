@@ -1,0 +1,144 @@
+"""What a person can choose about a method: each option said once, with its help and its default.
+
+A setting is a frozen dataclass; its fields are the options. Flags of the command line, their help,
+`docs/methods.md` and validation are all made from the fields, so a new option touches nothing but
+its setting. Options of one method stand with its builder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import flag, number, pair, real
+from mesh_attention.plan.build.key_ring import Gradients
+from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.build.slices import HeadSlices
+from mesh_attention.plan.build.tile_tasks import Scheduler
+from mesh_attention.plan.layout import LayoutKind
+
+
+def option(default: Any, help: str, metavar: str = "N") -> Any:
+    """A field of a setting: `help` is what people read, `metavar` how its value is written."""
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a setting, as the command line, the docs and validation read it."""
+
+    name: str
+    type: Any  # bool, int, float, a pair of int, or a StrEnum
+    default: Any
+    help: str
+    metavar: str
+
+    def read(self, value: Any) -> Any:
+        """The value as declared, or a refusal that names the option; None where that is allowed."""
+        if value is None and self.default is None:
+            return None
+        if get_origin(self.type) is tuple:
+            return pair(self.name, value)
+        simple = {bool: flag, int: number, float: real}.get(self.type)
+        if simple is not None:
+            return simple(self.name, value)  # type: ignore[operator]
+        if issubclass(self.type, StrEnum):
+            try:
+                return self.type(value)
+            except ValueError:
+                known = ", ".join(self.type)
+                raise PlanError(f"{self.name}={value!r} is unknown; known: {known}") from None
+        if not isinstance(value, self.type):
+            raise PlanError(f"{self.name}={value!r}: must be a {self.type.__name__}")
+        return value
+
+
+def options_of(setting: type[Setting]) -> Iterator[Option]:
+    """
+    >>> [option.name for option in options_of(Setting)]
+    ['layout', 'stripe_block', 'gather_out', 'ranks_per_node']
+    """
+    kinds = get_type_hints(setting)
+    for one in fields(setting):
+        kind = kinds[one.name]
+        members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        declared = next(member for member in members if member is not NoneType)
+        yield Option(one.name, declared, one.default, one.metadata["help"], one.metadata["metavar"])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of every method; None means: choose for me."""
+
+    layout: LayoutKind | None = option(
+        None, "contiguous, zigzag or striped; left out: zigzag under a mask", "NAME"
+    )
+    stripe_block: int = option(1, "tokens of one stripe")
+    gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
+    ranks_per_node: int | None = option(
+        None, "for the mapping, and for the choices that depend on nodes"
+    )
+
+
+@dataclass(frozen=True)
+class CombineSetting(Setting):
+    """An option of methods that reduce partial results in teams."""
+
+    combine: Combine = option(
+        Combine.AUTO, "partial results reach their owners by `exchange` or `reduce-scatter`", "NAME"
+    )
+
+
+@dataclass(frozen=True)
+class TileSetting(CombineSetting):
+    """Options of methods on a tile grid."""
+
+    tile: tuple[int, int] | None = option(
+        None, "a x b, with a times b the number of ranks (of units of `ulysses` ranks)", "AxB"
+    )
+    alpha: int | None = option(
+        None, "a node is an alpha-wide patch of the tile grid (needs `ranks_per_node`)"
+    )
+
+
+@dataclass(frozen=True)
+class RotationSetting(Setting):
+    """An option of methods whose keys rotate."""
+
+    gradients: Gradients = option(
+        Gradients.TRAVEL, "dK and dV `travel` with their block, or go `direct` to the owner", "NAME"
+    )
+
+
+@dataclass(frozen=True)
+class CutSetting(Setting):
+    """Options of methods that gather: how finely what is gathered is cut, and in what order.
+
+    Where neither chunks nor head slices are given, both are chosen by the size of the problem.
+    """
+
+    chunks: tuple[int, int] | None = option(
+        None,
+        "kq x kkv chunks that communication and computation overlap by; at most 16, 1x1 is uncut",
+        "KQxKKV",
+    )
+    backward_chunks: tuple[int, int] | None = option(
+        None, "the chunks of the backward pass, if others", "KQxKKV"
+    )
+    head_slices: HeadSlices | None = option(
+        None, "KV heads of the first slice of heads and of the largest (`slices.md`)", "FIRSTxMOST"
+    )
+    backward_head_slices: HeadSlices | None = option(
+        None, "the same for the backward pass, if others", "FIRSTxMOST"
+    )
+    scheduler: Scheduler = option(
+        Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"
+    )
+    gamma: float = option(1.05, "how far the greedy scheduler fills a step", "X")
+    max_memory_bytes: int | None = option(
+        None, "cap on the workspace of each pass; the schedule keeps to it or refuses", "BYTES"
+    )

@@ -1,0 +1,164 @@
+"""What methods on a tile grid share: layouts, devices, head groups, and the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.assignment import Tile, patch_devices, tiles_of
+from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
+from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.lowerings import Lowerings
+from mesh_attention.plan.build.reduce import Combine, ReduceBy
+from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
+from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.problem import Problem
+
+
+@dataclass(frozen=True)
+class SharedOptions(Setting):
+    """What does not depend on how a method moves its blocks."""
+
+    method: str = ""
+    combine: Combine = Combine.AUTO
+    alpha: int | None = None
+    ulysses: int = 1
+
+
+def shared_options(method: str, setting: Setting, *, ulysses: int | None = None) -> SharedOptions:
+    """What a setting says about what methods share, by name; the degree, where given, is
+    the one that was chosen."""
+    names = {field.name for field in fields(SharedOptions)}
+    given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
+    if ulysses is not None:
+        given["ulysses"] = ulysses
+    return SharedOptions(**given, method=method)
+
+
+def check_ranks(num_ranks: int, ranks_per_node: int | None) -> None:
+    if num_ranks < 1:
+        raise PlanError(f"ranks={num_ranks}: must be at least 1")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise PlanError(f"ranks_per_node={ranks_per_node}: must be at least 1")
+
+
+def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple[Layout, Layout]:
+    kind = shared.layout
+    if kind is None:
+        kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+    q, kv = (
+        Layout(kind, tokens, num_ranks, shared.stripe_block)
+        for tokens in (problem.q_tokens, problem.keys)
+    )
+    return q, kv
+
+
+def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
+    """The physical rank of each logical one: in order, or by patches of the tile grid."""
+    p, degree = shared.ranks_per_node, shared.ulysses
+    if shared.alpha is None:
+        return tuple(range(tile.num_ranks * degree))
+    if p is None:
+        raise PlanError("alpha needs ranks_per_node: it is the width of a node's patch of tiles")
+    if shared.alpha < 1:
+        raise PlanError(f"alpha={shared.alpha}: must be at least 1")
+    if p % degree:
+        raise PlanError(
+            f"alpha with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
+            "leave alpha out"
+        )
+    units = patch_devices(tile.a, tile.b, p // degree, shared.alpha)
+    return tuple(unit * degree + i for unit in units for i in range(degree))
+
+
+def reduce_by(shared: SharedOptions, tile: Tile, devices: tuple[int, ...]) -> ReduceBy:
+    """Auto: partials that a reduce-scatter would add inside a node should not each leave it."""
+    if shared.combine is not Combine.AUTO:
+        return ReduceBy(shared.combine.value)
+    p = shared.ranks_per_node
+    if p is None:
+        return ReduceBy.EXCHANGE
+    groups = [tile.q_group(r) for r in range(tile.b)]
+    inside = all(len({devices[g * shared.ulysses] // p for g in group}) == 1 for group in groups)
+    return ReduceBy.EXCHANGE if inside else ReduceBy.REDUCE_SCATTER
+
+
+def squarest(ranks: int) -> tuple[int, int]:
+    a = max((a for a in range(1, ranks + 1) if ranks % a == 0 and a * a <= ranks), default=1)
+    return a, max(1, ranks // a)
+
+
+def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Tile:
+    """A tile of the grid of all units, or a refusal that names those that fit."""
+    tile = Tile(*shape, rotation)
+    if tile.num_ranks != units:
+        raise PlanError(
+            f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
+            f"tiles that fit: {tiles_of(units)}"
+        )
+    return tile
+
+
+class TilePlanner:
+    """The parts of a plan that do not depend on how a method moves its blocks."""
+
+    def __init__(self, problem: Problem, num_ranks: int, shared: SharedOptions, tile: Tile) -> None:
+        check_ranks(num_ranks, shared.ranks_per_node)
+        self._problem = problem
+        self._shared = shared
+        self._layouts = layouts_of(problem, num_ranks, shared)
+        self._devices = devices_of(tile, shared)
+        self.lowerings = Lowerings(*self._layouts, problem.rows)
+
+    def tile_passes(
+        self,
+        direction: Direction,
+        tile: Tile,
+        chunks: tuple[int, int] = (1, 1),
+        slices: tuple[int, ...] = (1,),
+    ) -> list[TilePass]:
+        """One pass on each head group."""
+        shared = self._shared
+        by = reduce_by(shared, tile, self._devices)
+        groups = [
+            HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
+            for index in range(shared.ulysses)
+        ]
+        if direction is Direction.FORWARD:
+            return [TileForward(group, tile, chunks, by, slices=slices) for group in groups]
+        out = shared.gather_out
+        return [
+            TileBackward(group, tile, chunks, by, gather_out=out, slices=slices) for group in groups
+        ]
+
+    def plan(self, passes: Iterable[Pass]) -> Plan:
+        return Plan(
+            self._problem,
+            *self._layouts,
+            tuple(passes),
+            devices=self._devices,
+            ranks_per_node=self._shared.ranks_per_node,
+            method=self._shared.method,
+        )
+
+
+def plan_by(
+    problem: Problem,
+    num_ranks: int,
+    shared: SharedOptions,
+    tile: Tile,
+    directions: tuple[Direction, ...],
+    builder: Callable[[TilePass, Lowerings], UnitBuilder],
+) -> Plan:
+    """A plan whose units are made by `builder` from a pass that is not cut."""
+    planner = TilePlanner(problem, num_ranks, shared, tile)
+    return planner.plan(
+        with_exchanges(
+            [builder(one, planner.lowerings) for one in planner.tile_passes(direction, tile)]
+        )
+        for direction in directions
+    )

@@ -1,0 +1,111 @@
+"""A question is what a plan answers: a problem, a number of ranks, a method and its options.
+
+This is the one place that turns what people write into a question, so the command line, `make_plan`
+and `ContextParallel` make the same plan from the same words. An option that is None was not given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import flag, number
+from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.plan import Direction, Plan, a_direction
+from mesh_attention.plan.problem import Problem
+
+BOTH = (Direction.FORWARD, Direction.BACKWARD)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Equal questions have equal plans, on every rank."""
+
+    problem: Problem
+    num_ranks: int
+    method: str
+    setting: Setting
+    directions: tuple[Direction, ...] = BOTH
+
+    def plan(self) -> Plan:
+        build = METHODS[self.method].build
+        return build(self.problem, self.num_ranks, self.setting, self.directions)
+
+
+def ask(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Question:
+    """Every option is used, or refused by name."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    num_ranks = number("ranks", num_ranks)
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
+    if isinstance(directions, str):
+        raise PlanError(f"directions={directions!r}: must be a tuple of passes")
+    known = METHODS[method].options()
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise PlanError(
+            f"method {method} has no option {unknown[0]!r}; its options: {', '.join(known)}"
+        )
+    given = {name: known[name].read(x) for name, x in options.items() if x is not None}
+    setting = METHODS[method].setting(**given)
+    return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
+
+
+def make_plan(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Plan:
+    """The plan of a method; every option is used, or refused by name.
+
+    >>> plan = make_plan(Problem(q_tokens=64, num_heads=2, head_dim=8), 4, tile=(2, 2))
+    >>> plan.num_ranks, plan.forward.setting["tile"]
+    (4, '2x2')
+    """
+    return ask(problem, num_ranks, method=method, directions=directions, **options).plan()
+
+
+def attention_mask(
+    *, causal: bool, mask: Mask | None = None, window_size: tuple[int, int] | None = None
+) -> Mask:
+    """One mask from the ways to say it; contradictions are refused."""
+    flag("causal", causal)
+    window = _window(window_size)
+    if mask is not None and not isinstance(mask, Mask):
+        raise PlanError(f"mask={mask!r}: must be a Mask, such as Mask(causal=True)")
+    if mask is None:
+        return Mask(causal=causal, window=window)
+    if window is not None:
+        raise PlanError("give the window either as window_size or inside mask, not both")
+    if causal and not mask.causal:
+        raise PlanError("causal=True contradicts a mask that is not causal; say it in the mask")
+    return mask
+
+
+def _window(size: Any) -> tuple[int | None, int | None] | None:
+    """flash-attn's window: -1 is no limit."""
+    if size is None:
+        return None
+    try:
+        left, right = (number("window_size", side, least=-1) for side in size)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"window_size={size!r}: give (left, right), -1 for no limit") from None
+    if (left, right) == (-1, -1):
+        return None
+    return (None if left == -1 else left, None if right == -1 else right)
