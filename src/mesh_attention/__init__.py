@@ -30,7 +30,7 @@ _HOMES = {
     "Plan": ("mesh_attention.plan.plan", "Plan"),
     "Problem": ("mesh_attention.plan.problem", "Problem"),
     "count": ("mesh_attention.plan.count", "count"),
-    "make_plan": ("mesh_attention.plan.methods.table", "make_plan"),
+    "make_plan": ("mesh_attention.plan.question", "make_plan"),
     "mesh_attention": ("mesh_attention.functional", "mesh_attention"),
     "register_kernel": ("mesh_attention.kernels", "register"),
     "release": ("mesh_attention.functional", "release"),

@@ -6,6 +6,7 @@ paths through the sets that can be reached; the heaviest task on the lightest pa
 
 from __future__ import annotations
 
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule import MemoryModel, TaskGraph
 
 
@@ -14,24 +15,24 @@ def least_peak_bytes(graph: TaskGraph, model: MemoryModel) -> int:
     before = graph.needs()
     for task in graph.communication:
         if not task.needs:
-            before[task.name] = tuple(
-                other.name
+            before[task.task] = tuple(
+                other.task
                 for other in graph.communication
                 if other.kind == task.kind and not other.needs and other.index < task.index
             )
     names = frozenset(before)
-    to_go: dict[frozenset[str], int] = {names: 0}
+    to_go: dict[frozenset[Task], int] = {names: 0}
 
-    def visit(done: frozenset[str]) -> int:
+    def visit(done: frozenset[Task]) -> int:
         if done not in to_go:
             to_go[done] = min(
                 max(peak_of(done, name), visit(done | {name}))
-                for name in sorted(names - done)
+                for name in sorted(names - done, key=str)
                 if done.issuperset(before[name])
             )
         return to_go[done]
 
-    def peak_of(done: frozenset[str], name: str) -> int:
+    def peak_of(done: frozenset[Task], name: Task) -> int:
         """Bytes live at each operation of `name`, straight from the definition."""
         peak = 0
         for position in range(len(model.touches[name])):
@@ -45,7 +46,7 @@ def least_peak_bytes(graph: TaskGraph, model: MemoryModel) -> int:
     return visit(frozenset())
 
 
-def peak_by_definition(model: MemoryModel, order: tuple[str, ...]) -> int:
+def peak_by_definition(model: MemoryModel, order: tuple[Task, ...]) -> int:
     """First and last operation of every buffer in the flat list of operations."""
     flat = [op for name in order for op in model.touches.get(name, ())]
     used = {b: [i for i, op in enumerate(flat) if b in op] for b in model.buffer_bytes}

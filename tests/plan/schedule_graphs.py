@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule import (
     CommunicationTask,
     ComputeTask,
@@ -18,26 +19,39 @@ from mesh_attention.plan.schedule import (
 Cost = Callable[[str], float]
 ComputeCost = Callable[[int, int], float | None]
 Builder = Callable[[int, int, Cost, ComputeCost], TaskGraph]
+Touches = dict[Task, tuple[tuple[str, ...], ...]]
+
+
+def tasks(*names: str) -> tuple[Task, ...]:
+    return tuple(map(Task.parse, names))
+
+
+def communication(name: str, cost: float, *needs: str) -> CommunicationTask:
+    return CommunicationTask(Task.parse(name), cost, tasks(*needs))
+
+
+def compute(name: str, cost: float, *needs: str) -> ComputeTask:
+    return ComputeTask(Task.parse(name), cost, tasks(*needs))
 
 
 def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
     """AG-KV, AG-Q, C, RS-Q; `cost` is asked by task name, `compute_cost` by (q, kv)."""
-    compute = _compute(kq, kkv, compute_cost)
+    found = _compute(kq, kkv, compute_cost)
     return TaskGraph(
         (
             *_gathers("AG-KV", kkv, cost),
             *_gathers("AG-Q", kq, cost),
-            *_reductions("RS-Q", [[c for c in compute if c.q_chunk == i] for i in range(kq)], cost),
+            *_reductions("RS-Q", [[c for c in found if c.q_chunk == i] for i in range(kq)], cost),
         ),
-        compute,
+        found,
     )
 
 
 def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
     """As forward, with RS-dQ a row and RS-dKV a column of compute tasks."""
-    compute = _compute(kq, kkv, compute_cost)
-    rows = [[c for c in compute if c.q_chunk == i] for i in range(kq)]
-    columns = [[c for c in compute if c.kv_chunk == j] for j in range(kkv)]
+    found = _compute(kq, kkv, compute_cost)
+    rows = [[c for c in found if c.q_chunk == i] for i in range(kq)]
+    columns = [[c for c in found if c.kv_chunk == j] for j in range(kkv)]
     return TaskGraph(
         (
             *_gathers("AG-KV", kkv, cost),
@@ -45,7 +59,7 @@ def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> 
             *_reductions("RS-dQ", rows, cost),
             *_reductions("RS-dKV", columns, cost),
         ),
-        compute,
+        found,
     )
 
 
@@ -75,7 +89,7 @@ def random_graph(rng: Random, *, largest: int = 4, integer: bool = False) -> Tas
 def random_memory(rng: Random, graph: TaskGraph) -> MemoryModel:
     """Gathered chunks with staging, accumulators that live until their reduction, scratch."""
     sizes: dict[str, int] = {}
-    touches: dict[str, tuple[tuple[str, ...], ...]] = {}
+    touches: Touches = {}
 
     def buffer(name: str) -> str:
         sizes.setdefault(name, rng.randint(0, 9))
@@ -84,41 +98,41 @@ def random_memory(rng: Random, graph: TaskGraph) -> MemoryModel:
     for task in graph.communication:
         if task.needs:
             accumulator = buffer(f"acc {task.kind} {task.index}")
-            touches[task.name] = ((accumulator, buffer(f"send {task.name}")),)
+            touches[task.task] = ((accumulator, buffer(f"send {task.task}")),)
         else:
-            staging, chunk = buffer(f"staging {task.name}"), buffer(f"chunk {task.name}")
-            touches[task.name] = ((staging,), (staging, chunk))
+            staging, chunk = buffer(f"staging {task.task}"), buffer(f"chunk {task.task}")
+            touches[task.task] = ((staging,), (staging, chunk))
     for c in graph.compute:
         chunks = tuple(buffer(f"chunk {need}") for need in c.needs)
         accumulators = tuple(
             buffer(f"acc {task.kind} {task.index}")
             for task in graph.communication
-            if c.name in task.needs
+            if c.task in task.needs
         )
-        scratch = buffer(f"scratch {c.name}")
-        touches[c.name] = ((*chunks, scratch), (scratch, *accumulators))
+        scratch = buffer(f"scratch {c.task}")
+        touches[c.task] = ((*chunks, scratch), (scratch, *accumulators))
     return MemoryModel(sizes, touches)
 
 
 def chunk_memory(graph: TaskGraph, *, q_bytes: int, kv_bytes: int) -> MemoryModel:
     """Equal chunks: 16-bit inputs and sends, accumulators of twice their size."""
     sizes: dict[str, int] = {}
-    touches: dict[str, tuple[tuple[str, ...], ...]] = {}
+    touches: Touches = {}
     for task in graph.communication:
         chunk_bytes = kv_bytes if task.kind.endswith("KV") else q_bytes
         if task.needs:
-            sizes |= {f"acc {task.name}": 2 * chunk_bytes, f"send {task.name}": chunk_bytes}
-            touches[task.name] = (
-                (f"acc {task.name}", f"send {task.name}"),
-                (f"send {task.name}",),
+            sizes |= {f"acc {task.task}": 2 * chunk_bytes, f"send {task.task}": chunk_bytes}
+            touches[task.task] = (
+                (f"acc {task.task}", f"send {task.task}"),
+                (f"send {task.task}",),
             )
         else:
-            sizes[f"chunk {task.name}"] = chunk_bytes
-            touches[task.name] = ((f"chunk {task.name}",),)
+            sizes[f"chunk {task.task}"] = chunk_bytes
+            touches[task.task] = ((f"chunk {task.task}",),)
     for c in graph.compute:
         inputs = tuple(f"chunk {need}" for need in c.needs)
-        results = tuple(f"acc {t.name}" for t in graph.communication if c.name in t.needs)
-        touches[c.name] = ((*inputs, *results),)
+        results = tuple(f"acc {t.task}" for t in graph.communication if c.task in t.needs)
+        touches[c.task] = ((*inputs, *results),)
     return MemoryModel(sizes, touches)
 
 
@@ -128,19 +142,18 @@ def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[ComputeTask,
         for kv in range(kkv):
             cost = compute_cost(q, kv)
             if cost is not None:
-                needs = (f"AG-Q-{q}", f"AG-KV-{kv}")
-                found.append(ComputeTask(f"C-{q}-{kv}", q, kv, cost, needs))
+                found.append(compute(f"C-{q}-{kv}", cost, f"AG-Q-{q}", f"AG-KV-{kv}"))
     return tuple(found)
 
 
 def _gathers(kind: str, count: int, cost: Cost) -> list[CommunicationTask]:
-    return [CommunicationTask(f"{kind}-{i}", kind, i, cost(f"{kind}-{i}")) for i in range(count)]
+    return [communication(f"{kind}-{i}", cost(f"{kind}-{i}")) for i in range(count)]
 
 
 def _reductions(kind: str, inputs: list[list[ComputeTask]], cost: Cost) -> list[CommunicationTask]:
     """A chunk with nothing computed has nothing to reduce."""
     return [
-        CommunicationTask(f"{kind}-{i}", kind, i, cost(f"{kind}-{i}"), tuple(c.name for c in row))
+        CommunicationTask(Task(kind, (i,)), cost(f"{kind}-{i}"), tuple(c.task for c in row))
         for i, row in enumerate(inputs)
         if row
     ]

@@ -30,7 +30,7 @@ from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program
+from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule import Schedule, greedy
 from mesh_attention.plan.schedule.tasks import Costs
@@ -174,7 +174,7 @@ def test_schedulers_are_not_compared_where_transfers_feed_each_other() -> None:
     assert isinstance(gather, AllGather)
     passed_on = dataclasses.replace(
         gather,
-        name="AG-Q-1",
+        task=Task("AG-Q", (1,)),
         moves=tuple(
             dataclasses.replace(move, part=move.whole, whole=move.part) for move in gather.moves
         ),

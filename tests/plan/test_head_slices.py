@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from mesh_attention.plan.build.cutting import suggested_cut
 
 from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.slices import slice_sizes, usual_heads
+from mesh_attention.plan.build.slices import slice_sizes, suggested_cut, usual_heads
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward
 from mesh_attention.plan.schedule import Schedule, follow_each_other
@@ -48,7 +48,7 @@ def test_slices_follow_each_other() -> None:
 def test_what_begins_inside_a_slice_stays_there() -> None:
     one = Schedule.parse("1 AG-0\n2 AG-1 + C-0\n3 RS-0 + C-1\n4 RS-1")
     two = Schedule.parse("1 AG-2\n2 AG-3 + C-2\n3 RS-2 + C-3\n4 RS-3")
-    assert [*follow_each_other([one, two]).order()] == [
+    assert [str(task) for task in follow_each_other([one, two]).order()] == [
         *("AG-0", "AG-2", "AG-1", "C-0", "RS-0", "C-1"),
         *("RS-1", "AG-3", "C-2", "RS-2", "C-3", "RS-3"),
     ]
@@ -120,29 +120,37 @@ def test_a_cut_is_suggested_by_size() -> None:
     assert suggested_cut(LONG, 8, (1, 1), 8) == ((1, 1), None)  # nothing is gathered
     grouped = Problem(1 << 19, 64, 128, num_kv_heads=8)
     assert suggested_cut(grouped, 64, (8, 8), 1) == ((1, 1), (1, 1))
-    plan = make_plan(LONG, 64, auto_cut=True)
+    plan = make_plan(LONG, 64)
     assert plan.forward.setting["head_slices"].startswith("2+3+5")
-    with pytest.raises(PlanError, match="give either it or chunks"):
-        make_plan(LONG, 64, auto_cut=True, chunks=(2, 2))
+
+
+@pytest.mark.parametrize("name", ["chunks", "backward_chunks"])
+def test_where_a_cut_is_given_nothing_is_chosen(name: str) -> None:
+    given: dict[str, Any] = {name: (2, 2)}
+    plan = make_plan(LONG, 64, **given)
+    assert plan.backward.setting["chunks"] == "2x2"
+    assert plan.forward.setting["chunks"] == ("2x2" if name == "chunks" else "1x1")
+    for one in plan.passes:
+        assert "head_slices" not in one.setting
+    with_slices = make_plan(LONG, 64, head_slices=(64, 64))
+    assert {one.setting["chunks"] for one in with_slices.passes} == {"1x1"}
 
 
 def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
     problem = Problem(1 << 16, 32, 64)
-    free = make_plan(problem, 16, tile=(4, 4), auto_cut=True)
+    free = make_plan(problem, 16, tile=(4, 4))
     largest = max(peaks(free))
     for share in (2, 3):
-        plan = make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=largest // share)
+        plan = make_plan(problem, 16, tile=(4, 4), max_memory_bytes=largest // share)
         assert max(peaks(plan)) <= largest // share
         assert verify(plan) == []
         assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
     tight = peaks(make_plan(problem, 16, tile=(4, 4), head_slices=(1, 1)))
-    under = make_plan(
-        problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=max(tight) * 9 // 10
-    )
+    under = make_plan(problem, 16, tile=(4, 4), max_memory_bytes=max(tight) * 9 // 10)
     assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
     assert max(peaks(under)) <= max(tight) * 9 // 10
     with pytest.raises(PlanError, match="smallest cap"):
-        make_plan(problem, 16, tile=(4, 4), auto_cut=True, max_memory_bytes=1 << 20)
+        make_plan(problem, 16, tile=(4, 4), max_memory_bytes=1 << 20)
 
 
 def test_the_option_that_is_wrong_is_named() -> None:

@@ -11,9 +11,10 @@ from plan_cases import random_problem, random_setting
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.count import count, peak_buffer_bytes
+from mesh_attention.plan.build.tile_tasks import Scheduler
+from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh import MeshSetting, Scheduler, plan_mesh
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
@@ -21,6 +22,7 @@ from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, r
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule import MemoryCapError
 from mesh_attention.plan.verify import verify
+from mesh_attention.plan.workspace import peak_buffer_bytes
 
 
 def peak(plan: Plan) -> int:
@@ -69,7 +71,7 @@ def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program
         plan = plan_mesh(random_problem(rng, n), n, random_setting(rng, n))
         for one in plan.passes:
             for program in one.programs:
-                assert peak_buffer_bytes(plan, program) == peak_by_definition(plan, program)
+                assert peak_buffer_bytes(program, plan.problem) == peak_by_definition(plan, program)
 
 
 @pytest.mark.parametrize("method", METHODS)

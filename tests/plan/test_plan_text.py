@@ -14,7 +14,7 @@ from mesh_attention.errors import MeshAttentionError, PlanTextError
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Free, Operation, SendRecv
+from mesh_attention.plan.program import Free, Operation, SendRecv, Task
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.text import (
     digest,
@@ -113,7 +113,9 @@ def test_any_changed_operation_of_any_rank_changes_the_digest() -> None:
     for rank, program in enumerate(plan.passes[-1].programs):
         ops = program.operations
         for at, op in enumerate(ops):
-            renamed = Free((*op.buffers, "x")) if isinstance(op, Free) else replace(op, name="x")
+            renamed = (
+                Free((*op.buffers, "x")) if isinstance(op, Free) else replace(op, task=Task("x"))
+            )
             dropped = digest(with_operations(plan, rank, (*ops[:at], *ops[at + 1 :])))
             changed = digest(with_operations(plan, rank, (*ops[:at], renamed, *ops[at + 1 :])))
             assert dropped not in seen

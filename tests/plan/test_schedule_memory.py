@@ -8,16 +8,19 @@ import pytest
 from schedule_brute_force import least_peak_bytes, peak_by_definition
 from schedule_graphs import (
     Builder,
+    Touches,
     backward_graph,
     chunk_memory,
+    communication,
+    compute,
     forward_graph,
     random_graph,
     random_memory,
+    tasks,
 )
 
+from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule import (
-    CommunicationTask,
-    ComputeTask,
     MemoryModel,
     TaskGraph,
     greedy,
@@ -27,11 +30,12 @@ from mesh_attention.plan.schedule import (
 
 
 def test_a_buffer_lives_from_its_first_operation_to_its_last_and_no_longer() -> None:
+    x, y, z = order = tasks("x", "y", "z")
     sizes = {"a": 1, "b": 10, "c": 100}
-    touches = {"x": (("a",), ("b",)), "y": (("b",), ("c",)), "z": (("c", "c"),)}
-    assert peak_bytes(MemoryModel(sizes, touches), ("x", "y", "z")) == 100
-    longer = {**touches, "z": (("c", "b"),)}
-    assert peak_bytes(MemoryModel(sizes, longer), ("x", "y", "z")) == 110
+    touches: Touches = {x: (("a",), ("b",)), y: (("b",), ("c",)), z: (("c", "c"),)}
+    assert peak_bytes(MemoryModel(sizes, touches), order) == 100
+    longer = {**touches, z: (("c", "b"),)}
+    assert peak_bytes(MemoryModel(sizes, longer), order) == 110
 
 
 def test_peaks_agree_with_the_definition_on_random_graphs() -> None:
@@ -43,13 +47,14 @@ def test_peaks_agree_with_the_definition_on_random_graphs() -> None:
 
 
 def test_an_order_that_leaves_out_a_task_with_buffers_is_refused() -> None:
+    x, y = tasks("x", "y")
     with pytest.raises(ValueError, match="task y touches"):
-        peak_bytes(MemoryModel({"a": 1}, {"x": (("a",),), "y": (("a",),)}), ("x",))
+        peak_bytes(MemoryModel({"a": 1}, {x: (("a",),), y: (("a",),)}), (x,))
 
 
 def test_a_buffer_without_a_size_and_a_negative_size_are_refused() -> None:
     with pytest.raises(ValueError, match="task x touches buffer b"):
-        MemoryModel({"a": 1}, {"x": (("b",),)})
+        MemoryModel({"a": 1}, {Task("x"): (("b",),)})
     with pytest.raises(ValueError, match="buffer a has -1 bytes"):
         MemoryModel({"a": -1}, {})
 
@@ -89,25 +94,26 @@ def test_the_smallest_cap_is_never_below_the_least_over_all_orders() -> None:
 def test_delaying_a_compute_task_can_lower_the_peak_below_the_smallest_cap() -> None:
     """C-0-0 needs 5 bytes of scratch beside 10 held, and only C-0-1 frees 9 of those."""
     graph = TaskGraph(
-        (CommunicationTask("AG-KV-0", "AG-KV", 0, 1.0),),
+        (communication("AG-KV-0", 1.0),),
         (
-            ComputeTask("C-0-0", 0, 0, 1.0, ("AG-KV-0",)),
-            ComputeTask("C-0-1", 0, 1, 1.0, ("AG-KV-0",)),
+            compute("C-0-0", 1.0, "AG-KV-0"),
+            compute("C-0-1", 1.0, "AG-KV-0"),
         ),
     )
     model = MemoryModel(
         {"kv": 9, "small": 1, "scratch": 5},
         {
-            "AG-KV-0": (("kv", "small"),),
-            "C-0-0": (("small", "scratch"),),
-            "C-0-1": (("kv",),),
+            Task("AG-KV", (0,)): (("kv", "small"),),
+            Task("C", (0, 0)): (("small", "scratch"),),
+            Task("C", (0, 1)): (("kv",),),
         },
     )
     assert smallest_cap(graph, model) == 15
-    assert peak_bytes(model, ("AG-KV-0", "C-0-1", "C-0-0")) == least_peak_bytes(graph, model) == 10
+    delayed = tasks("AG-KV-0", "C-0-1", "C-0-0")
+    assert peak_bytes(model, delayed) == least_peak_bytes(graph, model) == 10
 
 
 def test_compute_that_needs_no_gather_counts_towards_the_smallest_cap() -> None:
-    graph = TaskGraph((), (ComputeTask("C-0-0", 0, 0, 1.0),))
-    assert smallest_cap(graph, MemoryModel({"a": 7}, {"C-0-0": (("a",),)})) == 7
+    graph = TaskGraph((), (compute("C-0-0", 1.0),))
+    assert smallest_cap(graph, MemoryModel({"a": 7}, {Task("C", (0, 0)): (("a",),)})) == 7
     assert smallest_cap(TaskGraph((), ()), MemoryModel({}, {})) == 0

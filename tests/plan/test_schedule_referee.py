@@ -26,11 +26,11 @@ def optimum(graph: TaskGraph) -> int:
     model = cp_model.CpModel()
     horizon = round(sum(task.cost for task in graph.tasks()))
     end = model.new_int_var(0, horizon, "end")
-    starts = {task.name: model.new_int_var(0, horizon, task.name) for task in graph.tasks()}
-    costs = {task.name: round(task.cost) for task in graph.tasks()}
+    starts = {task.task: model.new_int_var(0, horizon, str(task.task)) for task in graph.tasks()}
+    costs = {task.task: round(task.cost) for task in graph.tasks()}
     for lane in (graph.communication, graph.compute):
         model.add_no_overlap(
-            [model.new_fixed_size_interval_var(starts[t.name], costs[t.name], "") for t in lane]
+            [model.new_fixed_size_interval_var(starts[t.task], costs[t.task], "") for t in lane]
         )
     for name, needs in graph.needs().items():
         model.add(end >= starts[name] + costs[name])

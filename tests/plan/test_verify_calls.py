@@ -35,6 +35,7 @@ from mesh_attention.plan.program import (
     Merge,
     Operation,
     Program,
+    Task,
 )
 from mesh_attention.plan.verify import verify
 
@@ -141,7 +142,7 @@ def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
     copies = ((Piece("q", 0, 8), Piece("q", 0, 8)),)
     into = ((Piece("qq", 0, 8), Piece("qq", 8, 16)),)
     operations = (
-        AllToAll("AG-Q-0", "all", copies, into),
+        AllToAll(Task("AG-Q", (0,)), "all", copies, into),
         replace(
             op, q=Piece("qq", 0, 16), out=replace(op.out, stop=16), lse=replace(op.lse, stop=16)
         ),

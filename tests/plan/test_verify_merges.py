@@ -48,7 +48,7 @@ def test_a_reduce_scatter_of_outputs_that_were_not_rescaled_is_caught() -> None:
     assert found
     for place in found:
         assert isinstance(place.op, Merge)
-        copy = Merge(place.op.name, MergeRule.SUM, place.op.inputs[:1], place.op.outputs)
+        copy = Merge(place.op.task, MergeRule.SUM, place.op.inputs[:1], place.op.outputs)
         finding = caught(place, place.put(copy))
         name = place.op.name.removesuffix(".rescale")
         assert finding.operation == name

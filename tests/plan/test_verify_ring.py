@@ -23,6 +23,7 @@ from mesh_attention.plan.program import (
     Operation,
     Program,
     SendRecv,
+    Task,
 )
 from mesh_attention.plan.schedule import Schedule, Step
 from mesh_attention.plan.verify import Finding, verify
@@ -57,7 +58,7 @@ def ring_program(rank: int, n: int) -> Program:
             owner = (rank - step) % n
             buffers += [buffer(k, Kind.K, owner), buffer(v, Kind.V, owner)]
             shift = SendRecv(
-                f"ring-{step}",
+                Task("ring", (step,)),
                 "all",
                 to_member=(rank + 1) % n,
                 sends=tuple(map(whole, held)),
@@ -69,7 +70,7 @@ def ring_program(rank: int, n: int) -> Program:
                 operations.append(Free(held))
         operations.append(
             Attend(
-                f"C-0-{step}",
+                Task("C", (0, step)),
                 q=whole("q"),
                 k=whole(k),
                 v=whole(v),
@@ -82,7 +83,7 @@ def ring_program(rank: int, n: int) -> Program:
     if n > 1:
         operations.append(Free((k, v)))
     ends = (whole("out"), whole("lse"))
-    operations.append(Merge("end", MergeRule.SOFTMAX, (whole("sum"), whole("sum_lse")), ends))
+    operations.append(Merge(Task("end"), MergeRule.SOFTMAX, (whole("sum"), whole("sum_lse")), ends))
     operations.append(Free(("sum", "sum_lse")))
     return Program(rank, tuple(buffers), tuple(operations))
 
@@ -90,7 +91,7 @@ def ring_program(rank: int, n: int) -> Program:
 def ring_plan(n: int) -> Plan:
     problem = Problem(TOKENS * n, HEADS, head_dim=4)
     layout = Layout(LayoutKind.CONTIGUOUS, problem.q_tokens, n)
-    steps = [Step(f"ring-{s}" if s else None, (f"C-0-{s}",)) for s in range(n)]
+    steps = [Step(Task("ring", (s,)) if s else None, (Task("C", (0, s)),)) for s in range(n)]
     one = Pass(
         Direction.FORWARD,
         {"all": tuple(range(n))},

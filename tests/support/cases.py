@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention import Mask, Plan, Problem, make_plan
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.build.tile_tasks import Order
+from mesh_attention.plan.build.tile_tasks import Scheduler
 from mesh_attention.plan.layout import LayoutKind
 
 __all__ = ["HEADS", "Case", "random_case", "tiles"]
@@ -96,7 +96,7 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
             "layout": draw.choice(list(LayoutKind)),
             "combine": draw.choice(list(Combine)),
             "gather_out": draw.random() < 0.3,
-            "scheduler": draw.choice(list(Order)),
+            "scheduler": draw.choice(list(Scheduler)),
             **random_heads(draw, heads[1]),
         },
     )

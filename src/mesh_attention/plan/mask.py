@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
 
-__all__ = ["Mask", "RowRanges", "Segment"]
-
 Line = tuple[int, int]  # (base, slope): the value at q is base + slope * q
 Array = NDArray[np.int64]
 
@@ -181,6 +179,15 @@ class RowRanges:
 
     def segment_at(self, q: int) -> Segment:
         return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
+
+    def segments_between(self, start: int, stop: int) -> range:
+        """Indices of the segments that may hold queries of `start..stop`."""
+        first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
+        return range(first, int(np.searchsorted(self._starts, stop, side="left")))
+
+    def lines(self, at: Array) -> tuple[Array, Array, Array, Array]:
+        """lo, its slope, hi and its slope of these segments."""
+        return self._lo[at], self._lo_slope[at], self._hi[at], self._hi_slope[at]
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

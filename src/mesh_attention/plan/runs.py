@@ -21,12 +21,9 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.mask import RowRanges
 
-__all__ = ["Run", "clip_run", "visible_pairs"]
-
 Array = NDArray[np.int64]
-_ONE_BLOCK_STRIDE = (
-    1 << 40
-)  # any stride no position can span: a run of one block has none of its own
+_ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
+_MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +79,21 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     if not queries or not keys:
         return result
     key_parts = _common_stride(list(enumerate(keys)), queries)
-    key_runs = [run for _, run in key_parts]
     k = _columns(key_parts)
-    for s in rows.segments:
-        parts = [
-            (i, part) for i, run in enumerate(queries) for part in clip_run(run, s.start, s.stop)
-        ]
-        if not parts:
-            continue
-        q = _columns(_common_stride(parts, key_runs))
-        pairs = _below(q, k, s.hi, s.hi_slope) - _below(q, k, s.lo, s.lo_slope)
+    parts: list[tuple[int, Run]] = []
+    segments: list[int] = []  # of each part
+    for i, run in enumerate(queries):
+        for at in rows.segments_between(run.start, run.stop):
+            segment = rows.segments[at]
+            inside = [(i, part) for part in clip_run(run, segment.start, segment.stop)]
+            cut = _common_stride(inside, [run for _, run in key_parts]) if inside else []
+            parts += cut
+            segments += [at] * len(cut)
+    most = max(1, _MOST_AT_ONCE // len(key_parts))
+    for first in range(0, len(parts), most):
+        q = _columns(parts[first : first + most])
+        lo, lo_slope, hi, hi_slope = rows.lines(np.array(segments[first : first + most]))
+        pairs = _below(q, k, hi, hi_slope) - _below(q, k, lo, lo_slope)
         by_key = np.zeros((len(keys), len(q[0])), dtype=np.int64)
         np.add.at(by_key, k[0], pairs.T)
         np.add.at(result, q[0], by_key.T)
@@ -100,6 +102,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
 
 def _common_stride(runs: list[tuple[int, Run]], others: Sequence[Run]) -> list[tuple[int, Run]]:
     """Cut runs whose stride is not the other side's, or too short for its blocks, into blocks."""
+    if all(run.count == 1 for _, run in runs):
+        return runs
     strides = {run.stride for run in others if run.count > 1}
     longest = max(run.block for run in others)
     if all(r.count == 1 or (strides <= {r.stride} and longest <= r.stride) for _, r in runs):
@@ -116,22 +120,33 @@ def _columns(runs: list[tuple[int, Run]]) -> tuple[Array, Array, Array, Array, A
     return index, start, block, stride, count
 
 
-def _below(q: tuple[Array, ...], k: tuple[Array, ...], base: int, slope: int) -> Array:
-    """Pairs with `key < base + slope * query`, for every query run against every key run."""
+def _below(q: tuple[Array, ...], k: tuple[Array, ...], base: Array, slope: Array) -> Array:
+    """Pairs with `key < base + slope * query`, for every query run against every key run; each
+    query run has a line of its own."""
+    below = np.empty((len(q[0]), len(k[0])), dtype=np.int64)
+    for which, count in ((slope == 0, _below_level), (slope != 0, _below_diagonal)):
+        if which.any():
+            below[which] = count(tuple(column[which] for column in q), k, base[which])
+    return below
+
+
+def _below_level(q: tuple[Array, ...], k: tuple[Array, ...], base: Array) -> Array:
     _, k0, k_block, k_stride, k_count = k
-    if slope == 0:
-        tokens = (q[2] * q[4])[:, None]
-        into = np.maximum(base - k0, 0)
-        stride = np.where(k_stride > 0, k_stride, _ONE_BLOCK_STRIDE)
-        whole, rest = np.divmod(into, stride)
-        seen = np.minimum(whole, k_count) * k_block
-        seen += np.where(whole < k_count, np.minimum(rest, k_block), 0)
-        below: Array = tokens * seen[None, :]
-        return below
+    tokens = (q[2] * q[4])[:, None]
+    into = np.maximum(base[:, None] - k0, 0)
+    stride = np.where(k_stride > 0, k_stride, _ONE_BLOCK_STRIDE)
+    whole, rest = np.divmod(into, stride)
+    seen = np.minimum(whole, k_count) * k_block
+    seen += np.where(whole < k_count, np.minimum(rest, k_block), 0)
+    return tokens * seen
+
+
+def _below_diagonal(q: tuple[Array, ...], k: tuple[Array, ...], base: Array) -> Array:
+    _, k0, k_block, k_stride, k_count = k
     q0, q_block, q_stride, q_count = (column[:, None] for column in q[1:])
     stride = np.maximum(q_stride, k_stride)
     stride = np.where(stride > 0, stride, _ONE_BLOCK_STRIDE)
-    d = q0 + base - k0
+    d = q0 + base[:, None] - k0
     shift = np.floor_divide(d - k_block, stride)  # the smallest value of the right side
     total = np.zeros(np.broadcast_shapes(d.shape, stride.shape), dtype=np.int64)
     inside_before: Array | int = 0

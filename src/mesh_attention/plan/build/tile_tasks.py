@@ -130,6 +130,8 @@ def _present_tasks(mesh: TilePass) -> Pairs:
 def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> list[Run]:
     """Positions of a chunk of all units, as a set."""
     layout = head_group.layout(kind)
+    if chunk.size == head_group.size(kind):
+        return [Run(0, layout.padded_tokens)]
     if head_group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
     return [
