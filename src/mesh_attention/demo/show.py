@@ -11,11 +11,10 @@ from mesh_attention.demo.pictures import draw_assignments, draw_schedule
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.draw.tasks import task_graph
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule.tasks import Costs
-from mesh_attention.request import build_plan
 
 __all__ = ["Row", "run_demo"]
 
@@ -57,5 +56,4 @@ def run_demo(folder: Path, report: Callable[[str, int], None]) -> tuple[list[Row
 def plan_at_gpu_size(case: Case) -> Plan:
     """The case as GPUs would run it: at the demonstration's size computing takes no time at all."""
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
-    setting = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
-    return build_plan(problem, NUM_RANKS, DEFAULT_METHOD, setting)
+    return make_plan(problem, NUM_RANKS, tile=case.tile, rotation=case.rotation, chunks=case.chunks)

@@ -12,8 +12,6 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 
-__all__ = ["flag", "number", "pair", "real"]
-
 
 def number(name: str, value: Any, *, least: int | None = 1) -> int:
     """A whole number; `least` None leaves the bound to the caller.

@@ -17,17 +17,6 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem import Problem
 
-__all__ = [
-    "Footprint",
-    "Tile",
-    "best_tile",
-    "factorisations",
-    "footprint",
-    "patch_devices",
-    "ring_assignment",
-    "tiles_of",
-]
-
 Assignment = NDArray[np.int64]  # [Q partition, KV partition] -> rank
 
 

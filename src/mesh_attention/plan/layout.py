@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.runs import Run, clip_run
 
-__all__ = ["Layout", "LayoutKind", "Spans", "joined", "slice_spans"]
-
 Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
 
 

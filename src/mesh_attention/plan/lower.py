@@ -17,7 +17,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -28,8 +28,6 @@ from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.rectangles import Cells, rectangles
 from mesh_attention.plan.runs import Run, visible_pairs
-
-__all__ = ["MAX_CALLS", "Queries", "RowList", "lower"]
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
@@ -287,3 +285,20 @@ def _cells_to_calls(q: _Strips, k: _Strips, rows: RowRanges) -> tuple[Call, ...]
     calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
     squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
     return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
+
+
+class Lowerings:
+    """Calls of the tasks of a plan, each worked out once: passes and ranks ask for the same."""
+
+    def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
+        self.queries = cache(lambda spans: Queries.of(RowList.of(q_layout, spans), rows))
+        self.keys = cache(lambda spans: RowList.of(kv_layout, spans))
+        self._calls: dict[tuple[Queries, RowList], tuple[Call, ...]] = {}
+        self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
+
+    def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
+        found = self._calls.get((q, k))
+        if found is None:
+            calls = lower(q, k)
+            found = self._calls[q, k] = self._equal.setdefault(calls, calls)
+        return found

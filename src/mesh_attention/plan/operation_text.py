@@ -26,6 +26,7 @@ from mesh_attention.plan.program import (
     Operation,
     ReduceScatter,
     SendRecv,
+    Task,
 )
 
 __all__ = ["operation_text", "parse_operation"]
@@ -150,9 +151,11 @@ def parse_operation(text: str) -> Operation:
         raise PlanTextError(f"{text!r} must give exactly: {', '.join(fields)}")
     try:
         values = {field: codec.read(found[field]) for field, codec in fields.items()}
+        if cls is not Free:
+            values["task"] = Task.parse(name)
     except PlanTextError:
         raise
     except ValueError as error:
         raise PlanTextError(f"{text!r}: {error}") from error
-    op: Operation = cls(**values) if cls is Free else cls(name=name, **values)
+    op: Operation = cls(**values)
     return op

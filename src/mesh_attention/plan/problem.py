@@ -8,8 +8,6 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.mask import Mask, RowRanges
 
-__all__ = ["MAX_TOKENS", "Problem"]
-
 MAX_HEADS = 1 << 16  # far beyond any model; degrees that divide them are looked for one by one
 MAX_TOKENS = 1 << 30  # pairs of more tokens than that overflow 64-bit counts
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cells", "rectangles"]
-
 Cells = NDArray[np.bool_]
 
 

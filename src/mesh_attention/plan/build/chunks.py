@@ -14,18 +14,6 @@ from itertools import accumulate, pairwise
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.layout import Layout, Spans, joined, slice_spans
 
-__all__ = [
-    "Chunk",
-    "by_heads",
-    "chunks_between",
-    "chunks_of",
-    "in_stack",
-    "in_whole",
-    "stack_rows",
-    "whole_rows",
-    "whole_spans",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

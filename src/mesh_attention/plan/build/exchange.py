@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.build.assemble import Assembler
@@ -27,6 +27,13 @@ def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ..
         return (Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)
     inputs = (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT)
     return inputs, (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
+
+
+class Unit(NamedTuple):
+    """What one unit does, and the buffers it does it on (some may be unused)."""
+
+    operations: Sequence[Operation]
+    buffers: Mapping[str, Buffer]
 
 
 class UnitBuilder(Protocol):
@@ -58,9 +65,7 @@ class UnitBuilder(Protocol):
 
     def groups(self) -> dict[str, tuple[int, ...]]: ...
 
-    def unit_operations(self, unit: int) -> Sequence[Operation]: ...
-
-    def unit_buffers(self, unit: int) -> Mapping[str, Buffer]: ...
+    def unit(self, unit: int) -> Unit: ...
 
 
 def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
@@ -78,13 +83,13 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
 
     def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
-        builder = builders[index]
+        made = builders[index].unit(unit)
         operations = [
             *around.before(unit, index),
-            *builder.unit_operations(unit),
+            *made.operations,
             *around.after(unit, index),
         ]
-        buffers = {**around.buffers(unit, index), **builder.unit_buffers(unit)}
+        buffers = {**around.buffers(unit, index), **made.buffers}
         return assembler.program(rank, operations, buffers)
 
     order = first.schedule

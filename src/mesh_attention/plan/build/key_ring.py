@@ -13,9 +13,9 @@ from enum import StrEnum
 from functools import cache
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.build.lowerings import Lowerings
 from mesh_attention.plan.build.rotate import Rotation, hop
 from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
@@ -256,13 +256,13 @@ class KeyRing:
             *(() if travels else steps.add_arrivals(step)),
         ]
 
-    def schedule(self, *, backward: bool) -> list[Step]:
-        """Transfers beside the computation they hide behind."""
-        size = self._rotation.size
-        steps: list[Step] = []
-        for step in range(size):
-            following = Task("KV", (step + 1,)) if step + 1 < size else None
-            steps.append(Step(following, (Task("C", (0, step)),)))
-            if backward and step > 0:
-                steps.append(Step(Task("dKV", (step,)), ()))
-        return steps
+
+def rotating_schedule(size: int, *, backward: bool) -> list[Step]:
+    """Transfers beside the computation they hide behind."""
+    steps: list[Step] = []
+    for step in range(size):
+        following = Task("KV", (step + 1,)) if step + 1 < size else None
+        steps.append(Step(following, (Task("C", (0, step)),)))
+        if backward and step > 0:
+            steps.append(Step(Task("dKV", (step,)), ()))
+    return steps

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from functools import cache
 
-from mesh_attention.plan.buffers import Buffer, Kind
+from mesh_attention.plan.buffers import Kind
+from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
-from mesh_attention.plan.build.lowerings import Lowerings
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_tasks import (
     CAPPED,
@@ -18,6 +17,7 @@ from mesh_attention.plan.build.tile_tasks import (
     fragment,
 )
 from mesh_attention.plan.dependencies import is_communication
+from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, Operation, Task
 from mesh_attention.plan.schedule import Schedule
@@ -84,10 +84,10 @@ class MeshBuilder(TileBuilder):
         alone = self._mesh.tile.num_ranks == 1
         return 0 if self.capped or alone else HOLD
 
-    def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
-        return buffers_of(self._mesh, unit)
+    def unit(self, unit: int) -> Unit:
+        return Unit(self._operations(unit), buffers_of(self._mesh, unit))
 
-    def unit_operations(self, unit: int) -> Sequence[Operation]:
+    def _operations(self, unit: int) -> list[Operation]:
         mesh = self._mesh
         row, column = mesh.tile.row(unit), mesh.tile.column(unit)
         operations: list[Operation] = []

@@ -9,12 +9,12 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, patch_devices, tiles_of
 from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup
-from mesh_attention.plan.build.lowerings import Lowerings
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
 from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
 from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 

@@ -7,15 +7,20 @@ has all tokens of its heads and nothing left to fetch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.buffers import Buffer, Kind
+from mesh_attention.plan.buffers import Kind
+from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
-from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps, QueryPieces
-from mesh_attention.plan.build.lowerings import Lowerings
+from mesh_attention.plan.build.key_ring import (
+    Gradients,
+    KeyRing,
+    KeySteps,
+    QueryPieces,
+    rotating_schedule,
+)
 from mesh_attention.plan.build.rotate import Rotation, double_ring, ring
 from mesh_attention.plan.build.setting import RotationSetting, Setting, TileSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
@@ -28,6 +33,7 @@ from mesh_attention.plan.build.tile_plan import (
     squarest,
     tile_for,
 )
+from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Task
@@ -88,7 +94,6 @@ class KeyRingBuilder(TileBuilder):
         own = (mesh.head_group.local(Kind.K), mesh.head_group.local(Kind.V))
         self._queries = query_pieces(mesh)
         self._steps = KeySteps(own, mesh.head_group.size(Kind.K), self._queries)
-        self._made: tuple[int, KeyRing] | None = None
 
     @property
     def setting(self) -> dict[str, str]:
@@ -104,47 +109,33 @@ class KeyRingBuilder(TileBuilder):
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        steps = self._ring(0).schedule(backward=backward)
+        steps = rotating_schedule(self._mesh.tile.b, backward=backward)
         reduce = Task(self._mesh.q_reduce_kind, (0,))
         return Schedule((Step(Task("AG-Q", (0,)), ()), *steps, Step(reduce, ())))
 
-    def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
-        mesh = self._mesh
-        return {
-            **mesh.row_buffers(mesh.tile.row(unit)),
-            **mesh.stack_buffers(unit),
-            **self._ring(unit).buffers,
-        }
-
-    def unit_operations(self, unit: int) -> Sequence[Operation]:
-        mesh, key_ring = self._mesh, self._ring(unit)
-        row = mesh.tile.row(unit)
-        gather: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
-        if self.direction is Direction.FORWARD:
-            rotating = key_ring.forward()
-        else:
-            results = (self.head_group.local(Kind.GRAD_K), self.head_group.local(Kind.GRAD_V))
-            rotating = key_ring.backward(self._gradients, results)
-        return [*gather, *rotating, *mesh.reduce_q(0, mesh.q_reduction(row, 0))]
-
-    def _ring(self, unit: int) -> KeyRing:
-        if self._made is None or self._made[0] != unit:
-            self._made = (unit, self._make_ring(unit))
-        return self._made[1]
-
-    def _make_ring(self, unit: int) -> KeyRing:
+    def unit(self, unit: int) -> Unit:
         mesh, head_group = self._mesh, self.head_group
-        column = mesh.tile.column(unit)
+        row, column = mesh.tile.row(unit), mesh.tile.column(unit)
         members = mesh.tile.kv_group(column)
-        return KeyRing(
+        keys = KeyRing(
             head_group.group_name(f"KV{column}"),
             self._rotation(members.index(unit), len(members)),
             lambda member: mesh.own_rows(Kind.K, members[member]),
             head_group.heads(Kind.K),
-            mesh.q_spans(mesh.tile.row(unit), 0),
+            mesh.q_spans(row, 0),
             self._queries,
             self._steps,
             self._lowerings,
+        )
+        operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
+        if self.direction is Direction.FORWARD:
+            operations += keys.forward()
+        else:
+            results = (head_group.local(Kind.GRAD_K), head_group.local(Kind.GRAD_V))
+            operations += keys.backward(self._gradients, results)
+        operations += mesh.reduce_q(0, mesh.q_reduction(row, 0))
+        return Unit(
+            operations, {**mesh.row_buffers(row), **mesh.stack_buffers(unit), **keys.buffers}
         )
 
     def _rotation(self, member: int, size: int) -> Rotation:

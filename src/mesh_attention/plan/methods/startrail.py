@@ -8,7 +8,7 @@ members j of the teams with equal u. algorithm.md, section 9; causal masks too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -17,8 +17,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.build.chunks import stack_rows
-from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps
-from mesh_attention.plan.build.lowerings import Lowerings
+from mesh_attention.plan.build.exchange import Unit
+from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps, rotating_schedule
 from mesh_attention.plan.build.reduce import Reduction, reduce_sum
 from mesh_attention.plan.build.rotate import ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
@@ -26,6 +26,7 @@ from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import plan_by, shared_options
 from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.methods.ring import query_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
@@ -107,7 +108,6 @@ class StarTrailBuilder(TileBuilder):
         self._queries = query_pieces(mesh)
         self._block = cache(self._block_rows)
         self._steps = cache(self._steps_from)
-        self._made: dict[int, KeyRing] = {}
 
     @property
     def setting(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class StarTrailBuilder(TileBuilder):
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        rotating = self._ring(0).schedule(backward=backward)
+        rotating = rotating_schedule(self.star.width, backward=backward)
         before = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
         after = [Step(Task(kind, (0,)), ()) for kind in (self.mesh.q_reduce_kind, "PB", "RS-dKV")]
         return Schedule((*before, *rotating, *after))
@@ -147,32 +147,34 @@ class StarTrailBuilder(TileBuilder):
         return self.star.first_team(unit) != unit // self.star.size
 
     def _ring(self, unit: int) -> KeyRing:
-        if unit not in self._made:
-            star = self.star
-            u, w, j = star.place(unit)
-            own = ("k.first", "v.first") if self._places(unit) else self._team_names()
-            self._made.clear()
-            self._made[unit] = KeyRing(
-                f"S{u}.{j}",
-                ring(w, star.width),
-                lambda member: self._block(star.team(u + j, member + star.shift)),
-                self.head_group.heads(Kind.K),
-                self.mesh.q_spans(unit // star.size, 0),
-                self._queries,
-                self._steps(own),
-                self.lowerings,
-            )
-        return self._made[unit]
+        star = self.star
+        u, w, j = star.place(unit)
+        own = ("k.first", "v.first") if self._places(unit) else self._team_names()
+        return KeyRing(
+            f"S{u}.{j}",
+            ring(w, star.width),
+            lambda member: self._block(star.team(u + j, member + star.shift)),
+            self.head_group.heads(Kind.K),
+            self.mesh.q_spans(unit // star.size, 0),
+            self._queries,
+            self._steps(own),
+            self.lowerings,
+        )
 
     def _team_names(self) -> tuple[str, str]:
         if self.star.size == 1:
             return self.head_group.local(Kind.K), self.head_group.local(Kind.V)
         return "k.team", "v.team"
 
-    def unit_buffers(self, unit: int) -> Mapping[str, Buffer]:
+    def unit(self, unit: int) -> Unit:
+        keys = self._ring(unit)
+        operations = self._operations(unit, keys)
+        return Unit(operations, self._buffers(unit, keys))
+
+    def _buffers(self, unit: int, keys: KeyRing) -> dict[str, Buffer]:
         mesh, star = self.mesh, self.star
         team = unit // star.size
-        made = {**mesh.row_buffers(team), **mesh.stack_buffers(unit), **self._ring(unit).buffers}
+        made = {**mesh.row_buffers(team), **mesh.stack_buffers(unit), **keys.buffers}
         chunk = self.head_group.chunks(Kind.K, 1)[0]
         stack = stack_rows(self.head_group.rows(Kind.K, unit), star.size, chunk)
         for kind, grad in _SIDES:
@@ -188,7 +190,7 @@ class StarTrailBuilder(TileBuilder):
                 made[name] = Buffer(name, held, rows, heads)
         return made
 
-    def unit_operations(self, unit: int) -> Sequence[Operation]:
+    def _operations(self, unit: int, keys: KeyRing) -> list[Operation]:
         mesh, team = self.mesh, unit // self.star.size
         operations: list[Operation] = []
         if self.star.size > 1:
@@ -197,10 +199,10 @@ class StarTrailBuilder(TileBuilder):
             operations.append(self._place(unit))
         reduce_q = mesh.reduce_q(0, mesh.q_reduction(team, 0))
         if self.direction is Direction.FORWARD:
-            return [*operations, *self._ring(unit).forward(), *reduce_q]
+            return [*operations, *keys.forward(), *reduce_q]
         suffix = "block" if self._places(unit) else "team"
         results = (f"grad_k.{suffix}", f"grad_v.{suffix}")
-        operations += self._ring(unit).backward(self.gradients, results)
+        operations += keys.backward(self.gradients, results)
         return [*operations, *reduce_q, *self._reduce_gradients(unit)]
 
     def _gather_kv(self, team: int) -> AllGather:
