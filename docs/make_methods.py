@@ -4,8 +4,9 @@
     python docs/make_methods.py --check    only say whether it is up to date
 
 What can be found out is found out: which numbers of ranks a method takes, and that it runs causal,
-GQA, uneven lengths and each layout, which means that `verify` proves such plans. Only the
-volumes and the words for options are said here; tests evaluate the volumes against `count`.
+GQA, uneven lengths and each layout, which means that `verify` proves such plans. Options and their
+words come from the settings of the methods. Only the volumes are said here; tests evaluate them
+against `count`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.count import count
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import METHODS, Method
+from mesh_attention.plan.methods.table import METHODS, Method, all_options
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.verify import verify
@@ -44,32 +45,6 @@ VOLUMES = {
     ),
     "agq-ringkv": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
     "agkv-ringqo": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
-}
-
-OPTIONS = {
-    "tile": "a x b, with a times b the number of ranks (of units of `ulysses` ranks)",
-    "backward_tile": "the tile of the backward pass, if another",
-    "ulysses": "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole",
-    "inner": "ranks of an inner ring: divides the ranks (the units)",
-    "team": "team size C: its square divides the ranks",
-    "first_block": "`near`: a member begins with a block it may have already; `next`: all move one",
-    "gradients": "dK and dV `travel` with their block, or go `direct` to the owner",
-    "rotation": "KV partition rotation; without it KV comes by all-to-all",
-    "layout": "contiguous, zigzag or striped; left out: zigzag under a mask",
-    "stripe_block": "tokens of one stripe",
-    "chunks": "kq x kkv chunks that communication and computation overlap by; at most 16",
-    "backward_chunks": "the chunks of the backward pass, if others",
-    "head_slices": "KV heads of the first slice of heads and of the largest (`slices.md`)",
-    "backward_head_slices": "the same for the backward pass, if others",
-    "auto_cut": "choose `chunks` and `head_slices` by size, as `ContextParallel` does",
-    "combine": "partial results come home by `exchange` or `reduce-scatter`",
-    "gather_out": "backward moves O, as the paper does, in place of delta",
-    "ranks_per_node": "for the mapping, and for the choices that depend on nodes",
-    "alpha": "a node is an alpha-wide patch of the tile grid",
-    "scheduler": "the order of the tasks: `greedy` as in the paper, or a search",
-    "gamma": "how far the greedy scheduler fills a step",
-    "costs": "bandwidth, speed and latency that the scheduler reckons with",
-    "max_memory_bytes": "cap on the workspace; the schedule keeps to it or refuses",
 }
 
 PROBE_RANKS, PROBE_HEADS = 4, 8
@@ -109,7 +84,7 @@ def part() -> str:
         ),
         (
             ["option", "what it says", "methods"],
-            [[f"`{name}`", text, users(name)] for name, text in OPTIONS.items()],
+            option_rows(),
         ),
     )
     return "\n\n".join(table(head, rows) for head, rows in tables)
@@ -183,9 +158,15 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def users(option: str) -> str:
-    having = [name for name, method in METHODS.items() if option in method.options()]
-    return "all" if len(having) == len(METHODS) else ", ".join(f"`{name}`" for name in having)
+def option_rows() -> list[list[str]]:
+    return [
+        [f"`{name}`", option.help, _users(methods)]
+        for name, (option, methods) in all_options().items()
+    ]
+
+
+def _users(methods: tuple[str, ...]) -> str:
+    return "all" if len(methods) == len(METHODS) else ", ".join(f"`{name}`" for name in methods)
 
 
 if __name__ == "__main__":

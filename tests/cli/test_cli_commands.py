@@ -14,7 +14,7 @@ from mesh_attention.plan.text import digest, parse_plan
 GOLDEN = Path(__file__).parent / "golden"
 PAPER = (
     "volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 --head-dim 128 "
-    "--ranks-per-node 8 --alpha 4 --json"
+    "--ranks-per-node 8 --alpha 4 --chunks 1x1 --json"
 )
 
 
@@ -148,7 +148,7 @@ def test_plan_says_how_far_greedy_is_from_the_best_found(
 def test_a_memory_cap_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     line = "volume --ranks 16 --tokens 65536 --chunks 4x4 --pass forward --json"
     free = as_json(line, capsys)["forward"]["peak_buffer_bytes"]
-    capped = as_json(f"{line} --max-memory 450MiB", capsys)["forward"]["peak_buffer_bytes"]
+    capped = as_json(f"{line} --max-memory-bytes 450MiB", capsys)["forward"]["peak_buffer_bytes"]
     assert capped <= 450 * 2**20 < free
 
 
@@ -202,7 +202,7 @@ def test_draw_json_is_the_matrix_and_the_steps(capsys: pytest.CaptureFixture[str
 
 
 def test_draw_says_what_slices_of_heads_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "draw --ranks 4 --tokens 64 --heads 8 --heads-at-once 1x4 --pass forward"
+    line = "draw --ranks 4 --tokens 64 --heads 8 --head-slices 1x4 --pass forward"
     assert main(line.split()) == 0
     drawn = capsys.readouterr().out
     sizes = as_json(f"{line} --json", capsys)["forward"]["head_slices"]

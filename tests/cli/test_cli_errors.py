@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from mesh_attention.cli.main import main
+from mesh_attention.plan.build.setting import Setting, option
 from mesh_attention.plan.methods import table
 
 PLANNING = ("plan", "volume", "verify", "simulate", "draw")
 IMPOSSIBLE = [
     ("volume --tile 3x4 --ranks 9", "tiles that fit: 1x9, 3x3, 9x1"),
-    ("volume --tile 3", "--tile: '3' is not a tile such as 4x2"),
+    ("volume --tile 3", "--tile: '3' is not a pair such as 2x2 (AxB)"),
     ("volume --tile 0x4", "at least 1"),
-    ("volume --tile=-3x3", "is not a tile"),
+    ("volume --tile=-3x3", "is not a pair"),
     ("volume --tile", "--tile: needs a value"),
     ("volume --ranks 0", "--ranks: 0 is not possible; give a whole number of at least 1"),
     ("volume --ranks -3", "--ranks: -3 is not possible; give a whole number of at least 1"),
     ("volume --ranks nine", "'nine' is not a whole number"),
     ("volume --ranks ٣", "'٣' is not a whole number"),
-    ("volume --tile ٣x٣", "is not a tile such as 4x2"),
-    ("volume --max-memory ٣GiB", "is not a size such as 512MiB"),
+    ("volume --tile ٣x٣", "is not a pair such as 2x2 (AxB)"),
+    ("volume --max-memory-bytes ٣GiB", "is not a size such as 512MiB"),
     ("volume --window ٣", "is not a window such as"),
     ("volume --documents 0,٣", "is not a list of document starts"),
     ("volume --ranks 1000000", "at most 65536"),
@@ -49,9 +51,9 @@ IMPOSSIBLE = [
     ("volume --documents 0,5", "end at 5 but there are 65536 tokens"),
     ("volume --documents 0,9,3,65536", "cumulative starts"),
     ("volume --prefix 5", "--causal"),
-    ("volume --max-memory 1KiB", "the smallest cap that fits is"),
-    ("volume --max-memory 5XB", "is not a size such as 512MiB"),
-    ("volume --max-memory 0", "at least one byte"),
+    ("volume --max-memory-bytes 1KiB", "the smallest cap that fits is"),
+    ("volume --max-memory-bytes 5XB", "is not a size such as 512MiB"),
+    ("volume --max-memory-bytes 0", "at least one byte"),
     ("volume --rank 9", "unknown option --rank (did you mean --ranks?)"),
     ("volume nine", "unknown argument nine"),
     ("volume --json=yes", "--json"),
@@ -102,8 +104,8 @@ def test_every_command_refuses_a_bad_tile(name: str, capsys: pytest.CaptureFixtu
 
 
 @dataclass(frozen=True)
-class BareSetting:
-    tile: tuple[int, int] | None = None
+class BareSetting(Setting):
+    tile: tuple[int, int] | None = option(None, "a x b", "AxB")
 
 
 def test_an_option_that_the_method_lacks_is_refused_by_name(
@@ -111,9 +113,9 @@ def test_an_option_that_the_method_lacks_is_refused_by_name(
 ) -> None:
     mesh = table.METHODS["mesh"]
     bare = table.Method("bare", "no options", BareSetting, mesh.build, mesh.candidates)
-    monkeypatch.setattr(table, "METHODS", {**table.METHODS, "bare": bare})
-    assert main(["volume", "--method", "bare", "--gather-out"]) == 2
-    assert "method bare has no option 'gather_out'" in capsys.readouterr().err
+    monkeypatch.setitem(cast("dict[str, table.Method]", table.METHODS), "bare", bare)
+    assert main(["volume", "--method", "bare", "--no-rotation"]) == 2
+    assert "method bare has no option 'rotation'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ OPTIONS = [
     "--combine",
     "--gather-out",
     "--scheduler",
-    "--max-memory",
+    "--max-memory-bytes",
     "--pass",
     "--json",
 ]

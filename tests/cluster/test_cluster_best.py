@@ -55,10 +55,11 @@ def test_what_is_given_stays() -> None:
     assert best.timeline.one.setting["ulysses"] == "16"
 
 
-def test_shapes_are_searched_where_the_cut_is_left_to_the_method() -> None:
-    best = find_best(problem_of(65536), 16, PAPER, options={"auto_cut": True})
-    assert best.options["auto_cut"] is True
-    assert "chunks" not in best.options
+def test_shapes_are_searched_where_the_cut_is_given() -> None:
+    cut: dict[str, Any] = {"chunks": (1, 1), "head_slices": (2, 8)}
+    best = find_best(problem_of(65536), 16, PAPER, options=cut)
+    assert best.options.items() >= cut.items()
+    assert best.options.keys() - cut.keys() <= {"tile", "alpha"}
     assert best.tried > 3
 
 

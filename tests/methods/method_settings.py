@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import count, islice, product
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.head_group import ulysses_degrees
+from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import Method
 from mesh_attention.plan.problem import Problem
@@ -26,9 +27,9 @@ Setting = dict[str, Any]
 
 _SHAPE = ("ulysses", "inner", "tile", "team")
 # Neither a shape nor a closed choice. Those of the schedule and the mapping to nodes have tests of
-# their own; chunks, heads at once and stripes are dealt out here.
+# their own; chunks, slices of heads and stripes are dealt out here.
 _OTHER = (
-    "alpha", "auto_cut", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
+    "alpha", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
     "costs", "gamma", "head_slices", "max_memory_bytes", "ranks_per_node", "scheduler",
     "stripe_block",
 )  # fmt: skip
@@ -68,19 +69,18 @@ def shapes(method: Method, problem: Problem, ranks: int) -> list[Setting]:
 
 def manners(method: Method) -> list[Setting]:
     """All combinations of closed choices and switches, the layout among them."""
-    kinds = get_type_hints(method.setting)
-    names = [name for name in method.options() if name not in (*_SHAPE, *_OTHER)]
-    choices = [_choices(name, kinds[name]) for name in names]
+    options = method.options()
+    names = [name for name in options if name not in (*_SHAPE, *_OTHER)]
+    choices = [_choices(options[name]) for name in names]
     return [dict(zip(names, values, strict=True)) for values in product(*choices)]
 
 
-def _choices(name: str, kind: Any) -> list[Any]:
-    for one in (kind, *get_args(kind)):
-        if one is bool:
-            return [False, True]
-        if isinstance(one, type) and issubclass(one, StrEnum):
-            return [choice.value for choice in one if choice.value != "auto"]
-    raise AssertionError(f"say in {__name__} what the option {name} may be")
+def _choices(option: Option) -> list[Any]:
+    if option.type is bool:
+        return [False, True]
+    if isinstance(option.type, type) and issubclass(option.type, StrEnum):
+        return [choice.value for choice in option.type if choice.value != "auto"]
+    raise AssertionError(f"say in {__name__} what the option {option.name} may be")
 
 
 def deal(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mesh_attention import Mask, MeshAttentionError, Problem, count, make_plan, verify
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.text import digest, plan_text
 
 PROBLEM = Problem(64, 2, 8)
@@ -32,13 +33,19 @@ def test_what_is_not_a_plan_is_refused_by_every_reader(name: str, nonsense: Any)
         ("tile", "2"), ("tile", "٢x٢"), ("tile", "0_2x2"), ("chunks", 5), ("chunks", (2,)),
         ("chunks", ""), ("rotation", "no"),
         ("gather_out", "x"), ("ranks_per_node", 1.5), ("alpha", "2"), ("stripe_block", 2.5),
-        ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", None),
+        ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", 5),
         ("layout", "diagonal"), ("max_memory_bytes", "1GiB"), ("backward_tile", 3),
     ],
 )  # fmt: skip
 def test_an_option_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(MeshAttentionError, match=name):
         make_plan(PROBLEM, 4, **{name: value})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_option_that_is_none_was_not_given(method: str) -> None:
+    nothing: dict[str, Any] = dict.fromkeys(METHODS[method].options())
+    assert make_plan(PROBLEM, 2, method=method, **nothing) == make_plan(PROBLEM, 2, method=method)
 
 
 @pytest.mark.parametrize("ranks", [4.0, "4", None, [4], True, 0, -1])

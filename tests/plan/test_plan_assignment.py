@@ -155,14 +155,14 @@ def test_in_an_exchange_every_partial_that_crosses_into_the_node_counts() -> Non
 
 
 def test_auto_exchanges_inside_a_node_and_reduce_scatters_across_nodes() -> None:
-    def home(ranks_per_node: int | None, alpha: int | None = None) -> str:
+    def reduced_by(ranks_per_node: int | None, alpha: int | None = None) -> str:
         setting = MeshSetting(tile=(4, 2), ranks_per_node=ranks_per_node, alpha=alpha)
-        return plan_mesh(Problem(64, 1, 4), 8, setting).forward.setting["q_home"]
+        return plan_mesh(Problem(64, 1, 4), 8, setting).forward.setting["q_reduce"]
 
-    assert home(None) == "exchange"
-    assert home(4) == "exchange"
-    assert home(2) == "reduce-scatter"
-    assert home(4, alpha=2) == "reduce-scatter"
+    assert reduced_by(None) == "exchange"
+    assert reduced_by(4) == "exchange"
+    assert reduced_by(2) == "reduce-scatter"
+    assert reduced_by(4, alpha=2) == "reduce-scatter"
 
 
 def test_a_node_is_an_alpha_wide_patch_of_the_tile_grid_and_devices_are_a_permutation() -> None:

@@ -51,13 +51,14 @@ def ask(
         raise PlanError(f"problem={problem!r}: must be a Problem")
     if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
+    options = {name: value for name, value in options.items() if value is not None}
     known = METHODS[method].options()
     unknown = [name for name in options if name not in known]
     if unknown:
         raise PlanError(
             f"method {method} has no option {unknown[0]!r}; its options: {', '.join(known)}"
         )
-    given = {name: known[name].read(x) for name, x in options.items() if x is not None}
+    given = {name: known[name].read(value) for name, value in options.items()}
     setting = METHODS[method].setting(**given)
     return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
 

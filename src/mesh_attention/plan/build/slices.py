@@ -1,7 +1,7 @@
 """Slices of the heads that follow each other through gather, attention and reduction.
 
-Attention of a slice hides the gather of the next one and the way home of the one before, so only
-the first gather and the last way home stay open. Those should be small and the rest large, since
+Attention of a slice hides the gather of the next one and the reduction of the one before, so only
+the first gather and the last reduction stay open. Those should be small and the rest large, since
 every slice costs a few transfers: sizes grow from the first slice on, no faster than attention
 usually outlasts the gather of as many heads, and fall again towards the last.
 """

@@ -30,7 +30,7 @@ from mesh_attention.plan.program import (
     Task,
 )
 
-EVERYONE = "all"
+ALL_UNITS = "all"
 
 
 class TilePass(ABC):
@@ -110,7 +110,7 @@ class TilePass(ABC):
         if tile.b > 1 and tile.rotation:
             groups.update({f"KV{c}": tile.kv_group(c) for c in range(tile.a)})
         if tile.b > 1 and not tile.rotation:
-            groups[EVERYONE] = tuple(range(tile.num_ranks))
+            groups[ALL_UNITS] = tuple(range(tile.num_ranks))
         return {
             head_group.group_name(name): head_group.members(units) for name, units in groups.items()
         }
@@ -213,7 +213,7 @@ class TilePass(ABC):
             return Reduction(self.kv_reduce_by, group, tile.b, chunk, num_owners=tile.b)
         return Reduction(
             ReduceBy.EXCHANGE,
-            self.head_group.group_name(EVERYONE),
+            self.head_group.group_name(ALL_UNITS),
             tile.num_ranks,
             chunk,
             num_owners=tile.b,

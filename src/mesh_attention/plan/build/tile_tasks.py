@@ -242,7 +242,7 @@ def buffers_of(mesh: TilePass, unit: int) -> dict[str, Buffer]:
 
 
 def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
-    """The unit's own rows, for what must be measured before the programs exist. Delta is nobody's
+    """The unit's own rows, for what must be measured before the programs exist. Delta is no
     input: it is computed first, and held until its last chunk is gathered."""
     roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
     return {

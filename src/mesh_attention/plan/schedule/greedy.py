@@ -7,7 +7,7 @@ adds a veto on each action.
 
 Reading of "lowest-index unscheduled chunk, RS only when ready": the lowest-index one *that is
 ready*. Gathers are always ready, so for them nothing changes; empty or unequal tasks can
-finish Q chunk 1 before Q chunk 0, and waiting for RS-Q-0 would leave the lane idle for nothing
+finish Q chunk 1 before Q chunk 0, and waiting for RS-Q-0 would leave the stream idle for nothing
 (and, under a memory cap, could hold the very buffers that RS-Q-0 waits for).
 """
 

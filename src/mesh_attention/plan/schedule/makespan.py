@@ -1,10 +1,10 @@
 """How long a schedule takes, under the paper's steps and under events.
 
 Steps: both halves of a step finish before the next begins. Events: the same order on one
-communication lane and one compute lane, but a task starts as soon as its lane is free and its
+communication stream and one compute stream, but a task starts as soon as its stream is free and its
 own needs are done, so it can only be faster (algorithm, section 5, "event order").
 
-And a time below which no order can finish: relax one lane at a time to the classic one-machine
+And a time below which no order can finish: relax one stream at a time to the classic one-machine
 problem with heads (earliest start) and tails (work that must follow); its preemptive optimum, which
 Jackson's rule gives exactly, is a lower bound. `search` prunes with it, and it lets a result be
 called optimal.
@@ -36,12 +36,12 @@ def event_times(graph: TaskGraph, schedule: Schedule) -> dict[Task, tuple[float,
     costs, needs = graph.costs(), graph.needs()
     communication = {task.task for task in graph.communication}
     times: dict[Task, tuple[float, float]] = {}
-    lane_free = {True: 0.0, False: 0.0}
+    stream_free = {True: 0.0, False: 0.0}
     for name in schedule.order():
-        lane = name in communication
-        start = max([lane_free[lane], *(times[need][1] for need in needs[name])])
-        lane_free[lane] = start + costs[name]
-        times[name] = (start, lane_free[lane])
+        stream = name in communication
+        start = max([stream_free[stream], *(times[need][1] for need in needs[name])])
+        stream_free[stream] = start + costs[name]
+        times[name] = (start, stream_free[stream])
     return times
 
 
@@ -87,7 +87,7 @@ def tails(graph: TaskGraph) -> dict[Task, float]:
             followers[need].append(name)
     found: dict[Task, float] = {}
     for name in reversed(_topological(needs)):
-        # All followers of a task share the other lane, so they run one after the other.
+        # All followers of a task share the other stream, so they run one after the other.
         found[name] = one_machine_bound((0.0, costs[n], found[n]) for n in followers[name])
     return found
 
@@ -105,8 +105,8 @@ def lower_bound(graph: TaskGraph) -> float:
     """No schedule of this graph, strict or by events, ends earlier."""
     head, tail = heads(graph), tails(graph)
     return max(
-        one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in lane)
-        for lane in (graph.communication, graph.compute)
+        one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in stream)
+        for stream in (graph.communication, graph.compute)
     )
 
 

@@ -147,12 +147,17 @@ def gathers(graph: TaskGraph) -> tuple[tuple[CommunicationTask, ...], ...]:
     return tuple(tasks for tasks in found if tasks)
 
 
-# How many gathers of each kind are issued.
+# How many gathers of each kind are issued. After draining, what is done (and so what is live)
+# depends only on the point, not on the path to it.
 Point = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
+    """The minimax paths through the points. An edge issues one more gather and drains; it weighs
+    the peak meanwhile. `bytes_to_go[point]` is the least, over all paths to the end, of the
+    heaviest edge."""
+
     gathers: tuple[tuple[CommunicationTask, ...], ...]
     bytes_to_go: Mapping[Point, int]
     smallest_cap_bytes: int
@@ -207,7 +212,12 @@ class MemoryCapError(PlanError):
 def greedy_capped(
     graph: TaskGraph, model: MemoryModel, cap_bytes: int, *, gamma: float = 1.05
 ) -> Schedule:
-    """`greedy` whose `order()` holds at most `cap_bytes`, as `peak_bytes` counts them."""
+    """`greedy` whose `order()` holds at most `cap_bytes`, as `peak_bytes` counts them.
+
+    An action is allowed only if, after it, draining eagerly stays within the cap and from the point
+    then reached some path to the end stays within it too. So there is always a way on, and with
+    room to spare the schedule is `greedy`'s own.
+    """
     residency = Residency.of(model)
     lattice = build_lattice(graph, residency)
     if cap_bytes < lattice.smallest_cap_bytes:

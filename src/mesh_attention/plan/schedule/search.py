@@ -1,9 +1,9 @@
 """A better order than greedy, and how far greedy is from it (algorithm, section 5).
 
-The makespan to minimise is that of event execution: one communication lane, one compute lane.
+The makespan to minimise is that of event execution: one communication stream, one compute stream.
 A beam grows schedules one task at a time. Branching follows Giffler and Thompson: take the
-task that could end first and branch over the tasks that compete for its lane before it ends.
-That reaches an optimal schedule without ever listing two interleavings of the same lanes.
+task that could end first and branch over the tasks that compete for its stream before it ends.
+That reaches an optimal schedule without ever listing two interleavings of the same streams.
 With at most 16 compute tasks the beam often covers the whole tree and proves its result.
 Tasks are numbered and sets of tasks are bit masks, because a search looks at tens of thousands of
 partial schedules.
@@ -123,10 +123,10 @@ _COMMUNICATION, _COMPUTE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class PartialSchedule:
-    """Some tasks placed on the lanes; `parent` and `placed` (name, start) tell the story."""
+    """Some tasks placed on the streams; `parent` and `placed` (name, start) tell the story."""
 
     issued: int
-    lane_free: tuple[float, float]
+    stream_free: tuple[float, float]
     release: tuple[float, ...]  # of each task: when the last of its issued needs ends
     bound: float
     idle: float
@@ -149,7 +149,7 @@ class Tables:
 
     tasks: tuple[Task, ...]
     costs: tuple[float, ...]
-    lanes: tuple[int, ...]
+    streams: tuple[int, ...]
     needs: tuple[tuple[int, ...], ...]
     waits_for: tuple[int, ...]  # bit masks: its needs, and earlier gathers in index order
     followers: tuple[tuple[int, ...], ...]
@@ -173,7 +173,7 @@ class Tables:
         return Tables(
             tasks=tuple(task.task for task in tasks),
             costs=tuple(float(task.cost) for task in tasks),
-            lanes=tuple(
+            streams=tuple(
                 _COMMUNICATION if i < len(graph.communication) else _COMPUTE
                 for i in range(len(tasks))
             ),
@@ -196,60 +196,60 @@ class Tables:
         )
 
     def children(self, partial: PartialSchedule) -> Iterator[PartialSchedule]:
-        """Giffler-Thompson: every way to decide the next contested stretch of one lane."""
+        """Giffler-Thompson: every way to decide the next contested stretch of one stream."""
         startable = [
-            (max(partial.lane_free[self.lanes[task]], partial.release[task]), task)
+            (max(partial.stream_free[self.streams[task]], partial.release[task]), task)
             for task in self._unissued(partial.issued)
             if not self.waits_for[task] & ~partial.issued
         ]
         first_end, first = min((start + self.costs[task], task) for start, task in startable)
         for start, task in startable:
-            competes = self.lanes[task] == self.lanes[first] and start < first_end
+            competes = self.streams[task] == self.streams[first] and start < first_end
             if task == first or competes:
                 yield self._place(partial, task, start)
 
     def earliest_starts(self, partial: PartialSchedule) -> tuple[float, ...]:
         """All that the future depends on: no larger anywhere means no worse."""
-        free = partial.lane_free
+        free = partial.stream_free
         return free + tuple(
-            max(partial.release[task], free[self.lanes[task]])
+            max(partial.release[task], free[self.streams[task]])
             for task in self._unissued(partial.issued)
         )
 
     def _place(self, partial: PartialSchedule, task: int, start: float) -> PartialSchedule:
         end = start + self.costs[task]
-        communication_free, compute_free = partial.lane_free
-        if self.lanes[task] == _COMMUNICATION:
-            idle, lane_free = start - communication_free, (end, compute_free)
+        communication_free, compute_free = partial.stream_free
+        if self.streams[task] == _COMMUNICATION:
+            idle, stream_free = start - communication_free, (end, compute_free)
         else:
-            idle, lane_free = start - compute_free, (communication_free, end)
+            idle, stream_free = start - compute_free, (communication_free, end)
         release = list(partial.release)
         for follower in self.followers[task]:
             release[follower] = max(release[follower], end)
         issued = partial.issued | 1 << task
         return PartialSchedule(
             issued=issued,
-            lane_free=lane_free,
+            stream_free=stream_free,
             release=tuple(release),
             # A bound never falls along a branch; rounding must not make it seem to.
-            bound=max(partial.bound, self._bound(issued, lane_free, release)),
+            bound=max(partial.bound, self._bound(issued, stream_free, release)),
             idle=partial.idle + idle,
             parent=partial,
             placed=(self.tasks[task], start),
         )
 
-    def _bound(self, issued: int, lane_free: tuple[float, float], release: list[float]) -> float:
+    def _bound(self, issued: int, stream_free: tuple[float, float], release: list[float]) -> float:
         jobs: tuple[list[tuple[float, float, float]], ...] = ([], [])
         for task in self._unissued(issued):
-            lane = self.lanes[task]
-            head = max(lane_free[lane], release[task])
+            stream = self.streams[task]
+            head = max(stream_free[stream], release[task])
             if self.waits_for[task] & ~issued:
-                # The needs that are missing run one after the other on the other lane.
+                # The needs that are missing run one after the other on the other stream.
                 missing = [self.costs[n] for n in self.needs[task] if not issued >> n & 1]
                 if missing:
-                    head = max(head, lane_free[1 - lane] + sum(missing))
-            jobs[lane].append((head, self.costs[task], self.tails[task]))
-        return max(*lane_free, one_machine_bound(jobs[0]), one_machine_bound(jobs[1]))
+                    head = max(head, stream_free[1 - stream] + sum(missing))
+            jobs[stream].append((head, self.costs[task], self.tails[task]))
+        return max(*stream_free, one_machine_bound(jobs[0]), one_machine_bound(jobs[1]))
 
     def _unissued(self, issued: int) -> list[int]:
         return [task for task in range(self.num_tasks) if not issued >> task & 1]

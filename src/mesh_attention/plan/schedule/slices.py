@@ -1,8 +1,8 @@
 """One schedule for slices of the heads that need the same tasks, one slice after the other.
 
-What a slice fetches before it can compute is fetched while the slice before it computes, and what
-it sends home when it has computed goes while the slice after it computes. So only the first fetch
-and the last way home have nothing to hide behind, and both are as small as a slice.
+What a slice gathers before it can compute is gathered while the slice before it computes, and what
+it reduces when it has computed goes while the slice after it computes. So only the first gather and
+the last reduction have nothing to hide behind, and both are as small as a slice.
 """
 
 from __future__ import annotations
