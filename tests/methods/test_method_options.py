@@ -84,7 +84,7 @@ def test_a_new_option_is_a_row_of_the_page_of_methods() -> None:
     assert ["`pace`", "blocks `walk` or `run`", "`new`"] in rows
     shared = next(methods for name, _, methods in rows if name == "`gradients`")
     assert shared.endswith("`new`")
-    assert ["all"] == [methods for name, _, methods in rows if name == "`layout`"]
+    assert [methods for name, _, methods in rows if name == "`layout`"] == ["all"]
 
 
 @pytest.mark.usefixtures("built")
