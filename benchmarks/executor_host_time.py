@@ -27,7 +27,7 @@ from tile_options import add_tile_options
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import Request, register, unregister
+from mesh_attention.kernels import BackwardNeeds, BlockSize, Request, register, unregister
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Free
@@ -48,9 +48,13 @@ class NoWork:
     """Attention and row kernels that return their inputs: what is left is the host's own time."""
 
     name = "no_work"
+    backward_needs = BackwardNeeds()
 
     def refuses(self, request: Request) -> str | None:
         return None
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        return 0
 
     def forward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return tensors[0], tensors[0]

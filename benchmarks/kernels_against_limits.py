@@ -160,7 +160,8 @@ def one_kernel(problem: Problem, rows: int, direction: Direction) -> Callable[[]
     if direction is Direction.FORWARD:
         return lambda: kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
     _, lse = kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
-    return lambda: kernel.backward_prepared(grad, q, k, v, out, lse, mask=mask, softmax_scale=scale)
+    state = (out, lse.contiguous(), None)
+    return lambda: kernel.backward(grad, q, k, v, *state, mask=mask, softmax_scale=scale)
 
 
 def measure(

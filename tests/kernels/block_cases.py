@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import BlockMask, Causal, Full, Kernel, Request, RowRange
-from mesh_attention.kernels.merge import delta
+from mesh_attention.kernels import BlockMask, Causal, Full, Kernel, Request, RowRange, kind_of
+from mesh_attention.kernels.plain_rows import PlainRows, delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.plan.plan import Direction
+from mesh_attention.runtime.backward import Preparation, backward_needs
 
 MaskMaker = Callable[[int, int], BlockMask]
 
@@ -39,8 +41,19 @@ class Block:
     mask: BlockMask
     scale: float
 
-    def request(self) -> Request:
-        return Request.from_tensors(self.q, self.k, self.v, self.mask, needs_backward=True)
+    def request(self, direction: Direction = Direction.BACKWARD) -> Request:
+        device = self.q.device
+        return Request(
+            direction=direction,
+            device_type=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=self.q.dtype,
+            head_dim=self.q.shape[3],
+            v_head_dim=self.v.shape[3],
+            num_heads=self.q.shape[2],
+            num_kv_heads=self.k.shape[2],
+            mask=kind_of(self.mask),
+        )
 
     def to(self, dtype: torch.dtype) -> Block:
         parts = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
@@ -134,13 +147,34 @@ def make_block(
     )
 
 
+def backward(
+    kernel: Kernel,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    *,
+    mask: BlockMask,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of a block by itself, given what its kernel declares to need."""
+    wanted = [(backward_needs(kernel), (0, q.shape[1]))]
+    (state,) = Preparation(PlainRows(), wanted, grad_out, lse, out, delta).make()
+    return kernel.backward(grad_out, q, k, v, *state, mask=mask, softmax_scale=softmax_scale)
+
+
 def run(kernel: Kernel, block: Block, *, delta_only: bool = False) -> Result:
     """Forward and backward of a block that is the whole softmax."""
-    reason = kernel.refuses(block.request())
-    assert reason is None, f"{kernel.name} refused: {reason}"
+    for direction in Direction:
+        reason = kernel.refuses(block.request(direction))
+        assert reason is None, f"{kernel.name} refused: {reason}"
     qkv = (block.q, block.k, block.v)
     out, lse = kernel.forward(*qkv, mask=block.mask, softmax_scale=block.scale)
-    dq, dk, dv = kernel.backward(
+    dq, dk, dv = backward(
+        kernel,
         block.grad_out,
         *qkv,
         None if delta_only else out,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_cases import Shape, assert_close, causal, full, make_block, run, truth
+from block_cases import Shape, assert_close, backward, causal, full, make_block, run, truth
 from torch import Tensor
 
-from mesh_attention.kernels import Full, package
+from mesh_attention.kernels import Full, probe
 from mesh_attention.kernels.cuda_flash import CudaFlash
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.kernels.dense import DenseKernel
@@ -33,8 +33,8 @@ def test_cuda_adapters_fit_the_op_schemas(kernel: DenseKernel) -> None:
     assert out.shape == q.shape
     assert lse.shape == (2, 8, 32)
     for given in ((out, None), (None, lse)):
-        dq, dk, dv = kernel.backward(
-            out, q, k, k, given[0], lse, given[1], mask=Full(), softmax_scale=0.1
+        dq, dk, dv = backward(
+            kernel, out, q, k, k, given[0], lse, given[1], mask=Full(), softmax_scale=0.1
         )
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape
@@ -179,14 +179,14 @@ def test_flash_attention_packages_are_called_by_name(
 def test_a_function_that_wants_something_unknown_is_refused() -> None:
     def function(q: int, novelty: int) -> None: ...
 
-    assert "wants novelty" in str(package.arguments_for(function, {"q": 1}, frozenset()))
-    assert "without k|key" in str(package.arguments_for(function, {"k|key": 1}, frozenset()))
-    assert package.arguments_for(function, {"q": 1}, frozenset({"novelty"})) == {
+    assert "wants novelty" in str(probe.arguments_for(function, {"q": 1}, frozenset()))
+    assert "without k|key" in str(probe.arguments_for(function, {"k|key": 1}, frozenset()))
+    assert probe.arguments_for(function, {"q": 1}, frozenset({"novelty"})) == {
         "q": 1,
         "novelty": None,
     }
 
 
 def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no_such_module is not installed" in str(package.load("no_such_module", "f"))
-    assert package.load("math", "no_such_function") == "math has no no_such_function"
+    assert "no_such_module is not installed" in str(probe.load("no_such_module", "f"))
+    assert probe.load("math", "no_such_function") == "math has no no_such_function"

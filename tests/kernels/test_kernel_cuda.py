@@ -15,6 +15,7 @@ from block_cases import (
     MaskMaker,
     Result,
     Shape,
+    backward,
     causal,
     error,
     full,
@@ -24,12 +25,13 @@ from block_cases import (
 )
 from torch import Tensor
 
-from mesh_attention.kernels import Full, Kernel, RowRange, choose, delta, merge_into
+from mesh_attention.kernels import Full, Kernel, RowRange, choose
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cuda_flash import CudaFlash
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.kernels.flash_attn3 import FlashAttn3
 from mesh_attention.kernels.flash_attn4 import FlashAttn4
+from mesh_attention.kernels.plain_rows import PlainRows, delta
 from mesh_attention.kernels.visibility import dense_mask
 
 pytestmark = pytest.mark.gpu
@@ -105,10 +107,8 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Resu
     out = torch.full_like(first.grad_out, torch.nan, dtype=torch.float32)
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
-        merge_into(
-            *(out, lse),
-            *kernel.forward(piece.q, piece.k, piece.v, mask=Full(), softmax_scale=piece.scale),
-        )
+        part = kernel.forward(piece.q, piece.k, piece.v, mask=Full(), softmax_scale=piece.scale)
+        PlainRows().merge_into(out, lse, *part, fresh=False)
     dq = torch.zeros(first.q.shape, device="cuda")
     dk: list[Tensor] = []
     dv: list[Tensor] = []
@@ -116,8 +116,8 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Resu
     for piece in pieces:
         state = (None, lse, delta_BHS) if delta_only else (out, lse, None)
         qkv = (piece.q, piece.k, piece.v)
-        dq_part, dk_part, dv_part = kernel.backward(
-            piece.grad_out, *qkv, *state, mask=Full(), softmax_scale=piece.scale
+        dq_part, dk_part, dv_part = backward(
+            kernel, piece.grad_out, *qkv, *state, mask=Full(), softmax_scale=piece.scale
         )
         dq += dq_part
         dk.append(dk_part)
@@ -138,8 +138,8 @@ def test_changing_layouts_between_calls_of_one_shape_changes_nothing(kernel: Ker
     for grad_out in (block.grad_out, grad_seq_last):
         for out in (expected.out, out_seq_last):
             for lse in (expected.lse, lse_sliced):
-                found = kernel.backward(
-                    grad_out, *qkv, out, lse, None, mask=Full(), softmax_scale=block.scale
+                found = backward(
+                    kernel, grad_out, *qkv, out, lse, None, mask=Full(), softmax_scale=block.scale
                 )
                 # Not bit for bit: dq is summed in whatever order blocks finish.
                 for name, grad in zip(("dq", "dk", "dv"), found, strict=True):
@@ -155,8 +155,8 @@ def test_unseen_rows_and_empty_blocks_give_finite_zeros(kernel: Kernel) -> None:
     out[:, 40:] = 0
     qkv = (block.q, block.k, block.v)
     for given in ((out, None), (None, torch.zeros_like(lse))):
-        dq, dk, dv = kernel.backward(
-            *(block.grad_out, *qkv, given[0], lse, given[1]),
+        dq, dk, dv = backward(
+            *(kernel, block.grad_out, *qkv, given[0], lse, given[1]),
             mask=Full(),
             softmax_scale=block.scale,
         )

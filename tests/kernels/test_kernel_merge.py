@@ -7,9 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import delta, merge_into, merge_lse, rescale
+from mesh_attention.kernels.plain_rows import PlainRows, delta
 
 INF = torch.inf
+ROWS = PlainRows()
 
 
 def merged(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -17,7 +18,7 @@ def merged(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tens
     acc_out = torch.full(out.shape, torch.nan, dtype=dtype)
     acc_lse = torch.full(lse.shape, -INF, dtype=dtype)
     for part in parts:
-        merge_into(acc_out, acc_lse, *part)
+        ROWS.merge_into(acc_out, acc_lse, *part, fresh=False)
     return acc_out, acc_lse
 
 
@@ -69,10 +70,14 @@ def test_rescaled_partials_add_up_to_the_merged_output() -> None:
     for _, lse in parts:
         lse[:, :, 5] = -INF
     out, lse = merged(parts, torch.float32)
-    whole = merge_lse([lse for _, lse in parts])
+    whole = torch.full_like(lse, torch.nan)
+    ROWS.merge_lse([lse for _, lse in parts], whole)
     torch.testing.assert_close(whole, lse)
-    total = sum(rescale(part, lse_part, whole) for part, lse_part in parts)
-    assert isinstance(total, Tensor)
+    total = torch.zeros_like(out)
+    for part, lse_part in parts:
+        rescaled = torch.full_like(out, torch.nan)
+        ROWS.rescale(part, lse_part, whole, rescaled)
+        total += rescaled
     torch.testing.assert_close(total, out, rtol=1e-5, atol=1e-5)
     assert torch.all(out[:, 5] == 0)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +19,18 @@ from mesh_attention.kernels import (
     UnknownKernelError,
     choose,
     kernel_names,
+    probe,
     register,
     unregister,
 )
-from mesh_attention.kernels import probe as probe_module
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cpu_flash import CpuFlash
 from mesh_attention.kernels.cuda_flash import CudaFlash
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.kernels.flash_attn3 import FlashAttn3
+from mesh_attention.plan.plan import Direction
 
-ON_CPU = Request("cpu", None, torch.float32, 64, 64, 8, 2, MaskKind.FULL, needs_backward=True)
+ON_CPU = Request(Direction.BACKWARD, "cpu", None, torch.float32, 64, 64, 8, 2, MaskKind.FULL)
 ON_HOPPER = replace(ON_CPU, device_type="cuda", capability=(9, 0), dtype=torch.bfloat16)
 
 
@@ -105,6 +107,40 @@ def test_a_kernel_without_a_backward_pass_is_refused_by_the_name_of_what_it_lack
         register(half)
 
 
+def test_a_kernel_must_say_what_its_backward_pass_is_to_be_given() -> None:
+    whole: Any = SimpleNamespace(
+        name="whole", refuses=print, scratch_bytes=print, forward=print, backward=print
+    )
+    with pytest.raises(MeshAttentionError, match="'whole' must say in `backward_needs`"):
+        register(whole)
+    assert "whole" not in kernel_names()
+
+
+def test_a_forced_kernel_that_refuses_both_passes_is_not_replaced() -> None:
+    odd = replace(ON_CPU, v_head_dim=32)
+    for direction in Direction:
+        with pytest.raises(KernelRefusedError, match=r"'cpu_flash' cannot do .* needs D == E"):
+            choose(replace(odd, direction=direction), force="cpu_flash")
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_package_with_a_forward_only_is_used_for_that_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any) -> None: ...
+
+    module: Any = ModuleType("flash_attn_interface")
+    module._flash_attn_forward = forward
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    for force in (None, "flash_attn3"):
+        first = choose(replace(ON_HOPPER, direction=Direction.FORWARD), force=force)
+        assert first.kernel.name == "flash_attn3"
+        second = choose(ON_HOPPER, force=force)
+        assert second.kernel.name == "cudnn"
+        why = "flash_attn_interface has no _flash_attn_backward"
+        assert dict(second.reasons)["flash_attn3"] == why
+
+
 def test_a_kernel_added_without_a_place_comes_first_and_can_be_removed() -> None:
     before = kernel_names()
     register(Mine())
@@ -154,13 +190,15 @@ def test_a_missing_package_is_named() -> None:
 
 
 def test_a_private_op_that_changed_is_refused_with_what_was_found() -> None:
-    assert probe_module.why_op_unusable("_no_such_op", ()) == (
+    assert probe.why_op_unusable("_no_such_op", ()) == (
         f"torch {torch.__version__} has no aten::_no_such_op"
     )
-    reason = probe_module.why_op_unusable("relu", ("self", "slope"))
+    reason = probe.why_op_unusable("relu", ("self", "slope"))
     assert reason == "aten::relu takes ['self'], without ['slope']"
 
 
 def test_an_op_that_is_gone_makes_its_kernel_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh_attention.kernels.cpu_flash.FORWARD", "_gone")
-    assert "has no aten::_gone" in (CpuFlash().refuses(ON_CPU) or "")
+    for direction in Direction:
+        monkeypatch.setattr(f"mesh_attention.kernels.cpu_flash.{direction.name}", "_gone")
+        request = replace(ON_CPU, direction=direction)
+        assert "has no aten::_gone" in (CpuFlash().refuses(request) or "")

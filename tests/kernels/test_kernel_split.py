@@ -6,13 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_cases import TOLERANCE, Block, Result, Shape, assert_close, causal, make_block, truth
+from block_cases import (
+    TOLERANCE,
+    Block,
+    Result,
+    Shape,
+    assert_close,
+    backward,
+    causal,
+    make_block,
+    truth,
+)
 from torch import Tensor
 
-from mesh_attention.kernels import Causal, Full, Kernel, RowRange, delta, merge_into
+from mesh_attention.kernels import Causal, Full, Kernel, RowRange
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cpu_flash import CpuFlash
-from mesh_attention.kernels.merge import accumulator_dtype
+from mesh_attention.kernels.plain_rows import PlainRows, accumulator_dtype, delta
 from mesh_attention.kernels.reference import Reference
 
 KERNELS = [CpuFlash(), Blockwise(query_block=8, key_block=16), Reference()]
@@ -26,7 +36,7 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], *, delta_only: bool) -> R
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
         part = kernel.forward(piece.q, piece.k, piece.v, mask=piece.mask, softmax_scale=piece.scale)
-        merge_into(out, lse, *part)
+        PlainRows().merge_into(out, lse, *part, fresh=False)
     delta_BHS = delta(out, first.grad_out)
     dq = torch.zeros(first.q.shape, dtype=wide)
     dk: list[Tensor] = []
@@ -34,8 +44,8 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], *, delta_only: bool) -> R
     for piece in pieces:
         state = (None, lse, delta_BHS) if delta_only else (out, lse, None)
         qkv = (piece.q, piece.k, piece.v)
-        dq_part, dk_part, dv_part = kernel.backward(
-            piece.grad_out, *qkv, *state, mask=piece.mask, softmax_scale=piece.scale
+        dq_part, dk_part, dv_part = backward(
+            kernel, piece.grad_out, *qkv, *state, mask=piece.mask, softmax_scale=piece.scale
         )
         dq += dq_part
         dk.append(dk_part)

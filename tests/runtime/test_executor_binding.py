@@ -13,9 +13,9 @@ from torch import Tensor
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, Free, Merge, Operation
+from mesh_attention.plan.program import Free, Merge, Operation
 from mesh_attention.runtime.binding import Views
-from mesh_attention.runtime.compute import Compute, Work
+from mesh_attention.runtime.compute import ComputeOperations, Work
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
@@ -62,15 +62,14 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     given = inputs(plan, one)
     first = run_to_end(executor.run(given))
     bound: list[Operation] = []
-    work = Compute.work
+    bind = ComputeOperations.bind
+    operations = one.programs[0].operations
 
-    def watched(
-        self: Compute, op: Attend | AttendBackward | Merge, views: Views, *, follows: bool
-    ) -> Work:
-        bound.append(op)
-        return work(self, op, views, follows=follows)
+    def watched(self: ComputeOperations, at: int, views: Views) -> Work:
+        bound.append(operations[at])
+        return bind(self, at, views)
 
-    monkeypatch.setattr(Compute, "work", watched)
+    monkeypatch.setattr(ComputeOperations, "bind", watched)
     second = run_to_end(executor.run(given))
     table = one.programs[0].buffer_table()
     for op in bound:

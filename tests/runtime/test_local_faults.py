@@ -18,7 +18,7 @@ from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward, Communication
 from mesh_attention.runtime.binding import Views
-from mesh_attention.runtime.compute import Compute, Work
+from mesh_attention.runtime.compute import ComputeOperations, Work
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
@@ -45,14 +45,19 @@ def test_without_a_fault_the_comparison_holds() -> None:
 
 def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a buffer still held the keys of the step before."""
-    attend_backward = Compute.attend_backward
+    bind = ComputeOperations.bind
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: Compute, op: AttendBackward, views: Views, *, follows: bool) -> Work:
+    def with_stale_keys(self: ComputeOperations, at: int, views: Views) -> Work:
+        op = self.operations[at]
+        if not isinstance(op, AttendBackward):
+            return bind(self, at, views)
+        keys = (op.k, op.v)
+
         class Stale(Views):
             def tokens(self, piece: Piece) -> Tensor:
                 rows = views.tokens(piece)
-                if piece not in (op.k, op.v):
+                if piece not in keys:
                     return rows
                 before = stale.setdefault(piece.buffer, rows.roll(1, 1).clone())
                 return before if before.shape == rows.shape else rows
@@ -60,11 +65,9 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
             def statistics(self, piece: Piece) -> Tensor:
                 return views.statistics(piece)
 
-        return lambda: attend_backward(
-            self, op, Stale({}), follows=follows
-        )()  # bound when the keys are there
+        return lambda: bind(self, at, Stale({}))()  # bound when the keys are there
 
-    monkeypatch.setattr(Compute, "attend_backward", with_stale_keys)
+    monkeypatch.setattr(ComputeOperations, "bind", with_stale_keys)
     found = distances(CASE)
     assert max(found["out"], found["lse"]) <= tolerance(CASE.dtype)
     assert min(found["grad_q"], found["grad_k"]) > 100 * tolerance(CASE.dtype)

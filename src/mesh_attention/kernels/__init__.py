@@ -1,11 +1,13 @@
 """Attention on one block of queries and keys, forward and backward, behind one interface.
 
 `choose` picks a kernel for a `Request`; the kernel's results on several blocks are joined by
-the functions of `merge.py`. The slow truth they are all tested against is `reference`.
+`RowKernels`. The slow truth they are all tested against is `reference`.
 """
 
 from mesh_attention.kernels.interface import (
+    BackwardNeeds,
     BlockMask,
+    BlockSize,
     Causal,
     Full,
     Kernel,
@@ -14,7 +16,6 @@ from mesh_attention.kernels.interface import (
     RowRange,
     kind_of,
 )
-from mesh_attention.kernels.merge import delta, merge_into, merge_lse, rescale
 from mesh_attention.kernels.registry import (
     Choice,
     KernelRefusedError,
@@ -27,7 +28,9 @@ from mesh_attention.kernels.registry import (
 from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
 
 __all__ = [
+    "BackwardNeeds",
     "BlockMask",
+    "BlockSize",
     "Causal",
     "Choice",
     "Full",
@@ -41,12 +44,8 @@ __all__ = [
     "UnknownKernelError",
     "choose",
     "choose_rows",
-    "delta",
     "kernel_names",
     "kind_of",
-    "merge_into",
-    "merge_lse",
     "register",
-    "rescale",
     "unregister",
 ]

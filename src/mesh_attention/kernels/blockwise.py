@@ -16,15 +16,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.interface import BlockMask, Request
-from mesh_attention.kernels.merge import accumulator_dtype, delta
+from mesh_attention.kernels.interface import BackwardNeeds, BlockMask, BlockSize, Request
+from mesh_attention.kernels.plain_rows import accumulator_dtype
 from mesh_attention.kernels.probe import why_not_grouped
-from mesh_attention.kernels.unseen import require_delta, without_unseen
 from mesh_attention.kernels.visibility import BlockVisibility, Seen
+from mesh_attention.plan.plan import Direction
 
 
 class Blockwise:
     name = "blockwise"
+    backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 
     def __init__(self, *, query_block: int = 512, key_block: int = 1024) -> None:
         self._query_block = query_block
@@ -34,6 +35,18 @@ class Blockwise:
         if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
         return why_not_grouped(request)
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        """Results in wide precision, a block of scores or two, and a last one not yet dropped."""
+        wide, D, E = block.accumulate_bytes, block.head_dim, block.v_head_dim
+        queries = min(self._query_block, block.num_queries)
+        keys = min(self._key_block, block.num_keys)
+        rows = queries * block.num_heads
+        several = queries < block.num_queries or keys < block.num_keys
+        matrices = (1 if direction is Direction.FORWARD else 2) + several
+        of_queries, of_keys = rows * (3 * D + 3 * E + 8), keys * block.num_kv_heads * (D + E) * 2
+        own = (rows * keys * matrices + of_queries + of_keys) * wide + 4 * queries * keys
+        return block.result_bytes(direction, wide) + own
 
     def forward(
         self,
@@ -93,10 +106,7 @@ class Blockwise:
         B, S, H, _ = q_BSHD.shape
         T, G, _ = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)
-        if delta_BHS is None and out_BSHE is not None:
-            delta_BHS = delta(out_BSHE, grad_out_BSHE)
-        delta_BHS = require_delta(delta_BHS).to(dtype)
-        lse_BHS = without_unseen(lse_BHS.to(dtype))
+        assert delta_BHS is not None  # as `backward_needs` says
         dq_BSHD = torch.zeros(q_BSHD.shape, dtype=dtype, device=q_BSHD.device)
         dk_BGTD = torch.zeros(_heads_first(k_BTGD).shape, dtype=dtype, device=q_BSHD.device)
         dv_BGTE = torch.zeros(_heads_first(v_BTGE).shape, dtype=dtype, device=q_BSHD.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Request
 from mesh_attention.kernels.probe import aten, why_not_dense, why_op_unusable
+from mesh_attention.plan.plan import Direction
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -29,11 +30,10 @@ class CpuFlash(DenseKernel):
         if request.head_dim != request.v_head_dim:
             return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
         inputs = ("query", "key", "value", "dropout_p", "is_causal", "scale")
-        return (
-            why_not_dense(request)
-            or why_op_unusable(FORWARD, inputs)
-            or why_op_unusable(BACKWARD, (*inputs, "grad_out", "out", "logsumexp"))
-        )
+        results = ("grad_out", "out", "logsumexp")
+        if request.direction is Direction.BACKWARD:
+            return why_not_dense(request) or why_op_unusable(BACKWARD, (*inputs, *results))
+        return why_not_dense(request) or why_op_unusable(FORWARD, inputs)
 
     def run_forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float

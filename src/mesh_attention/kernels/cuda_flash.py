@@ -13,7 +13,7 @@ from torch import Tensor
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Request
 from mesh_attention.kernels.probe import aten, why_not_on_cuda, why_op_unusable
-from mesh_attention.kernels.unseen import unseen_from_flash2
+from mesh_attention.plan.plan import Direction
 
 FORWARD = "_scaled_dot_product_flash_attention"
 BACKWARD = "_scaled_dot_product_flash_attention_backward"
@@ -33,14 +33,15 @@ class CudaFlash(DenseKernel):
             return f"takes head sizes up to 256, not {request.head_dim}"
         # These chips have too little shared memory for the largest backward tiles.
         small = request.capability in ((8, 6), (8, 9)) or request.capability >= (12, 0)
-        if request.needs_backward and request.head_dim > 192 and small:
+        backward = request.direction is Direction.BACKWARD
+        if backward and request.head_dim > 192 and small:
             return f"has no backward for head size {request.head_dim} on {request.capability}"
         inputs = ("query", "key", "value", "dropout_p", "is_causal", "scale")
         results = ("grad_out", "out", "logsumexp", "philox_seed", "philox_offset")
         lengths = ("cum_seq_q", "cum_seq_k", "max_q", "max_k")
-        return why_op_unusable(FORWARD, (*inputs, "return_debug_mask")) or why_op_unusable(
-            BACKWARD, (*inputs, *results, *lengths)
-        )
+        if backward:
+            return why_op_unusable(BACKWARD, (*inputs, *results, *lengths))
+        return why_op_unusable(FORWARD, (*inputs, "return_debug_mask"))
 
     def run_forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float
@@ -54,7 +55,8 @@ class CudaFlash(DenseKernel):
             return_debug_mask=False,
             scale=softmax_scale,
         )
-        return out.transpose(1, 2), unseen_from_flash2(lse)
+        # A row that saw nothing is marked by +inf there.
+        return out.transpose(1, 2), lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def run_backward(
         self,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.dense import DenseKernel
-from mesh_attention.kernels.interface import Request
+from mesh_attention.kernels.interface import BlockSize, Request
 from mesh_attention.kernels.probe import aten, why_not_on_cuda, why_op_unusable
+from mesh_attention.plan.plan import Direction
 
 FORWARD = "_scaled_dot_product_cudnn_attention"
 BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
@@ -36,18 +37,21 @@ class Cudnn(DenseKernel):
         inputs = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
         results = ("grad_out", "out", "logsumexp", "philox_seed", "philox_offset")
         lengths = ("cum_seq_q", "cum_seq_k", "max_q", "max_k")
-        return why_op_unusable(
-            FORWARD, (*inputs, "compute_log_sumexp", "return_debug_mask")
-        ) or why_op_unusable(BACKWARD, (*inputs, *results, *lengths))
+        if request.direction is Direction.BACKWARD:
+            return why_op_unusable(BACKWARD, (*inputs, *results, *lengths))
+        return why_op_unusable(FORWARD, (*inputs, "compute_log_sumexp", "return_debug_mask"))
 
-    def backward_workspace_bytes(
-        self, shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int]
-    ) -> int:
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         """Measured with cuDNN 9.19 on an H200: an fp32 accumulator of dq and the row sums; where
         query heads share keys, dk and dv of every query head besides; rows in blocks of 64."""
-        rows, keys = (-(-length // 64) * 64 for length in shape)
-        own = rows * heads[0] * (dims[0] + 1) * 4
-        return own if heads[0] == heads[1] else own + keys * heads[0] * sum(dims) * 2
+        results = super().scratch_bytes(direction, block)
+        if direction is Direction.FORWARD:
+            return results
+        rows, keys = (-(-length // 64) * 64 for length in (block.num_queries, block.num_keys))
+        own = rows * block.num_heads * (block.head_dim + 1) * 4
+        if block.num_heads != block.num_kv_heads:
+            own += keys * block.num_heads * (block.head_dim + block.v_head_dim) * 2
+        return results + own
 
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         return q_BSHD.shape[1] == 1 or k_BTGD.shape[1] == 1

@@ -1,4 +1,4 @@
-"""The frame around every ready-made kernel: what is checked and prepared before it is called.
+"""The frame around every ready-made kernel: what is checked before it is called.
 
 Ready-made kernels are dense or causal, insist on an `out` tensor in the backward pass, assume
 tight layouts of it, and crash or disagree on empty blocks and on rows that saw nothing. An
@@ -14,15 +14,22 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.interface import BlockMask, Causal, Request, RowRange
-from mesh_attention.kernels.merge import accumulator_dtype
-from mesh_attention.kernels.surrogate import surrogate_out
-from mesh_attention.kernels.unseen import require_delta, without_unseen
+from mesh_attention.kernels.interface import (
+    BackwardNeeds,
+    BlockMask,
+    BlockSize,
+    Causal,
+    Request,
+    RowRange,
+)
+from mesh_attention.kernels.plain_rows import accumulator_dtype, delta
 from mesh_attention.kernels.visibility import check_mask
+from mesh_attention.plan.plan import Direction
 
 
 class DenseKernel(ABC):
     name: str
+    backward_needs = BackwardNeeds(out=True, finite_lse=True)
 
     @abstractmethod
     def refuses(self, request: Request) -> str | None: ...
@@ -47,12 +54,8 @@ class DenseKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); grad_out, out and lse are contiguous and lse is finite."""
 
-    def backward_workspace_bytes(
-        self, shape: tuple[int, int], heads: tuple[int, int], dims: tuple[int, int]
-    ) -> int:
-        """What the library takes for itself during a backward call, as far as it is known: for so
-        many queries and keys, heads of both, and widths of keys and values."""
-        return 0
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        return block.result_bytes(direction, block.element_bytes)
 
     def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
         """Whether a block has too few rows for this kernel; the blockwise one then does it."""
@@ -92,43 +95,15 @@ class DenseKernel(ABC):
         mask: BlockMask,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.too_thin(q_BSHD, k_BTGD):
-            state = (out_BSHE, lse_BHS, delta_BHS)
-            return Blockwise().backward(
-                *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, *state),
-                mask=mask,
-                softmax_scale=softmax_scale,
-            )
-        if out_BSHE is None:
-            out_BSHE = surrogate_out(grad_out_BSHE, require_delta(delta_BHS))
-        lse_BHS = without_unseen(lse_BHS.to(accumulator_dtype(q_BSHD.dtype)))
-        return self.backward_prepared(
-            *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS),
-            mask=mask,
-            softmax_scale=softmax_scale,
-        )
-
-    def backward_prepared(
-        self,
-        grad_out_BSHE: Tensor,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        out_BSHE: Tensor,
-        lse_BHS: Tensor,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with `out`, or a stand-in for it, and an lse that is finite for unseen rows:
-        what blocks that share rows can prepare together."""
+        assert out_BSHE is not None  # as `backward_needs` says
         causal = self._is_causal(mask, q_BSHD, k_BTGD)
         if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
             zeros = torch.zeros_like
             return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)
         if self.too_thin(q_BSHD, k_BTGD):
+            state = (None, lse_BHS, delta(out_BSHE, grad_out_BSHE))
             return Blockwise().backward(
-                *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS, None),
+                *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, *state),
                 mask=mask,
                 softmax_scale=softmax_scale,
             )
@@ -138,8 +113,7 @@ class DenseKernel(ABC):
             grad_out_BSHE.to(q_BSHD.dtype).contiguous(),
             *(q_BSHD, k_BTGD, v_BTGE),
             out_BSHE.to(q_BSHD.dtype).contiguous(),
-            lse_BHS.contiguous(),
-            *(causal, softmax_scale),
+            *(lse_BHS, causal, softmax_scale),
         )
 
     def _is_causal(self, mask: BlockMask, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """FlashAttention 3 from its own package (`flash_attn_interface`), where that is installed.
 
 The fastest kernel on Hopper GPUs. Its low-level functions are used because the backward pass
-must take the log-sum-exp of the whole softmax; their signatures vary, see `package.py`.
+must take the log-sum-exp of the whole softmax; their signatures vary, see `probe.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import package
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Request
-from mesh_attention.kernels.probe import why_not_on_cuda
+from mesh_attention.kernels.probe import call_function, why_function_unusable, why_not_on_cuda
+from mesh_attention.plan.plan import Direction
 
 MODULE = "flash_attn_interface"
 FORWARD = "_flash_attn_forward"
@@ -45,9 +45,9 @@ class FlashAttn3(DenseKernel):
         if request.head_dim != request.v_head_dim or request.head_dim > 256:
             dims = request.head_dim, request.v_head_dim
             return f"is used for equal head sizes up to 256, not {dims}"
-        return package.why_unusable(
-            MODULE, FORWARD, FORWARD_ARGUMENTS, MAY_BE_NONE
-        ) or package.why_unusable(MODULE, BACKWARD, BACKWARD_ARGUMENTS, MAY_BE_NONE)
+        if request.direction is Direction.BACKWARD:
+            return why_function_unusable(MODULE, BACKWARD, BACKWARD_ARGUMENTS, MAY_BE_NONE)
+        return why_function_unusable(MODULE, FORWARD, FORWARD_ARGUMENTS, MAY_BE_NONE)
 
     def run_forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float
@@ -55,7 +55,7 @@ class FlashAttn3(DenseKernel):
         values = (q_BSHD, k_BTGD, v_BTGE, softmax_scale, causal)
         arguments = dict(zip(FORWARD_ARGUMENTS, values, strict=True))
         with torch.no_grad():
-            out, lse, *_ = package.call(MODULE, FORWARD, arguments, MAY_BE_NONE)
+            out, lse, *_ = call_function(MODULE, FORWARD, arguments, MAY_BE_NONE)
         return out, lse
 
     def run_backward(
@@ -73,5 +73,5 @@ class FlashAttn3(DenseKernel):
         values = (grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, out_BSHE, lse_BHS, dq, dk, dv)
         arguments = dict(zip(BACKWARD_ARGUMENTS, (*values, softmax_scale, causal), strict=True))
         with torch.no_grad():
-            package.call(MODULE, BACKWARD, arguments, MAY_BE_NONE)
+            call_function(MODULE, BACKWARD, arguments, MAY_BE_NONE)
         return dq, dk, dv

@@ -1,7 +1,7 @@
 """FlashAttention 4 from its own package (`flash_attn.cute`), where that is installed.
 
 Used on Blackwell GPUs and only for the head sizes its authors list: on Hopper its backward is
-younger than FlashAttention 3's and than cuDNN's. Signatures vary, see `package.py`.
+younger than FlashAttention 3's and than cuDNN's. Signatures vary, see `probe.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import package
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Request
-from mesh_attention.kernels.probe import why_not_on_cuda
+from mesh_attention.kernels.probe import call_function, why_function_unusable, why_not_on_cuda
+from mesh_attention.plan.plan import Direction
 
 MODULE = "flash_attn.cute.interface"
 FORWARD = "_flash_attn_fwd"
@@ -34,9 +34,9 @@ class FlashAttn4(DenseKernel):
         if request.head_dim != request.v_head_dim or request.head_dim not in HEAD_DIMS:
             dims = request.head_dim, request.v_head_dim
             return f"is used for equal head sizes of {HEAD_DIMS}, not {dims}"
-        return package.why_unusable(
-            MODULE, FORWARD, FORWARD_ARGUMENTS, frozenset()
-        ) or package.why_unusable(MODULE, BACKWARD, BACKWARD_ARGUMENTS, frozenset())
+        if request.direction is Direction.BACKWARD:
+            return why_function_unusable(MODULE, BACKWARD, BACKWARD_ARGUMENTS, frozenset())
+        return why_function_unusable(MODULE, FORWARD, FORWARD_ARGUMENTS, frozenset())
 
     def run_forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float
@@ -44,7 +44,7 @@ class FlashAttn4(DenseKernel):
         values = (q_BSHD, k_BTGD, v_BTGE, softmax_scale, causal, True)
         arguments = dict(zip(FORWARD_ARGUMENTS, values, strict=True))
         with torch.no_grad():
-            out, lse, *_ = package.call(MODULE, FORWARD, arguments, frozenset())
+            out, lse, *_ = call_function(MODULE, FORWARD, arguments, frozenset())
         return out, lse
 
     def run_backward(
@@ -61,5 +61,5 @@ class FlashAttn4(DenseKernel):
         values = (q_BSHD, k_BTGD, v_BTGE, out_BSHE, grad_out_BSHE, lse_BHS, softmax_scale, causal)
         arguments = dict(zip(BACKWARD_ARGUMENTS, values, strict=True))
         with torch.no_grad():
-            dq, dk, dv, *_ = package.call(MODULE, BACKWARD, arguments, frozenset())
+            dq, dk, dv, *_ = call_function(MODULE, BACKWARD, arguments, frozenset())
         return dq, dk, dv

@@ -1,7 +1,7 @@
 """What every attention kernel of this package is asked and what it answers.
 
 A kernel computes one block: some queries against some keys, whatever part of the whole
-softmax that is. Blocks are joined by their log-sum-exp (`merge.py`), and the backward pass
+softmax that is. Blocks are joined by their log-sum-exp (`plain_rows.py`), and the backward pass
 of a block takes the log-sum-exp of the *whole* softmax (algorithm.md, section 4).
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads (head h uses h // (H//G)),
@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from mesh_attention.plan.plan import Direction
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def kind_of(mask: BlockMask) -> MaskKind:
 
 @dataclass(frozen=True)
 class Request:
-    """All that decides whether a kernel can do a block; sequence lengths never do."""
+    """All that decides whether a kernel can do a pass of a block; sequence lengths never do."""
 
+    direction: Direction
     device_type: str
     capability: tuple[int, int] | None  # of a CUDA device
     dtype: torch.dtype
@@ -72,30 +75,39 @@ class Request:
     num_heads: int
     num_kv_heads: int
     mask: MaskKind
-    needs_backward: bool
 
-    @classmethod
-    def from_tensors(
-        cls,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        mask: BlockMask,
-        *,
-        needs_backward: bool,
-    ) -> Request:
-        device = q_BSHD.device
-        return cls(
-            device_type=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=q_BSHD.dtype,
-            head_dim=q_BSHD.shape[3],
-            v_head_dim=v_BTGE.shape[3],
-            num_heads=q_BSHD.shape[2],
-            num_kv_heads=k_BTGD.shape[2],
-            mask=kind_of(mask),
-            needs_backward=needs_backward,
-        )
+
+@dataclass(frozen=True, slots=True)
+class BackwardNeeds:
+    """What a backward pass must be given: the runtime makes it, once for blocks that share rows.
+
+    What is not asked for is given as the plan has it: `out` or `delta` may then be None, not both.
+    """
+
+    out: bool = False  # where only delta is known, a stand-in whose row sums with dO are delta
+    delta: bool = False
+    finite_lse: bool = False  # contiguous, and for unseen rows a number for which exp(x - lse) = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """One block of one batch element, as far as its memory goes."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    element_bytes: int
+    accumulate_bytes: int
+
+    def result_bytes(self, direction: Direction, element_bytes: int) -> int:
+        """Of (out, lse), or of (dq, dk, dv)."""
+        rows, keys = self.num_queries * self.num_heads, self.num_keys * self.num_kv_heads
+        if direction is Direction.FORWARD:
+            return rows * (self.v_head_dim * element_bytes + self.accumulate_bytes)
+        return (rows * self.head_dim + keys * (self.head_dim + self.v_head_dim)) * element_bytes
 
 
 class Kernel(Protocol):
@@ -104,8 +116,18 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def backward_needs(self) -> BackwardNeeds | None:
+        """None if the kernel has a forward pass only; `backward` is then never called."""
+        ...
+
     def refuses(self, request: Request) -> str | None:
         """None if the kernel can do it, otherwise one line that says why not."""
+        ...
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        """What a call holds at most besides the tensors it is given, as far as it is known: its
+        results, and what it or its library takes for itself."""
         ...
 
     def forward(
@@ -139,7 +161,7 @@ class Kernel(Protocol):
         """(dq, dk, dv) that this block contributes.
 
         `lse`, `out` and `delta = rowsum(out * grad_out)` belong to the whole softmax, of which
-        this block is a part. One of `out` and `delta` may be None. A row with lse = -inf
-        contributes exact zeros.
+        this block is a part; `backward_needs` says which of them are sure to be there. A row that
+        saw no key contributes exact zeros.
         """
         ...

@@ -1,4 +1,10 @@
-"""Work on rows in plain PyTorch, on any device, dtype and shape: the truth beside the fused."""
+"""Work on rows in plain PyTorch, on any device, dtype and shape: the truth beside the fused.
+
+Partial results are joined by their log-sum-exp (algorithm.md, section 4). One is a weighted mean of
+values (`out`) and the logarithm of its total weight (`lse`); a row that has seen no key has
+lse = -inf and its `out` is ignored. Every formula here subtracts the larger exponent first, so
+differences of 1e4 and -inf on either side give no NaN.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.merge import (
-    accumulator_dtype,
-    delta,
-    merge_into,
-    merge_lse,
-    per_row,
-    rescale,
-)
-from mesh_attention.kernels.surrogate import surrogate_out
-from mesh_attention.kernels.unseen import without_unseen
+# exp(score - this) is zero for every score, and unlike inf it cannot meet another infinity.
+UNSEEN_LSE = 1e30
 
-__all__ = ["PlainRows"]
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def delta(out_BSHE: Tensor, grad_out_BSHE: Tensor) -> Tensor:
+    """(B, H, S): all that the backward pass needs of the output, `rowsum(out * grad_out)`."""
+    dtype = accumulator_dtype(out_BSHE.dtype)
+    return (out_BSHE.to(dtype) * grad_out_BSHE.to(dtype)).sum(dim=-1).transpose(1, 2).contiguous()
 
 
 class PlainRows:
@@ -27,11 +33,21 @@ class PlainRows:
     def merge_into(
         self, acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, fresh: bool
     ) -> None:
-        if not fresh:
-            merge_into(acc_out, acc_lse, out, lse)
+        if fresh:
+            acc_lse.copy_(lse)
+            acc_out.copy_(out).masked_fill_(_per_row(acc_lse == -torch.inf), 0.0)
             return
-        acc_lse.copy_(lse)
-        acc_out.copy_(out).masked_fill_(per_row(acc_lse == -torch.inf), 0.0)
+        lse = lse.to(acc_lse.dtype)
+        # Weights from the difference, not from the merged value: they add up to one even
+        # where the log-sum-exp is so large that adding to it is lost in rounding.
+        advantage = lse - acc_lse
+        advantage.masked_fill_(advantage.isnan(), 0.0)  # both -inf
+        new_weight, old_weight = advantage.sigmoid(), advantage.neg().sigmoid()
+        # Rows without weight are cleared, not multiplied by zero: 0 * NaN is NaN.
+        acc_out.masked_fill_(_per_row(acc_lse == -torch.inf), 0.0).mul_(_per_row(old_weight))
+        new_out = out.to(acc_out.dtype).masked_fill(_per_row(lse == -torch.inf), 0.0)
+        acc_out.addcmul_(new_out, _per_row(new_weight).to(acc_out.dtype))
+        acc_lse.copy_(torch.logaddexp(acc_lse, lse))
 
     def merge_all(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor
@@ -47,10 +63,15 @@ class PlainRows:
         out.copy_(total)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        target.copy_(merge_lse(parts))
+        dtype = accumulator_dtype(parts[0].dtype)
+        target.copy_(torch.logsumexp(torch.stack([lse.to(dtype) for lse in parts]), dim=0))
 
     def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
-        target.copy_(rescale(out, own, everywhere))
+        dtype = accumulator_dtype(out.dtype)
+        unseen = own == -torch.inf
+        weight = torch.exp((own - everywhere).masked_fill(unseen, -torch.inf))
+        seen_out = out.to(dtype).masked_fill(_per_row(unseen), 0.0)
+        target.copy_(seen_out * _per_row(weight).to(dtype))
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
         if len(parts) == 1:
@@ -70,7 +91,31 @@ class PlainRows:
         target.copy_(delta(out, grad_out))
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
-        return surrogate_out(grad_out, delta)
+        """Two entries a row suffice: delta / dO where |dO| is largest, and at the second largest
+        the part that rounding lost. Zeros where dO is zero."""
+        dtype = grad_out.dtype
+        wide = accumulator_dtype(dtype)
+        limit = torch.finfo(dtype).max
+        found = torch.zeros_like(grad_out, memory_format=torch.contiguous_format)
+        if grad_out.numel() == 0:
+            return found
+        remainder = _per_row(delta).to(wide)
+        magnitude = grad_out.abs()
+        for _ in range(min(2, grad_out.shape[-1])):
+            column = magnitude.argmax(dim=-1, keepdim=True)
+            divisor = grad_out.gather(-1, column).to(wide)
+            # A second largest entry near zero may call for more than the dtype holds.
+            entry = (remainder / divisor).clamp(-limit, limit)
+            entry = entry.masked_fill(divisor == 0, 0.0).to(dtype)
+            found.scatter_(-1, column, entry)
+            remainder = remainder - entry.to(wide) * divisor
+            magnitude.scatter_(-1, column, -1.0)
+        return found
 
     def finite_lse(self, lse: Tensor) -> Tensor:
-        return without_unseen(lse).contiguous()
+        return lse.masked_fill(lse == -torch.inf, UNSEEN_LSE).contiguous()
+
+
+def _per_row(x_BHS: Tensor) -> Tensor:
+    """(B, S, H, 1), to broadcast over an output."""
+    return x_BHS.transpose(1, 2).unsqueeze(-1)

@@ -1,12 +1,17 @@
-"""Why a ready-made kernel cannot be used: limits of the hardware and ops that are not there.
+"""Why a ready-made kernel cannot be used: limits of the hardware, and functions that are not there.
 
 PyTorch's attention ops are private names: they are looked up, with the arguments an adapter
-needs, when a kernel is chosen, and the answer says what was found.
+needs, when a kernel is chosen, and the answer says what was found. FlashAttention's low-level
+functions have gained, renamed and reordered parameters from release to release: an adapter says
+which values it has and which further parameters may be left None, and the call's arguments are made
+for the function that was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,3 +60,62 @@ def why_not_on_cuda(request: Request) -> str | None:
     if request.head_dim % 8 or request.v_head_dim % 8:
         return f"head sizes must be multiples of 8, not {request.head_dim} and {request.v_head_dim}"
     return why_not_dense(request)
+
+
+def load(module: str, function: str) -> Callable[..., Any] | str:
+    """The function, or one line that says why there is none."""
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        return f"{module} is not installed ({error})"
+    except AttributeError:
+        return f"{module} has no {function}"
+    except Exception as error:  # a broken binary fails in its own ways; it is then not usable
+        return f"{module} does not load ({type(error).__name__}: {error})"
+    return found
+
+
+def arguments_for(
+    function: Callable[..., Any], given: Mapping[str, Any], may_be_none: frozenset[str]
+) -> dict[str, Any] | str:
+    """Keyword arguments for `function`, or one line that says what does not fit.
+
+    A key of `given` such as "is_causal|causal" names one value under the names it has had.
+    """
+    # Functions registered as torch custom operators hide their signature behind a wrapper.
+    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    arguments: dict[str, Any] = {}
+    for names, value in given.items():
+        name = next((n for n in names.split("|") if n in parameters), None)
+        if name is None:
+            return f"{function} takes {list(parameters)}, without {names}"
+        arguments[name] = value
+    for name, parameter in parameters.items():
+        if name in arguments or parameter.default is not inspect.Parameter.empty:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name not in may_be_none:
+            return f"{function} wants {name}, which this adapter does not know"
+        arguments[name] = None
+    return arguments
+
+
+def call_function(
+    module: str, function: str, given: Mapping[str, Any], may_be_none: frozenset[str]
+) -> Any:
+    found = load(module, function)
+    assert not isinstance(found, str), found
+    arguments = arguments_for(found, given, may_be_none)
+    assert not isinstance(arguments, str), arguments
+    return found(**arguments)
+
+
+def why_function_unusable(
+    module: str, function: str, names: tuple[str, ...], may_be_none: frozenset[str]
+) -> str | None:
+    found = load(module, function)
+    if isinstance(found, str):
+        return found
+    arguments = arguments_for(found, dict.fromkeys(names), may_be_none)
+    return arguments if isinstance(arguments, str) else None

@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.interface import BlockMask, Request
-from mesh_attention.kernels.merge import accumulator_dtype, delta
+from mesh_attention.kernels.interface import BackwardNeeds, BlockMask, BlockSize, Request
+from mesh_attention.kernels.plain_rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.probe import why_not_grouped
-from mesh_attention.kernels.unseen import require_delta, without_unseen
 from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.plan.plan import Direction
 
 
 class Reference:
     name = "reference"
+    backward_needs = BackwardNeeds()
 
     def refuses(self, request: Request) -> str | None:
         if not request.dtype.is_floating_point:
@@ -25,6 +26,16 @@ class Reference:
         if request.device_type == "mps":
             return "mps has no float64"
         return why_not_grouped(request)
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        """Matrices of scores in float64, as many as are alive at once, and inputs in float64."""
+        matrices = 3 if direction is Direction.FORWARD else 5
+        scores = block.num_heads * block.num_queries * block.num_keys * 8 * matrices
+        return (
+            block.result_bytes(Direction.FORWARD, 8)
+            + 3 * block.result_bytes(Direction.BACKWARD, 8)
+            + scores
+        )
 
     def forward(
         self,
@@ -37,7 +48,7 @@ class Reference:
     ) -> tuple[Tensor, Tensor]:
         scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
         lse_BGRS = torch.logsumexp(scores_BGRST, dim=-1)
-        p_BGRST = torch.exp(scores_BGRST - without_unseen(lse_BGRS)[..., None])
+        p_BGRST = _weights(scores_BGRST, lse_BGRS)
         out_BSGRE = torch.einsum("bgrst,btge->bsgre", p_BGRST, v_BTGE.double())
         lse_dtype = accumulator_dtype(q_BSHD.dtype)
         return out_BSGRE.flatten(2, 3).to(q_BSHD.dtype), lse_BGRS.flatten(1, 2).to(lse_dtype)
@@ -56,15 +67,15 @@ class Reference:
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         G = k_BTGD.shape[2]
-        if delta_BHS is None and out_BSHE is not None:
+        if delta_BHS is None:
+            assert out_BSHE is not None  # one of the two is there
             delta_BHS = delta(out_BSHE.double(), grad_out_BSHE.double())
-        lse_BGRS = _group(lse_BHS.double(), 1, G)
-        delta_BGRS = _group(require_delta(delta_BHS).double(), 1, G)
+        lse_BGRS, delta_BGRS = (_group(x.double(), 1, G) for x in (lse_BHS, delta_BHS))
         grad_BSGRE = _group(grad_out_BSHE.double(), 2, G)
         q_BSGRD, k, v = _group(q_BSHD.double(), 2, G), k_BTGD.double(), v_BTGE.double()
 
         scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
-        p_BGRST = torch.exp(scores_BGRST - without_unseen(lse_BGRS)[..., None])
+        p_BGRST = _weights(scores_BGRST, lse_BGRS)
         dp_BGRST = torch.einsum("bsgre,btge->bgrst", grad_BSGRE, v)
         ds_BGRST = p_BGRST * (dp_BGRST - delta_BGRS[..., None]) * softmax_scale
         dq = torch.einsum("bgrst,btgd->bsgrd", ds_BGRST, k).flatten(2, 3)
@@ -78,6 +89,12 @@ def _scores(q_BSHD: Tensor, k_BTGD: Tensor, mask: BlockMask, softmax_scale: floa
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
     visible_ST = dense_mask(mask, q_BSHD.shape[1], k_BTGD.shape[1], q_BSHD.device)
     return scores if visible_ST is None else scores.masked_fill(~visible_ST, -torch.inf)
+
+
+def _weights(scores_BGRST: Tensor, lse_BGRS: Tensor) -> Tensor:
+    """Of the softmax; zero in rows that saw nothing, whose log-sum-exp is -inf."""
+    seen_BGRS = lse_BGRS.masked_fill(lse_BGRS == -torch.inf, UNSEEN_LSE)
+    return torch.exp(scores_BGRST - seen_BGRS[..., None])
 
 
 def _group(x: Tensor, heads_dim: int, num_groups: int) -> Tensor:

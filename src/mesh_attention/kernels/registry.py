@@ -1,12 +1,12 @@
 """The table of kernels in order of preference, and the choice among them.
 
-A choice is made once for a request and can say why: the answer lists what every kernel that
-was asked before it said. Users may add kernels of their own.
+A choice is made once for a request, and so for each pass apart, and can say why: the answer lists
+what every kernel that was asked before it said. Users may add kernels of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
@@ -15,8 +15,9 @@ from mesh_attention.kernels.cuda_flash import CudaFlash
 from mesh_attention.kernels.cudnn import Cudnn
 from mesh_attention.kernels.flash_attn3 import FlashAttn3
 from mesh_attention.kernels.flash_attn4 import FlashAttn4
-from mesh_attention.kernels.interface import Kernel, Request
+from mesh_attention.kernels.interface import BackwardNeeds, Kernel, Request
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.plan.plan import Direction
 
 _KERNELS: list[Kernel] = [
     FlashAttn4(),
@@ -28,7 +29,7 @@ _KERNELS: list[Kernel] = [
     Reference(),
 ]
 
-_METHODS = ("refuses", "forward", "backward")
+_METHODS = ("refuses", "scratch_bytes", "forward")
 
 
 class UnknownKernelError(MeshAttentionError):
@@ -50,27 +51,55 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def choose(request: Request, *, force: str | None = None) -> Choice:
-    """The first kernel that does not refuse, or the forced one."""
-    candidates = _KERNELS if force is None else [_KERNELS[_index(force)]]
+    """The first kernel that does not refuse, or the forced one.
+
+    A forced kernel that could do the forward pass of the same block, but not its backward pass,
+    leaves the latter to the first other kernel that can; the reasons begin with its own.
+    """
+    candidates = list(_KERNELS)
+    if force is not None:
+        forced = _KERNELS[_index(force)]
+        reason = _why_not(forced, request)
+        if reason is not None and not _has_forward_only(forced, request):
+            raise KernelRefusedError(f"kernel {force!r} cannot do {request}: {reason}")
+        candidates.remove(forced)
+        candidates.insert(0, forced)
     reasons: list[tuple[str, str]] = []
     for kernel in candidates:
-        reason = kernel.refuses(request)
+        reason = _why_not(kernel, request)
         reasons.append((kernel.name, reason or "chosen"))
         if reason is None:
             return Choice(kernel, tuple(reasons))
-    if force is not None:
-        raise KernelRefusedError(f"kernel {force!r} cannot do {request}: {reasons[0][1]}")
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons)
     raise KernelRefusedError(f"no kernel can do {request}. {listing}")
+
+
+def _why_not(kernel: Kernel, request: Request) -> str | None:
+    if request.direction is Direction.BACKWARD and kernel.backward_needs is None:
+        return "has no backward pass"
+    return kernel.refuses(request)
+
+
+def _has_forward_only(kernel: Kernel, request: Request) -> bool:
+    """Whether a kernel that refuses this backward pass takes the forward pass before it."""
+    forward = replace(request, direction=Direction.FORWARD)
+    return request.direction is Direction.BACKWARD and _why_not(kernel, forward) is None
 
 
 def register(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a kernel, preferred to all others or to those from `before` on."""
     if isinstance(kernel, type) or not isinstance(getattr(kernel, "name", None), str):
         raise MeshAttentionError(f"{kernel!r} is not a kernel: give an object with a name")
-    missing = [method for method in _METHODS if not callable(getattr(kernel, method, None))]
+    needs = getattr(kernel, "backward_needs", BackwardNeeds())
+    wanted = _METHODS if needs is None else ("backward", *_METHODS)
+    missing = [method for method in wanted if not callable(getattr(kernel, method, None))]
     if missing:
         raise MeshAttentionError(f"kernel {kernel.name!r} has no method {', '.join(missing)}")
+    if not isinstance(getattr(kernel, "backward_needs", 0), BackwardNeeds | None):
+        raise MeshAttentionError(
+            f"kernel {kernel.name!r} must say in `backward_needs` what its backward pass is to be "
+            "given (a BackwardNeeds), or None if it has a forward pass only"
+        )
     if kernel.name in kernel_names():
         raise UnknownKernelError(
             f"a kernel named {kernel.name!r} is registered already; unregister it first"

@@ -16,10 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import package
 from mesh_attention.kernels.plain_rows import PlainRows
-
-__all__ = ["RowChoice", "RowKernels", "choose_rows"]
+from mesh_attention.kernels.probe import load
 
 
 class RowKernels(Protocol):
@@ -51,11 +49,13 @@ class RowKernels(Protocol):
     def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None: ...
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
-        """A contiguous `out` whose row sums with `grad_out` are `delta` (see `surrogate.py`)."""
+        """A contiguous `out` whose row sums with `grad_out` are `delta` (algorithm.md, section 4):
+        flash backward kernels take `out` but use it only through those sums."""
         ...
 
     def finite_lse(self, lse: Tensor) -> Tensor:
-        """A contiguous copy in which rows that saw nothing take no part (see `unseen.py`)."""
+        """A contiguous copy in which rows that saw nothing take no part: with their -inf
+        exp(score - lse) would be inf, so they get `UNSEEN_LSE`, which makes it zero."""
         ...
 
 
@@ -80,5 +80,5 @@ def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:
         return f"runs on cuda, not on {device_type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes float32, bfloat16 and float16, not {dtype}"
-    found = package.load("triton", "jit")
+    found = load("triton", "jit")
     return found if isinstance(found, str) else None

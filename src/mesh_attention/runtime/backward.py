@@ -1,7 +1,8 @@
-"""The backward pass of one operation: its calls, and what those that share rows prepare together.
+"""The backward kernel calls of one operation, and what they are given, prepared once for all.
 
-Ready-made kernels want `out` and a finite, contiguous log-sum-exp. A stand-in for `out` is made
-once for all rows of the operation, the log-sum-exp once for every run of rows that a call takes.
+A kernel declares what it needs (`BackwardNeeds`), a plan has either `out` or `delta`. What is
+missing is made for all rows of the operation at once, a finite log-sum-exp for every run of rows
+that a call takes: it must be contiguous.
 """
 
 from __future__ import annotations
@@ -12,26 +13,126 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import BlockMask, Kernel, RowKernels
-from mesh_attention.kernels.dense import DenseKernel
-from mesh_attention.kernels.unseen import require_delta
-from mesh_attention.runtime.accumulate import SummedRows
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import BackwardNeeds, BlockMask, Kernel, RowKernels
+from mesh_attention.runtime.accumulate import SummedRows, clear
 from mesh_attention.runtime.binding import cut
 from mesh_attention.runtime.streams import ComputeStreams
 
-__all__ = ["BackwardCall", "BackwardWork"]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What has to be made for the calls of an operation: by intervals of its query rows."""
+
+    out: Interval | None
+    delta: Interval | None
+    lse: frozenset[Interval]
+
+    @classmethod
+    def find(
+        cls, calls: Sequence[tuple[BackwardNeeds, Interval]], *, has_out: bool, has_delta: bool
+    ) -> Missing:
+        return cls(
+            _hull([rows for needs, rows in calls if needs.out and not has_out]),
+            _hull([rows for needs, rows in calls if needs.delta and not has_delta]),
+            frozenset(rows for needs, rows in calls if needs.finite_lse),
+        )
+
+    def num_bytes(
+        self, *, num_heads: int, v_head_dim: int, element_bytes: int, accumulate_bytes: int
+    ) -> int:
+        """For one batch element."""
+        statistics = sum(stop - start for start, stop in (self.delta or (0, 0), *self.lse))
+        start, stop = self.out or (0, 0)
+        out = (stop - start) * v_head_dim
+        return num_heads * (statistics * accumulate_bytes + out * element_bytes)
+
+
+def _hull(intervals: Sequence[Interval]) -> Interval | None:
+    if not intervals:
+        return None
+    return min(start for start, _ in intervals), max(stop for _, stop in intervals)
+
+
+class Preparation:
+    """(out, lse, delta) of each call, from the tensors of the operation that they are rows of."""
+
+    def __init__(
+        self,
+        kernels: RowKernels,
+        calls: Sequence[tuple[BackwardNeeds, Interval]],
+        grad_out_BSHE: Tensor,
+        lse_BHS: Tensor,
+        out_BSHE: Tensor | None,
+        delta_BHS: Tensor | None,
+    ) -> None:
+        if out_BSHE is None and delta_BHS is None:
+            raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
+        self._kernels = kernels
+        self._calls = calls
+        self._given = [
+            (
+                None if out_BSHE is None else cut(out_BSHE, 1, *rows),
+                cut(lse_BHS, 2, *rows),
+                None if delta_BHS is None else cut(delta_BHS, 2, *rows),
+            )
+            for _, rows in calls
+        ]
+        given = {"has_out": out_BSHE is not None, "has_delta": delta_BHS is not None}
+        missing = Missing.find(calls, **given)
+        self._lse = {rows: cut(lse_BHS, 2, *rows) for rows in missing.lse}
+        # Where the rows that are made begin, and what they are made of.
+        self._for_out: tuple[int, Tensor, Tensor] | None = None
+        self._for_delta: tuple[int, Tensor, Tensor] | None = None
+        if (rows := missing.out) is not None and delta_BHS is not None:
+            self._for_out = rows[0], cut(grad_out_BSHE, 1, *rows), cut(delta_BHS, 2, *rows)
+        if (rows := missing.delta) is not None and out_BSHE is not None:
+            self._for_delta = rows[0], cut(out_BSHE, 1, *rows), cut(grad_out_BSHE, 1, *rows)
+
+    def make(self) -> list[tuple[Tensor | None, Tensor, Tensor | None]]:
+        first_out = first_delta = 0
+        made_out = made_delta = None
+        if self._for_out is not None:
+            first_out, grad_out, delta = self._for_out
+            made_out = self._kernels.stand_in(grad_out, delta)
+        if self._for_delta is not None:
+            first_delta, out, grad_out = self._for_delta
+            B, S, H, _ = out.shape
+            dtype = self._given[0][1].dtype
+            made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
+            self._kernels.delta(out, grad_out, made_delta)
+        finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
+        prepared = []
+        for (needs, rows), (given_out, lse, given_delta) in zip(
+            self._calls, self._given, strict=True
+        ):
+            out_rows, delta_rows = given_out, given_delta
+            if needs.out and made_out is not None:
+                out_rows = cut(made_out, 1, rows[0] - first_out, rows[1] - first_out)
+            if needs.delta and made_delta is not None:
+                delta_rows = cut(made_delta, 2, rows[0] - first_delta, rows[1] - first_delta)
+            prepared.append((out_rows, finite[rows] if needs.finite_lse else lse, delta_rows))
+        return prepared
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCall:
     kernel: Kernel
     mask: BlockMask
-    queries: tuple[int, int]
-    keys: tuple[int, int]
+    queries: Interval
+    keys: Interval
     targets: Sequence[SummedRows]  # of dq, dk, dv
 
 
-class BackwardWork:
+class BackwardCalls:
+    """All kernel calls of one operation on its tensors, to be made in every call of the program.
+
+    `untouched` rows of the gradients are seen by no call; `follows`: the first call reads what was
+    computed right before it.
+    """
+
     def __init__(
         self,
         rows: RowKernels,
@@ -45,13 +146,14 @@ class BackwardWork:
         out_BSHE: Tensor | None,
         delta_BHS: Tensor | None,
         *,
+        untouched: Sequence[Tensor],
         streams: ComputeStreams,
         follows: bool,
     ) -> None:
+        self._untouched = untouched
         self._streams = streams
         self._follows = follows
         self._prepared = torch.cuda.Event() if streams.two else None  # type: ignore[no-untyped-call]
-        self._rows = rows
         self._calls = calls
         self._softmax_scale = softmax_scale
         self._tensors = [
@@ -63,64 +165,36 @@ class BackwardWork:
             )
             for call in calls
         ]
-        self._lse = [cut(lse_BHS, 2, *call.queries) for call in calls]
-        self._out = [
-            None if out_BSHE is None else cut(out_BSHE, 1, *call.queries) for call in calls
-        ]
-        self._delta = [
-            None if delta_BHS is None else cut(delta_BHS, 2, *call.queries) for call in calls
-        ]
-        # The rows of all calls whose kernels need `out`.
-        ready_made = [call.queries for call in calls if isinstance(call.kernel, DenseKernel)]
-        self._runs = {
-            call.queries: self._lse[at]
-            for at, call in enumerate(calls)
-            if isinstance(call.kernel, DenseKernel)
-        }
-        self._first = min((a for a, _ in ready_made), default=0)
-        self._last = max((b for _, b in ready_made), default=0)
-        self._makes_out = bool(ready_made) and out_BSHE is None
-        hull = (self._first, self._last)
-        self._grad_out_rows = cut(grad_out_BSHE, 1, *hull)
-        self._delta_rows = None if delta_BHS is None else cut(delta_BHS, 2, *hull)
+        wanted = [(backward_needs(call.kernel), call.queries) for call in calls]
+        state = (grad_out_BSHE, lse_BHS, out_BSHE, delta_BHS)
+        self._preparation = Preparation(rows, wanted, *state)
 
     def __call__(self) -> None:
         scale, streams = self._softmax_scale, self._streams
-        stand_in: Tensor | None = None
-        finite: dict[tuple[int, int], Tensor] = {}
+        for rows in self._untouched:
+            clear(rows)
+        states: list[tuple[Tensor | None, Tensor, Tensor | None]] = []
         for at, call in enumerate(self._calls):
             streams.turn()
             if at == 0:
                 if self._follows:
                     streams.follow()
-                if self._makes_out:
-                    delta = require_delta(self._delta_rows)
-                    stand_in = self._rows.stand_in(self._grad_out_rows, delta)
-                finite = {run: self._rows.finite_lse(lse) for run, lse in self._runs.items()}
+                states = self._preparation.make()
                 if self._prepared is not None:
                     streams.record(self._prepared)
             elif at == 1 and self._prepared is not None:
                 streams.wait_for(self._prepared)
-            if isinstance(call.kernel, DenseKernel):
-                out, lse = self._out_of(at, stand_in), finite[call.queries]
-                grads = call.kernel.backward_prepared(
-                    *(*self._tensors[at], out, lse), mask=call.mask, softmax_scale=scale
-                )
-            else:
-                state = (self._out[at], self._lse[at], self._delta[at])
-                grads = call.kernel.backward(
-                    *(*self._tensors[at], *state), mask=call.mask, softmax_scale=scale
-                )
+            grads = call.kernel.backward(
+                *self._tensors[at], *states[at], mask=call.mask, softmax_scale=scale
+            )
             streams.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
-        streams.hold(stand_in, finite)
+        streams.hold(states)
 
-    def _out_of(self, at: int, stand_in: Tensor | None) -> Tensor:
-        if stand_in is None:
-            out = self._out[at]
-            assert out is not None
-            return out
-        start, stop = self._calls[at].queries
-        return cut(stand_in, 1, start - self._first, stop - self._first)
+
+def backward_needs(kernel: Kernel) -> BackwardNeeds:
+    needs = kernel.backward_needs
+    assert needs is not None, f"{kernel.name} was chosen for a pass that it has not"
+    return needs

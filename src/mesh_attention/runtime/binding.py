@@ -6,7 +6,7 @@ The caller's tensors come and go with every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,6 @@ from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program, reads, writes
 from mesh_attention.plan.workspace import WorkspaceMap
-
-__all__ = ["Bindings", "CallShape", "Views", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +83,19 @@ class Bindings:
         return all(p.buffer in known for side in (reads(op), writes(op)) for p in side)
 
 
-_Kept = dict[int, tuple[Piece, Tensor]]
-
-
 class Views:
-    """The tensors of pieces: the caller's anew in every call, those of the workspace once.
-
-    Pieces are known by their identity (and kept, so that it stays theirs).
-    """
+    """The tensors of pieces: the caller's anew in every call, those of the workspace once."""
 
     def __init__(
         self,
         workspace: Mapping[str, Tensor],
         passed: Mapping[str, Tensor] | None = None,
-        kept: tuple[_Kept, ...] | None = None,
+        kept: tuple[dict[Piece, Tensor], ...] | None = None,
     ) -> None:
         self._workspace = workspace
         self._passed = passed or {}
         self._kept = kept or ({}, {}, {})
+        self._rows, self._tokens, self._statistics = self._kept
 
     def with_passed(self, passed: Mapping[str, Tensor]) -> Views:
         """The same with the caller's tensors of one call."""
@@ -110,43 +103,36 @@ class Views:
 
     def rows(self, piece: Piece) -> Tensor:
         """(rows, batch, heads, width)"""
-        return self._find(piece, self._kept[0], _as_they_lie)
+        found = self._rows.get(piece)
+        if found is None:
+            passed = self._passed.get(piece.buffer)
+            whole = self._workspace[piece.buffer] if passed is None else passed
+            found = cut(whole, 0, piece.start, piece.stop)
+            if piece.heads is not None:
+                found = cut(found, 2, *piece.heads)
+            if passed is None:
+                self._rows[piece] = found
+        return found
 
     def tokens(self, piece: Piece) -> Tensor:
         """(batch, rows, heads, width)"""
-        return self._find(piece, self._kept[1], _batch_first)
+        found = self._tokens.get(piece)
+        if found is None:
+            found = self.rows(piece).transpose(0, 1)
+            if piece.buffer not in self._passed:
+                self._tokens[piece] = found
+        return found
 
     def statistics(self, piece: Piece) -> Tensor:
         """(batch, heads, rows)"""
-        return self._find(piece, self._kept[2], _statistic)
-
-    def _find(self, piece: Piece, kept: _Kept, view: Callable[[Tensor], Tensor]) -> Tensor:
-        found = kept.get(id(piece))
+        found = self._statistics.get(piece)
         if found is None:
-            whole = self._passed.get(piece.buffer)
-            if whole is not None:
-                return view(_rows(whole, piece))
-            found = kept[id(piece)] = piece, view(_rows(self._workspace[piece.buffer], piece))
-        return found[1]
+            found = self.rows(piece).squeeze(-1).permute(1, 2, 0)
+            if piece.buffer not in self._passed:
+                self._statistics[piece] = found
+        return found
 
 
 def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     """`start..stop` of a dimension; the tensor itself where that is all of it, as most often."""
     return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
-
-
-def _rows(whole: Tensor, piece: Piece) -> Tensor:
-    rows = cut(whole, 0, piece.start, piece.stop)
-    return rows if piece.heads is None else cut(rows, 2, *piece.heads)
-
-
-def _as_they_lie(x_SBHD: Tensor) -> Tensor:
-    return x_SBHD
-
-
-def _batch_first(x_SBHD: Tensor) -> Tensor:
-    return x_SBHD.transpose(0, 1)
-
-
-def _statistic(x_SBH1: Tensor) -> Tensor:
-    return x_SBH1.squeeze(-1).permute(1, 2, 0)

@@ -1,8 +1,8 @@
-"""The compute operations on real tensors: attention by kernel calls, and merges.
+"""The compute operations of a program on real tensors: attention by kernel calls, and merges.
 
-Each method takes an operation and the tensors behind its pieces, and returns the work as a function
-without arguments: what can be known before the tensors hold anything is done once, and an operation
-on workspace buffers keeps its function from call to call.
+`bind` takes an operation, by its place in the program, and the tensors behind its pieces, and
+returns the work as a function without arguments: what can be known before the tensors hold anything
+is done once, and an operation on workspace buffers keeps its function from call to call.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
@@ -14,115 +14,122 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from mesh_attention.kernels import Kernel, MaskKind, RowKernels, kind_of
-from mesh_attention.plan.program import Attend, AttendBackward, Merge, MergeRule
-from mesh_attention.runtime.accumulate import MergedRows, SummedRows, clear
-from mesh_attention.runtime.backward import BackwardCall, BackwardWork
+from mesh_attention.kernels import (
+    BlockMask,
+    Causal,
+    Full,
+    Kernel,
+    MaskKind,
+    RowKernels,
+    RowRange,
+    kind_of,
+)
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Call,
+    CallKind,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+)
+from mesh_attention.runtime.accumulate import Coverage, MergedRows, SummedRows, clear, coverage
+from mesh_attention.runtime.backward import BackwardCall, BackwardCalls
 from mesh_attention.runtime.binding import Views, cut
-from mesh_attention.runtime.coverage import Coverage, coverage
-from mesh_attention.runtime.masks import BlockMasks
-from mesh_attention.runtime.streams import ComputeStreams
-
-__all__ = ["Compute", "Work"]
+from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 Work = Callable[[], None]
+Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
 
 
-class Compute:
+class ComputeOperations:
     def __init__(
         self,
+        program: Program,
+        masks: Masks,
         kernels: Mapping[MaskKind, Kernel],
-        masks: BlockMasks,
         rows: RowKernels,
         softmax_scale: float,
         streams: ComputeStreams,
     ) -> None:
-        self._kernels = kernels
-        self._streams = streams
+        self.operations = program.operations
+        self._follow = must_follow(program.operations)
         self._masks = masks
+        self._coverage = {at: _coverage(program.operations[at]) for at in masks}
+        self._kernels = kernels
         self._rows = rows
         self._softmax_scale = softmax_scale
-        self._covered: dict[tuple[int, str], Coverage] = {}  # by operation and side
+        self._streams = streams
 
-    def work(self, op: Attend | AttendBackward | Merge, views: Views, *, follows: bool) -> Work:
-        """`follows`: the first kernel call reads what was computed right before it."""
+    def bind(self, at: int, views: Views) -> Work:
+        op = self.operations[at]
         match op:
             case Attend():
-                return self.attend(op, views, follows=follows)
+                return self._attend(at, op, views)
             case AttendBackward():
-                return self.attend_backward(op, views, follows=follows)
+                return self._attend_backward(at, op, views)
             case Merge():
-                return self.merge(op, views)
+                return self._merge(op, views)
+            case _:
+                raise AssertionError(f"{op.name} computes nothing")
 
-    def attend(self, op: Attend, views: Views, *, follows: bool) -> Work:
+    def _attend(self, at: int, op: Attend, views: Views) -> Work:
         q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
         lse = views.statistics(op.lse)
-        covered = self._coverage(op, "q", q.shape[1], op.fresh)
-        works: list[Work] = [
-            partial(clear, out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched
-        ]
-        for call, stretches in zip(op.calls, covered.stretches, strict=True):
-            mask = self._masks.of(op, call)
-            forward = partial(
-                self._kernels[kind_of(mask)].forward,
-                cut(q, 1, call.q_start, call.q_stop),
-                *(cut(x, 1, call.k_start, call.k_stop) for x in (k, v)),
-                mask=mask,
-                softmax_scale=self._softmax_scale,
+        (covered,) = self._coverage[at]
+        calls = [
+            (
+                partial(
+                    self._kernels[kind_of(mask)].forward,
+                    cut(q, 1, call.q_start, call.q_stop),
+                    *(cut(x, 1, call.k_start, call.k_stop) for x in (k, v)),
+                    mask=mask,
+                    softmax_scale=self._softmax_scale,
+                ),
+                MergedRows(self._rows, out, lse, stretches),
             )
-            target = MergedRows(self._rows, out, lse, stretches)
-            works.append(partial(_forward, self._streams, follows, forward, target))
-            follows = False
-        return partial(_in_turn, works)
+            for call, mask, stretches in zip(
+                op.calls, self._masks[at], covered.stretches, strict=True
+            )
+        ]
+        untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
+        return partial(_forward, self._streams, at in self._follow, untouched, calls)
 
-    def attend_backward(self, op: AttendBackward, views: Views, *, follows: bool) -> Work:
+    def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
         q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
         lse = views.statistics(op.lse)
         out = None if op.out is None else views.tokens(op.out)
         delta = None if op.delta is None else views.statistics(op.delta)
-        by_query = self._coverage(op, "q", q.shape[1], op.fresh_q)
-        by_key = self._coverage(op, "k", k.shape[1], op.fresh_kv)
+        by_query, by_key = self._coverage[at]
         sums = [
-            (views.tokens(piece), covered)
-            for piece, covered in (
-                *((op.grad_q, by_query), (op.grad_k, by_key)),
-                (op.grad_v, by_key),
-            )
-        ]
-        works: list[Work] = [
-            partial(clear, total[:, a:b]) for total, covered in sums for a, b in covered.untouched
+            (views.tokens(op.grad_q), by_query),
+            (views.tokens(op.grad_k), by_key),
+            (views.tokens(op.grad_v), by_key),
         ]
         calls = [
             BackwardCall(
-                self._kernels[kind_of(mask := self._masks.of(op, call))],
+                self._kernels[kind_of(mask)],
                 mask,
                 (call.q_start, call.q_stop),
                 (call.k_start, call.k_stop),
-                [SummedRows(self._rows, total, c.stretches[at]) for total, c in sums],
+                [SummedRows(self._rows, total, covered.stretches[i]) for total, covered in sums],
             )
-            for at, call in enumerate(op.calls)
+            for i, (call, mask) in enumerate(zip(op.calls, self._masks[at], strict=True))
         ]
-        scale = self._softmax_scale
-        tensors = (q, k, v, grad_out, lse, out, delta)
-        works.append(
-            BackwardWork(self._rows, calls, scale, *tensors, streams=self._streams, follows=follows)
+        return BackwardCalls(
+            *(self._rows, calls, self._softmax_scale, q, k, v, grad_out, lse, out, delta),
+            untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
+            streams=self._streams,
+            follows=at in self._follow,
         )
-        return partial(_in_turn, works)
 
-    def _coverage(
-        self, op: Attend | AttendBackward, side: str, length: int, fresh: bool
-    ) -> Coverage:
-        key = (id(op), side)
-        if key not in self._covered:
-            intervals = [
-                (c.q_start, c.q_stop) if side == "q" else (c.k_start, c.k_stop) for c in op.calls
-            ]
-            self._covered[key] = coverage(intervals, length, fresh=fresh)
-        return self._covered[key]
-
-    def merge(self, op: Merge, views: Views) -> Work:
+    def _merge(self, op: Merge, views: Views) -> Work:
         rows, tokens, statistics = self._rows, views.tokens, views.statistics
         inputs, outputs = op.inputs, op.outputs
         match op.rule:
@@ -150,17 +157,60 @@ class Compute:
 def _forward(
     streams: ComputeStreams,
     follows: bool,
-    forward: Callable[[], tuple[Tensor, Tensor]],
-    target: MergedRows,
+    untouched: Sequence[tuple[Tensor, Tensor]],
+    calls: Sequence[tuple[Callable[[], tuple[Tensor, Tensor]], MergedRows]],
 ) -> None:
-    streams.turn()
-    if follows:
+    """`follows`: the first kernel call reads what was computed right before it."""
+    for out, lse in untouched:
+        clear(out, lse)
+    for forward, target in calls:
+        streams.turn()
+        if follows:
+            streams.follow()
+            follows = False
+        result = forward()
         streams.follow()
-    result = forward()
-    streams.follow()
-    target.take(*result)
+        target.take(*result)
+        del result  # before the next call asks for as much memory again
 
 
-def _in_turn(works: Sequence[Work]) -> None:
-    for work in works:
-        work()
+def _coverage(op: Operation) -> tuple[Coverage, ...]:
+    """Of the query rows by the calls of an attention; in backward of the key rows too."""
+    assert isinstance(op, Attend | AttendBackward)
+    queries = [(call.q_start, call.q_stop) for call in op.calls]
+    num_queries, num_keys = (piece.stop - piece.start for piece in (op.q, op.k))
+    if isinstance(op, Attend):
+        return (coverage(queries, num_queries, fresh=op.fresh),)
+    keys = [(call.k_start, call.k_stop) for call in op.calls]
+    return (
+        coverage(queries, num_queries, fresh=op.fresh_q),
+        coverage(keys, num_keys, fresh=op.fresh_kv),
+    )
+
+
+def masks_of(plan: Plan, program: Program) -> Masks:
+    """The masks of a program's kernel calls, worked out once."""
+    table = program.buffer_table()
+    return {
+        at: tuple(_mask(plan, table, op, call) for call in op.calls)
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward)
+    }
+
+
+def _mask(
+    plan: Plan, table: dict[str, Buffer], op: Attend | AttendBackward, call: Call
+) -> BlockMask:
+    if call.kind is CallKind.FULL:
+        return Full()
+    if call.kind is CallKind.CAUSAL:
+        return Causal()
+    queries = plan.q_layout.positions_of(op.q.spans(table[op.q.buffer]))
+    keys = plan.kv_layout.positions_of(op.k.spans(table[op.k.buffer]))
+    lo, hi = plan.problem.rows.bounds(queries[call.q_start : call.q_stop])
+    # They stay on the CPU: kernels then skip hidden blocks without asking the device.
+    return RowRange(
+        torch.from_numpy(lo.copy()),
+        torch.from_numpy(hi.copy()),
+        torch.from_numpy(keys[call.k_start : call.k_stop].copy()),
+    )

@@ -27,23 +27,17 @@ from mesh_attention.kernels import (
     RowKernels,
     choose,
     choose_rows,
+    kind_of,
 )
 from mesh_attention.plan.dependencies import dependencies, is_communication
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import (
-    Attend,
-    AttendBackward,
-    Free,
-    Merge,
-    Operation,
-)
+from mesh_attention.plan.program import Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
-from mesh_attention.runtime.compute import Compute
-from mesh_attention.runtime.masks import BlockMasks
+from mesh_attention.runtime.compute import ComputeOperations, masks_of
 from mesh_attention.runtime.scratch import scratch_bytes
-from mesh_attention.runtime.streams import ComputeStreams, Marks, must_follow
+from mesh_attention.runtime.streams import ComputeStreams, Marks
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Block, Workspace
 
@@ -63,7 +57,6 @@ class _Step:
     after: Marks  # on the compute stream, for a communication
     marked: bool  # a communication waits for this computation
     fixed: bool  # touches nothing of the caller's
-    follows: bool  # reads what was computed right before it
 
 
 class Executor:
@@ -101,27 +94,21 @@ class Executor:
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
-        masks = BlockMasks(plan, program)
-        self.choices = _choose(plan, call_shape, masks, one.direction, kernel)
+        masks = masks_of(plan, program)
+        kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
+        self.choices = _choose(plan, call_shape, kinds, one.direction, kernel)
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
-        self._scratch_bytes = scratch_bytes(
-            program, plan.problem, kernels, two_streams=self._streams.two
-        )
-        self._compute = Compute(
-            kernels, masks, rows or self.row_choice.rows, softmax_scale, self._streams
+        scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
+        self.workspace_bytes = self._memory.total_bytes * call_shape.batch
+        # What kernel calls take on top of the workspace, at most: results, libraries' own.
+        self.scratch_bytes = scratch * call_shape.batch
+        row_kernels = rows or self.row_choice.rows
+        self._compute = ComputeOperations(
+            program, masks, kernels, row_kernels, softmax_scale, self._streams
         )
         waits = dependencies(program, self._memory)
         self._steps = self._make_steps(program.operations, waits)
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self._memory.total_bytes * self.call_shape.batch
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What kernel calls take on top of the workspace, at most: results, libraries' own."""
-        return self._scratch_bytes * self.call_shape.batch
 
     @property
     def why_not_captured(self) -> str | None:
@@ -175,11 +162,9 @@ class Executor:
 
     def _work(self, step: _Step, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
-        op = step.op
-        if isinstance(op, Attend | AttendBackward | Merge):
-            return self._compute.work(op, views, follows=step.follows)
-        assert not isinstance(op, Free)
-        return self._transport.prepare(op, views.rows)
+        if isinstance(step.op, Communication):
+            return self._transport.prepare(step.op, views.rows)
+        return self._compute.bind(step.at, views)
 
     def _bind(self, block: Block) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
@@ -196,7 +181,6 @@ class Executor:
             i for i, c in enumerate(communicates) if c
         }
         steps: list[_Step] = []
-        follows = must_follow(operations)
         for at, op in enumerate(operations):
             if isinstance(op, Free):
                 continue  # offsets were planned from it; `dependencies` guards the reuse
@@ -210,7 +194,6 @@ class Executor:
                 _Step(
                     *(at, op, communicates[at], tuple(others), after, at in marked),
                     fixed=self._bindings.in_workspace(op),
-                    follows=at in follows,
                 )
             )
         return tuple(steps)
@@ -244,13 +227,14 @@ def run_to_end(
 
 
 def _choose(
-    plan: Plan, call_shape: CallShape, masks: BlockMasks, direction: Direction, force: str | None
+    plan: Plan, call_shape: CallShape, kinds: set[MaskKind], direction: Direction, force: str | None
 ) -> dict[MaskKind, Choice]:
     problem = plan.problem
     cuda = call_shape.device.type == "cuda"
     return {
         kind: choose(
             Request(
+                direction=direction,
                 device_type=call_shape.device.type,
                 capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
                 dtype=call_shape.dtype,
@@ -259,9 +243,8 @@ def _choose(
                 num_heads=problem.num_heads,
                 num_kv_heads=problem.kv_heads,
                 mask=kind,
-                needs_backward=direction is Direction.BACKWARD,
             ),
             force=force,
         )
-        for kind in sorted(masks.kinds)
+        for kind in sorted(kinds)
     }

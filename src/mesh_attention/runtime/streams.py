@@ -36,13 +36,10 @@ class ComputeStreams:
         self._stream: torch.cuda.Stream | None = None  # the current one of the two
         self._main: torch.cuda.Stream | None = None
         self._side = _side_stream(device) if two and self._cuda else None
+        self.two = self._side is not None
         self._ends = [_event(), _event()] if self._side is not None else []
         self._turn = 0
         self._held: list[tuple[int, object]] = []
-
-    @property
-    def two(self) -> bool:
-        return self._side is not None
 
     def begin(self) -> None:
         """A new call begins here, on the stream that is now the current one."""

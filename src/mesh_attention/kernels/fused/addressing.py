@@ -6,11 +6,11 @@ which is the order in which buffers lie in memory, so neighbours in a block are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
-
-__all__ = ["block_shape", "place", "row_stride", "statistic_stride"]
 
 # 2,048 elements for 128 threads: two 16-byte loads of bf16 or four of fp32 in flight for each.
 _ELEMENTS = 2048
@@ -42,3 +42,23 @@ def block_shape(width: int) -> tuple[int, int]:
     """(rows, columns) of a block; columns past the width are masked."""
     columns: int = triton.next_power_of_2(width)
     return max(1, _ELEMENTS // columns), columns
+
+
+def equal_steps(tensors: Sequence[Tensor]) -> int | None:
+    """Elements from each tensor to the next, where they lie in memory at equal distances, so that
+    a kernel can walk over them; None if they differ in that, in dtype or in strides."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return 0
+    size = first.element_size()
+    step = tensors[1].data_ptr() - first.data_ptr()
+    if step % size:
+        return None
+    before = first
+    for x in tensors[1:]:
+        if x.data_ptr() - before.data_ptr() != step:
+            return None
+        if x.dtype != first.dtype or x.stride() != first.stride():
+            return None
+        before = x
+    return step // size

@@ -1,6 +1,7 @@
-"""Softmax merges (see `merge.py` beside this package for the plain form and the reasons).
+"""Several partial results made one: merged by softmax, by log-sum-exp, or added up.
 
-A row without weight (lse = -inf) is never loaded, so whatever it holds, NaN too, cannot matter.
+`plain_rows.py` has the plain form and the reasons. A row without weight (lse = -inf) is never
+loaded, so whatever it holds, NaN too, cannot matter. Sums are made in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ import triton
 import triton.language as tl
 
 from mesh_attention.kernels.fused.addressing import place
-
-__all__ = ["merge_into_kernel", "merge_loose_kernel", "merge_stacked_kernel"]
 
 
 @triton.jit
@@ -165,3 +164,89 @@ def merge_loose_kernel(
     out += place(row, batch, heads, out_stride)[:, None] + column
     lse += place(row, batch, heads, lse_stride)
     _finish(value, best, weight, out, lse, inside, cells)
+
+
+@triton.jit
+def merge_lse_kernel(
+    parts: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    step: tl.tensor,
+    part_stride: tl.tensor,
+    target_stride: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    """The log-sum-exp of the whole, in one pass over those of its parts, which lie in memory at
+    equal distances, any number of them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    parts += place(row, batch, heads, part_stride)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for _ in range(count):
+        new = tl.load(parts, inside, other=-float("inf"))
+        top = tl.maximum(best, new)
+        base = tl.where(top == -float("inf"), 0.0, top)
+        weight = weight * tl.exp(best - base) + tl.exp(new - base)
+        best = top
+        parts += step
+    seen = weight > 0
+    value = tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best)
+    tl.store(target + place(row, batch, heads, target_stride), value, inside)
+
+
+@triton.jit
+def sum_stacked_kernel(
+    parts: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    step: tl.tensor,
+    part_stride: tl.tensor,
+    target_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Copies that lie in memory at equal distances, any number of them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    cells = (row < num_rows)[:, None] & (column < WIDTH)
+    parts += place(row, batch, heads, part_stride)[:, None] + column
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in range(count):
+        total += tl.load(parts, cells, other=0.0).to(tl.float32)
+        parts += step
+    target += place(row, batch, heads, target_stride)[:, None] + column
+    tl.store(target, total.to(target.dtype.element_ty), cells)
+
+
+@triton.jit
+def sum_loose_kernel(
+    parts: tl.tensor,
+    target: tl.tensor,
+    num_rows: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    part_strides: tl.tensor,
+    target_stride: tl.tensor,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Copies anywhere in memory, of any dtypes and strides; the target may be one of them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    cells = (row < num_rows)[:, None] & (column < WIDTH)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(COUNT):
+        at = place(row, batch, heads, part_strides[i])[:, None] + column
+        total += tl.load(parts[i] + at, cells, other=0.0).to(tl.float32)
+    target += place(row, batch, heads, target_stride)[:, None] + column
+    tl.store(target, total.to(target.dtype.element_ty), cells)

@@ -9,25 +9,27 @@ import torch
 import triton
 from torch import Tensor
 
-from mesh_attention.kernels.fused.addressing import block_shape, row_stride, statistic_stride
+from mesh_attention.kernels.fused.addressing import (
+    block_shape,
+    equal_steps,
+    row_stride,
+    statistic_stride,
+)
 from mesh_attention.kernels.fused.merge import (
     merge_into_kernel,
     merge_loose_kernel,
+    merge_lse_kernel,
     merge_stacked_kernel,
+    sum_loose_kernel,
+    sum_stacked_kernel,
 )
-from mesh_attention.kernels.fused.merge_lse import merge_lse_kernel
-from mesh_attention.kernels.fused.stacking import equal_steps
 from mesh_attention.kernels.fused.statistics import (
     delta_kernel,
     finite_lse_kernel,
     rescale_kernel,
     stand_in_kernel,
 )
-from mesh_attention.kernels.fused.sums import sum_loose_kernel, sum_stacked_kernel
-from mesh_attention.kernels.plain_rows import PlainRows
-from mesh_attention.kernels.unseen import UNSEEN_LSE
-
-__all__ = ["FusedRows"]
+from mesh_attention.kernels.plain_rows import UNSEEN_LSE, PlainRows
 
 # Loose copies are unrolled into the kernel, so their number must stay small.
 _MOST_LOOSE = 32

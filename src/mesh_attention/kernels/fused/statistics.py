@@ -7,8 +7,6 @@ import triton.language as tl
 
 from mesh_attention.kernels.fused.addressing import place
 
-__all__ = ["delta_kernel", "finite_lse_kernel", "rescale_kernel", "stand_in_kernel"]
-
 
 @triton.jit
 def delta_kernel(

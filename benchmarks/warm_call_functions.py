@@ -1,0 +1,127 @@
+"""How much of the library a reader meets in one warm call: its distinct functions and files.
+
+    python benchmarks/warm_call_functions.py --json results.json
+
+Four processes over gloo run the mesh of 2x2 ranks, whose forward program has five operations (two
+gathers, attention, an exchange of partial results, a merge). After some calls one more is made
+under `sys.setprofile`, and every Python function of the library that rank 0 enters is written down
+once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from provenance import taken
+from torch.multiprocessing.spawn import spawn
+
+import mesh_attention
+from mesh_attention import ContextParallel
+from mesh_attention.plan.program import Free
+
+RANKS = 4
+WARM_CALLS = 3
+
+
+def run(rank: int, folder: str, backward: bool) -> None:
+    torch.set_num_threads(1)
+    where = Path(folder)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{where / 'meeting'}", rank=rank, world_size=RANKS
+    )
+    cp = ContextParallel(
+        None, seq_len=256, num_heads=4, head_dim=16, causal=False, method="mesh", tile=(2, 2),
+        dtype=torch.float32,
+    )  # fmt: skip
+    q, k, v = (torch.randn(1, 256 // RANKS, 4, 16, requires_grad=backward) for _ in range(3))
+
+    def call() -> None:
+        out = cp.attention(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        if backward:
+            torch.autograd.backward(out.sum())
+
+    for _ in range(WARM_CALLS):
+        call()
+    entered = functions_entered(call)
+    if rank == 0:
+        operations = cp.plan.forward.programs[0].operations
+        found = {
+            "operations": [op.name for op in operations if not isinstance(op, Free)],
+            "functions": entered,
+        }
+        (where / "found.json").write_text(json.dumps(found))
+    cp.close()
+    dist.destroy_process_group()
+
+
+def functions_entered(call: Any) -> list[str]:
+    """`file:function` of the library, each once, in the order in which they are first entered."""
+    package = str(Path(mesh_attention.__file__).parent)
+    codes: dict[CodeType, None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            codes.setdefault(frame.f_code)
+
+    everywhere = getattr(threading, "setprofile_all_threads", sys.setprofile)
+    everywhere(note)
+    try:
+        call()
+    finally:
+        everywhere(None)
+    return [
+        f"{Path(code.co_filename).relative_to(package)}:{code.co_qualname}"
+        for code in codes
+        if not code.co_name.startswith("<")  # comprehensions belong to their function
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument("--list", action="store_true", help="name them all")
+    parser.add_argument("--json", type=Path, help="write what was found here")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(run, (folder, given.backward), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        found = json.loads((Path(folder) / "found.json").read_text())
+    functions: list[str] = found["functions"]
+    files = Counter(name.split(":")[0] for name in functions)
+    for file, count in files.most_common():
+        print(f"{count:4} {file}")
+        if given.list:
+            for name in functions:
+                if name.startswith(f"{file}:"):
+                    print(f"       {name.split(':')[1]}")
+    what = "forward and backward" if given.backward else "forward"
+    print(
+        f"{what}, {len(found['operations'])} operations forward: "
+        f"{len(functions)} functions in {len(files)} files"
+    )
+    if given.json is not None:
+        report = {
+            **taken(),
+            "pass": what,
+            "operations": found["operations"],
+            "num_functions": len(functions),
+            "num_files": len(files),
+            "functions": functions,
+        }
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Kernels that users register are like the library's own: prepared for, counted, chosen by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention import ContextParallel, Mask, Plan, register_kernel
+from mesh_attention.kernels import (
+    BackwardNeeds,
+    BlockMask,
+    BlockSize,
+    MaskKind,
+    Request,
+    unregister,
+)
+from mesh_attention.kernels.plain_rows import PlainRows
+from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import AttendBackward
+from mesh_attention.runtime.executor import CallShape, Executor
+from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.workspace import Workspace
+from mesh_attention.testing import run_local
+from support.cases import Case
+from support.reference import NAMES, attention, errors, tolerance
+
+OWN_BYTES = {Direction.FORWARD: 1000, Direction.BACKWARD: 3000}
+CPU = torch.device("cpu")
+
+
+class ForwardOnly:
+    """Dense or causal attention of somebody else's, of one query head a key head; no base class."""
+
+    name = "forward_only"
+    backward_needs: BackwardNeeds | None = None
+
+    def refuses(self, request: Request) -> str | None:
+        if request.mask is MaskKind.RANGE:
+            return "has no row-range mask"
+        return None if request.num_heads == request.num_kv_heads else "wants as many KV heads"
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        return OWN_BYTES[direction]
+
+    def scores(self, q: Tensor, k: Tensor, mask: BlockMask, scale: float) -> Tensor:
+        scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
+        visible = dense_mask(mask, q.shape[1], k.shape[1], q.device)
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = self.scores(q, k, mask, softmax_scale)
+        return torch.einsum("bhst,bthe->bshe", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+class BothPasses(ForwardOnly):
+    """Asks for what it is told to ask for, and takes nothing else."""
+
+    name = "both_passes"
+
+    def __init__(self, needs: BackwardNeeds) -> None:
+        self.backward_needs = needs
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+        *,
+        mask: BlockMask,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs = self.backward_needs
+        assert needs is not None
+        assert out is not None or not needs.out
+        assert delta is not None or not needs.delta
+        if needs.finite_lse:
+            assert lse.is_contiguous()
+            assert torch.isfinite(lse).all()
+        if needs.out or delta is None:
+            assert out is not None
+            rows = torch.einsum("bshe,bshe->bhs", out, grad_out)
+        else:
+            rows = delta
+        p = torch.exp(self.scores(q, k, mask, softmax_scale) - lse[..., None])
+        ds = p * (torch.einsum("bshe,bthe->bhst", grad_out, v) - rows[..., None]) * softmax_scale
+        dq, dk = torch.einsum("bhst,bthd->bshd", ds, k), torch.einsum("bhst,bshd->bthd", ds, q)
+        return dq, dk, torch.einsum("bhst,bshe->bthe", p, grad_out)
+
+
+@contextmanager
+def registered(kernel: Any) -> Iterator[None]:
+    register_kernel(kernel)
+    try:
+        yield
+    finally:
+        unregister(kernel.name)
+
+
+def case(*, gather_out: bool = False) -> Case:
+    options = {"tile": (2, 2), "chunks": (2, 2), "layout": "zigzag", "gather_out": gather_out}
+    mask = Mask(causal=True)
+    return Case(4, 64, 64, heads=(2, 2), mask=mask, dtype=torch.float64, options=options)
+
+
+def executor(plan: Plan, direction: Direction, kernel: str) -> Executor:
+    one = plan.direction(direction)
+    transport = AloneTransport(one.programs[0])
+    shape = CallShape(1, torch.float64, CPU)
+    return Executor(plan, one, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel)
+
+
+def exact(found: Case, kernel: str) -> None:
+    q, k, v, grad_out = found.tensors()
+    result = run_local(found.plan(), q, k, v, grad_out, kernel=kernel)
+    distances = errors(
+        {name: getattr(result, name) for name in NAMES}, attention(q, k, v, grad_out, found.mask)
+    )
+    assert max(distances.values()) <= tolerance(found.dtype), distances
+
+
+NEEDS = [
+    BackwardNeeds(),
+    BackwardNeeds(out=True),
+    BackwardNeeds(delta=True, finite_lse=True),
+    BackwardNeeds(out=True, delta=True, finite_lse=True),
+]
+
+
+@pytest.mark.parametrize("gather_out", [False, True], ids=["plan-has-delta", "plan-has-out"])
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_a_kernel_that_is_none_of_ours_is_given_what_it_declares(
+    needs: BackwardNeeds, gather_out: bool
+) -> None:
+    with registered(BothPasses(needs)):
+        exact(case(gather_out=gather_out), "both_passes")
+
+
+def test_calls_of_one_operation_share_what_is_made_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    stand_in = PlainRows.stand_in
+
+    def watched(self: PlainRows, grad_out: Tensor, delta: Tensor) -> Tensor:
+        made.append(grad_out.shape[1])
+        return stand_in(self, grad_out, delta)
+
+    monkeypatch.setattr(PlainRows, "stand_in", watched)
+    with registered(BothPasses(BackwardNeeds(out=True))):
+        exact(case(), "both_passes")
+    attentions = [
+        op
+        for program in case().plan().backward.programs
+        for op in program.operations
+        if isinstance(op, AttendBackward) and op.calls
+    ]
+    assert len(made) == len(attentions)
+    assert sum(len(op.calls) for op in attentions) > len(attentions)
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_the_scratch_that_a_kernel_declares_is_counted_with_its_preparation(
+    needs: BackwardNeeds,
+) -> None:
+    plan = case().plan()
+    with registered(BothPasses(needs)):
+        found = {d: executor(plan, d, "both_passes").scratch_bytes for d in Direction}
+    assert found[Direction.FORWARD] == OWN_BYTES[Direction.FORWARD]
+    heads, width, element = 2, 8, 8
+    prepared = []
+    for op in plan.backward.programs[0].operations:
+        if isinstance(op, AttendBackward) and op.calls:
+            assert op.delta is not None
+            runs = {(call.q_start, call.q_stop) for call in op.calls}
+            rows = max(b for _, b in runs) - min(a for a, _ in runs)
+            stand_in = rows * heads * width * element if needs.out else 0
+            lse = sum(b - a for a, b in runs) * heads * element if needs.finite_lse else 0
+            prepared.append(stand_in + lse)
+    assert found[Direction.BACKWARD] == OWN_BYTES[Direction.BACKWARD] + max(prepared)
+
+
+def test_a_forced_kernel_with_a_forward_only_leaves_the_backward_pass_to_another() -> None:
+    with registered(ForwardOnly()):
+        exact(case(), "forward_only")
+        plan = case().plan()
+        forward = executor(plan, Direction.FORWARD, "forward_only").choices
+        backward = executor(plan, Direction.BACKWARD, "forward_only").choices
+    for choice in forward.values():
+        assert choice.reasons == (("forward_only", "chosen"),)
+    for choice in backward.values():
+        assert choice.kernel.name == "cpu_flash"
+        assert choice.reasons[0] == ("forward_only", "has no backward pass")
+        assert choice.reasons[-1] == ("cpu_flash", "chosen")
+
+
+def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        with registered(ForwardOnly()):
+            cp = ContextParallel(
+                None, seq_len=16, num_heads=2, head_dim=8, causal=True,
+                dtype=torch.float32, kernel="forward_only",
+            )  # fmt: skip
+            q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+            out = cp.attention(q, k, v)
+            assert isinstance(out, Tensor)
+            torch.autograd.backward(out.sum())
+        told = cp.kernels()
+        cp.close()
+    finally:
+        dist.destroy_process_group()
+    assert told["forward causal"] == (("forward_only", "chosen"),)
+    backward = told["backward causal"]
+    assert backward[0] == ("forward_only", "has no backward pass")
+    assert backward[-1] == ("cpu_flash", "chosen")
