@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from mesh_attention.cli.build import directions_of, problem_of, ranks_of, settings_of, with_flags
-from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
-from mesh_attention.cli.output import print_json
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.replayed import for_people
+from mesh_attention.cli.command import Command
+from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags
+from mesh_attention.cli.output import print_json, table
+from mesh_attention.cli.simulate import Simulated, add_cluster_flags, simulated
 from mesh_attention.cli.values import count, one_of, rank_or, size
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.planning import plan_on, setting_of
-from mesh_attention.cluster.simulate import simulate
-from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
-from mesh_attention.plan.plan import Direction
-from mesh_attention.replay.share import SLOWEST, Share, rank_of, share_of
-
-__all__ = ["COMMAND"]
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.plan.draw import bytes_text
+from mesh_attention.plan.draw.summary import problem_text
+from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.share import SLOWEST, Share, share_of
 
 BENCHMARKS = ("replay",)
-DEFAULT_CLUSTER = "hgx-h100"
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels
 DEFAULT_REPEATS = 5
 
@@ -37,18 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="replay: run one rank's program on this GPU, communications replaced by stand-ins "
         "that last as long as the cluster model says",
     )
-    add_json_option(parser)
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        default=DEFAULT_CLUSTER,
-        help=f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
-    )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="search the settings that are not given for the shortest predicted time",
-    )
+    add_json_flag(parser)
+    add_cluster_flags(parser)
     parser.add_argument(
         "--rank",
         type=rank_or(SLOWEST),
@@ -75,19 +57,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_REPEATS,
         help=f"timed runs, of which the median counts (default {DEFAULT_REPEATS})",
     )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from mesh_attention.replay.measure import check_device, measure
 
     check_device(args.sms)  # before minutes of planning
-    cluster = load_cluster(args.cluster)
-    try:
-        shares = [_share(args, cluster, direction) for direction in directions_of(args.passes)]
-    except (ValueError, OverflowError) as error:
-        raise UsageError(with_flags(str(error))) from error
+    shares = [_share(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
     found = [
         measure(
             share,
@@ -101,34 +79,62 @@ def run(args: argparse.Namespace) -> int:
         both = {one.share.one.direction.value: one.to_json() for one in found}
         print_json(both if len(both) > 1 else found[0].to_json())
         return 0
-    print(for_people(found))
+    print(_for_people(found))
     return 0
 
 
-def _share(args: argparse.Namespace, cluster: Cluster, direction: Direction) -> Share:
-    timeline, options = _timeline(args, cluster, direction)
-    share = share_of(timeline, rank_of(timeline, args.rank))
-    share.predicted["setting"] = setting_of(timeline.plan, timeline.one, options)
+def _share(one: Simulated, rank: int | str) -> Share:
+    share = share_of(one.timeline, rank)
+    share.predicted["setting"] = one.setting
     return share
 
 
-def _timeline(
-    args: argparse.Namespace, cluster: Cluster, direction: Direction
-) -> tuple[Timeline, dict[str, object]]:
-    problem, ranks, options = problem_of(args), ranks_of(args), settings_of(args)
-    method = args.method or DEFAULT_METHOD
-    if not args.best:
-        plan = plan_on(cluster, problem, ranks, method=method, directions=(direction,), **options)
-        return simulate(plan, cluster, direction), options
-    with progress(f"searching {direction}") as tell:
-        best = find_best(
-            *(problem, ranks, cluster),
-            method=method,
-            direction=direction,
-            options=options,
-            progress=tell,
-        )
-    return best.timeline, best.options
+def _for_people(found: Sequence[Replayed]) -> str:
+    first = found[0]
+    share = first.share
+    numbers = [one.to_json() for one in found]
+
+    def row(title: str, *cells: str) -> list[str]:
+        return [title, *cells]
+
+    def milliseconds(name: str) -> list[str]:
+        return [f"{n[name] * 1e3:.2f} ms" for n in numbers]
+
+    rows = [
+        row("", *(n["direction"] for n in numbers)),
+        row("rank", *(str(n["rank"]) for n in numbers)),
+        row("time", *milliseconds("seconds")),
+        row("  bound: compute alone", *milliseconds("compute_seconds")),
+        row("  predicted by simulate", *milliseconds("predicted_seconds")),
+        row("exposed communication", *map(_exposed, found)),
+        row("  predicted by simulate", *milliseconds("predicted_exposed_seconds")),
+        row("MFU", *(f"{one.mfu_percent:.1f} %" for one in found)),
+        row("  bound: compute alone", *(f"{one.compute_mfu_percent:.1f} %" for one in found)),
+        row("  predicted by simulate", *(f"{n['predicted_mfu_percent']:.1f} %" for n in numbers)),
+        row("peak memory", *(bytes_text(one.peak_bytes) for one in found)),
+        row("  by the plan", *(bytes_text(one.planned_bytes) for one in found)),
+    ]
+    lines = [
+        f"{share.plan.method} on {share.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
+        f"one of them replayed on {first.machine}",
+        problem_text(share.plan.problem),
+        table(rows),
+    ]
+    for one, number in zip(found, numbers, strict=True):
+        words = ", ".join(f"{key} {value}" for key, value in number["setting"].items())
+        lines.append(f"{number['direction']}: {words}; kernels {', '.join(one.kernels)}")
+    takes = f"take {first.sms} SMs" if first.sms else "take no SM but one warp, as copy engines do"
+    lines += [
+        f"Compute measured, network modelled: communications {takes} and last as simulated.",
+        "Time: median of "
+        f"{len(first.all_seconds)}; MFU of {share.peak_tflops:g} TFLOP/s by mask area. Peak memory "
+        "holds shards, results, workspace, kernel results and some MiB of the stand-ins.",
+    ]
+    return "\n".join(lines)
+
+
+def _exposed(one: Replayed) -> str:
+    return f"{one.exposed_seconds * 1e3:.2f} ms ({one.exposed_seconds / one.seconds:.0%})"
 
 
 COMMAND = Command(
@@ -136,6 +142,7 @@ COMMAND = Command(
     summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
     configure=configure,
     run=run,
+    usage="replay [options]",
     examples=(
         "mesh-attention bench replay --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",
         "mesh-attention bench replay --cluster hgx-h100 --method usp --ulysses 8 --ranks 64 "

@@ -7,12 +7,13 @@ line on standard error with the way out, and exit code 2.
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NoReturn
-
-__all__ = ["Command", "Parser", "UsageError", "did_you_mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Command:
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     examples: tuple[str, ...] = ()
+    usage: str = "[options]"
 
 
 class UsageError(ValueError):
@@ -33,23 +35,23 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """argparse without its page of usage on an error, and without guessing at options."""
 
-    def __init__(self, *, prog: str, description: str, examples: Iterable[str] = ()) -> None:
-        lines = [f"  {example}" for example in examples]
+    def __init__(self, program: str, command: Command) -> None:
+        prog = f"{program} {command.name}"
+        lines = [f"  {example}" for example in command.examples]
         super().__init__(
             prog=prog,
-            description=description,
+            usage=f"{prog} {command.usage}",
+            description=command.summary,
             epilog="\n".join(["examples:", *lines]) if lines else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        command.configure(self)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         message = message.replace("expected one argument", "needs a value")
         raise UsageError(f"{message}; see {self.prog} --help")
-
-    def options(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings]
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Like parse_args; an unknown option is answered with the nearest one that exists."""
@@ -57,8 +59,49 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
-            self.error(f"unknown {kind} {name}{did_you_mean(name, self.options())}")
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
         return args
+
+    def format_help(self) -> str:
+        return with_flags(super().format_help(), self)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(100, shutil.get_terminal_size().columns)
+        super().__init__(prog, max_help_position=32, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of methods have hyphens
+
+
+def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
+    """The planner's words as a person at the command line knows them.
+
+    The planner writes `name=value`, and a name alone in quotes or in a list.
+
+    >>> parser = argparse.ArgumentParser()
+    >>> _ = parser.add_argument("--heads", dest="num_heads")
+    >>> _ = parser.add_argument("--tile")
+    >>> _ = parser.add_argument("--rotation", action=argparse.BooleanOptionalAction)
+    >>> with_flags("num_heads=7: 'tile' needs rotation=False; options: tile, num_heads", parser)
+    '--heads 7: --tile needs --no-rotation; options: --tile, --heads'
+    """
+    flags = {action.dest: action.option_strings for action in parser._actions}
+    for name, spellings in flags.items():
+        if not spellings:
+            continue
+        flag = spellings[0]
+        text = re.sub(rf"\b{name}=True\b", flag, text)
+        text = re.sub(rf"\b{name}=False\b", spellings[-1], text)
+        text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
+        bare = rf"|(?<![\w-]){name}\b" if "_" in name else ""  # no word of English
+        text = re.sub(f"['`]{name}['`]{bare}", flag, text)
+    before, options, names = text.partition("options: ")
+    if options and not names.startswith("-"):
+        names = ", ".join(flags.get(name, [name])[0] for name in names.split(", "))
+    return (before + options + names).replace("`", "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 
 from mesh_attention.cli.command import Command
-from mesh_attention.cli.output import print_json, table
-from mesh_attention.cli.progress import progress
-
-__all__ = ["COMMAND"]
+from mesh_attention.cli.options import add_json_flag
+from mesh_attention.cli.output import print_json, progress, table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="folder of pictures"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from mesh_attention.cli.build import plan_of
 from mesh_attention.cli.command import Command
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
+from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags, plan_of
 from mesh_attention.cli.output import print_json, steps_json
 from mesh_attention.cli.values import size
 from mesh_attention.plan.draw import computed_cells, draw_assignment, draw_steps
 from mesh_attention.plan.plan import Pass
 
-__all__ = ["COMMAND"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_option(parser)
+    add_json_flag(parser)
     parser.add_argument(
         "--first",
         type=size,
@@ -28,8 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also number cells that the mask empties but a rank's tasks span",
     )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from mesh_attention.cli import bench, demo, draw, plan, simulate, verify, volume
-from mesh_attention.cli.command import Command, Parser, UsageError, did_you_mean
+from mesh_attention.cli.command import Command, Parser, UsageError, did_you_mean, with_flags
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.version import __version__
-
-__all__ = ["COMMANDS", "main"]
 
 PROGRAM = "mesh-attention"
 COMMANDS: dict[str, Command] = {
@@ -66,15 +64,13 @@ def _run(words: list[str]) -> int:
             f"commands: {', '.join(COMMANDS)}; see {PROGRAM} --help"
         )
     command = COMMANDS[name]
-    parser = Parser(
-        prog=f"{PROGRAM} {name}", description=command.summary, examples=command.examples
-    )
-    command.configure(parser)
+    parser = Parser(PROGRAM, command)
     try:
-        args = parser.parse(rest)
+        return command.run(parser.parse(rest))
     except SystemExit as done:  # argparse leaves this way after --help
         return int(done.code or 0)
-    return command.run(args)
+    except MeshAttentionError as error:
+        raise UsageError(with_flags(str(error), parser)) from error
 
 
 def _help() -> str:

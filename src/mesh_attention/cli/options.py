@@ -1,7 +1,8 @@
-"""The options that describe a problem and a plan, shared by all subcommands that make one.
+"""The flags that describe a question, and the question that a command line asks.
 
-Every default is None here, so that a subcommand can tell what was given: a setting that was not
-given is the method's own choice, one that the method lacks is refused by name.
+Flags of a plan are made from the options of the methods; those of a problem stand here. Each keeps
+its value under the name that Python has for it, so that errors of the planner can be told in flags.
+What was not given is None and left out: defaults are the planner's, but for sizes of a problem.
 """
 
 from __future__ import annotations
@@ -9,22 +10,48 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from enum import StrEnum
-from typing import get_origin
+from typing import Any, get_origin
 
+from mesh_attention.cli.command import UsageError
 from mesh_attention.cli.values import byte_size, count, cuts, fraction, one_of, pair, size, window
 from mesh_attention.plan.build.setting import Option
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import Question, ask
 
-DEFAULTS = {"ranks": 16, "tokens": 65536, "heads": 32, "head_dim": 128}
+DEFAULT_RANKS = 16
+DEFAULT_SIZES = {"q_tokens": 65536, "num_heads": 32, "head_dim": 128}
+MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 PASSES = ("forward", "backward", "both")
 
+_PROBLEM: tuple[tuple[str, str, Callable[[str], Any] | None, str, str], ...] = (
+    ("--tokens", "q_tokens", size, "N", "query tokens"),
+    ("--kv-tokens", "kv_tokens", size, "N", "key tokens (default: as many as queries)"),
+    ("--heads", "num_heads", size, "N", "query heads"),
+    ("--kv-heads", "num_kv_heads", size, "N", "key and value heads (default: as --heads)"),
+    ("--head-dim", "head_dim", size, "N", "size of a query and key head"),
+    ("--v-head-dim", "v_head_dim", size, "N", "size of a value head (default: as --head-dim)"),
+    ("--element-bytes", "element_bytes", size, "N", "bytes of an element: 2, 4 or 8 (default 2)"),
+    ("--causal", "causal", None, "", "a query sees keys up to its own"),
+    (
+        *("--window", "window", window, "LEFT[:RIGHT]"),
+        "keys around the query; RIGHT is 0 when left out, inf is no limit",
+    ),
+    ("--documents", "documents", cuts, "CUTS", "packed documents: 0,...,tokens"),
+    ("--kv-documents", "kv_documents", cuts, "CUTS", "the same for keys, where they differ"),
+    ("--prefix", "prefix", count, "N", "first keys that all see (with --causal)"),
+)
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
 
 
-def add_pass_option(parser: argparse.ArgumentParser) -> None:
+def add_pass_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass",
         dest="passes",
@@ -34,87 +61,105 @@ def add_pass_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    _add_problem(parser.add_argument_group("problem"))
-    _add_setting(parser.add_argument_group("plan"))
-
-
-def given(args: argparse.Namespace) -> list[str]:
-    """The plan-making options on this command line, as they are written."""
-    probe = argparse.ArgumentParser(add_help=False)
-    add_plan_options(probe)
-    return [
-        action.option_strings[0]
-        for action in probe._actions
-        if getattr(args, action.dest) not in (None, False)
-    ]
-
-
-def _add_problem(group: argparse._ArgumentGroup) -> None:
-    def sizes(name: str, help: str) -> None:
-        group.add_argument(name, type=size, metavar="N", help=help)
-
-    sizes("--tokens", f"query tokens (default {DEFAULTS['tokens']})")
-    sizes("--kv-tokens", "key tokens (default: as many as queries)")
-    sizes("--heads", f"query heads (default {DEFAULTS['heads']})")
-    sizes("--kv-heads", "key and value heads (default: as many as query heads)")
-    sizes("--head-dim", f"size of a query and key head (default {DEFAULTS['head_dim']})")
-    sizes("--v-head-dim", "size of a value head (default: as --head-dim)")
-    sizes("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)")
-    group.add_argument("--causal", action="store_true", help="a query sees keys up to its own")
-    group.add_argument(
-        "--window",
-        type=window,
-        metavar="LEFT[:RIGHT]",
-        help="keys around the query; RIGHT is 0 when left out, inf is no limit",
-    )
-    group.add_argument(
-        "--documents", type=cuts, metavar="CUTS", help="packed documents: 0,...,tokens"
-    )
-    group.add_argument(
-        "--kv-documents", type=cuts, metavar="CUTS", help="the same for keys, where they differ"
-    )
-    group.add_argument(
-        "--prefix", type=count, metavar="N", help="first keys that all see (with --causal)"
-    )
-
-
-def _add_setting(group: argparse._ArgumentGroup) -> None:
-    """One flag for every option of every method, made from its setting."""
-    group.add_argument(
+def add_question_flags(parser: argparse.ArgumentParser) -> None:
+    problem = parser.add_argument_group("problem")
+    for flag, name, reader, metavar, help in _PROBLEM:
+        if reader is None:
+            problem.add_argument(flag, dest=name, action="store_true", default=None, help=help)
+            continue
+        usual = DEFAULT_SIZES.get(name)
+        help = f"{help} (default {usual})" if usual else help
+        problem.add_argument(flag, dest=name, type=reader, metavar=metavar, help=help)
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
         "--method", metavar="NAME", help=f"{', '.join(METHODS)} (default {DEFAULT_METHOD})"
     )
-    group.add_argument(
+    plan.add_argument(
         "--ranks",
         type=size,
         metavar="N",
-        help=f"number of ranks (default {DEFAULTS['ranks']}, or A*B of --tile)",
+        help=f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)",
     )
+    groups = {tuple(METHODS): plan}
     for option, methods in all_options().values():
-        reader = _reader(option)
-        some = f" ({', '.join(methods)})" if len(methods) < len(METHODS) else ""
-        help = f"{option.help}{some}".replace("`", "")
-        if option.type is bool:
-            flag = f"--{'no-' if option.default else ''}{option.name}".replace("_", "-")
-            value = not option.default
-            group.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
-        elif reader is not None:
-            flag = f"--{option.name}".replace("_", "-")
-            group.add_argument(flag, type=reader, metavar=option.metavar, help=help)
+        if methods not in groups:
+            groups[methods] = parser.add_argument_group(f"options of {', '.join(methods)}")
+        _add_option(groups[methods], option)
 
 
-def _reader(option: Option) -> Callable[[str], object] | None:
-    """How the text of its value is read; None for what has no text."""
-    if get_origin(option.type) is tuple:
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    flag, default = f"--{option.name.replace('_', '-')}", option.default
+    if option.type is bool:
+        usual = f" (default {'yes' if default else 'no'})"
+        action = argparse.BooleanOptionalAction
+        group.add_argument(flag, dest=option.name, action=action, help=option.help + usual)
+        return
+    usual = "" if default is None else f" (default {default})"
+    is_enum = isinstance(option.type, type) and issubclass(option.type, StrEnum)
+    reader: Callable[[str], Any]
+    if is_enum:
+        reader = one_of(option.name.replace("_", " "), option.type)
+    elif get_origin(option.type) is tuple:
         example = option.metavar.replace("FIRST", "2").replace("MOST", "8")
         example = re.sub("[A-Z]+", "2", example)
-        return pair(f"a pair such as {example} ({option.metavar})")
-    if option.name.endswith("_bytes"):
-        return byte_size
-    if option.type is int:
-        return size
-    if option.type is float:
-        return fraction
-    if issubclass(option.type, StrEnum):
-        return one_of(option.name.replace("_", " "), option.type)
-    return None
+        reader = pair(f"a pair such as {example} ({option.metavar})")
+    elif option.type in (int, float):
+        amount = byte_size if option.name.endswith("_bytes") else size
+        reader = amount if option.type is int else fraction
+    else:
+        return  # its value has no text, as that of `costs`
+    metavar = "|".join(option.type) if is_enum else option.metavar
+    group.add_argument(
+        flag, dest=option.name, type=reader, metavar=metavar, help=option.help + usual
+    )
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The flags of a question on this command line, as they are written."""
+    probe = argparse.ArgumentParser(add_help=False)
+    add_question_flags(probe)
+    flags = [(action.option_strings, getattr(args, action.dest)) for action in probe._actions]
+    return [names[-1 if value is False else 0] for names, value in flags if value is not None]
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    method = {} if args.method is None else {"method": args.method}
+    directions = directions_of(args)
+    return ask(
+        problem_of(args), ranks_of(args), directions=directions, **method, **options_of(args)
+    )
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    return question_of(args).plan()
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by their names in Python."""
+    return _given(args, *all_options())
+
+
+def directions_of(args: argparse.Namespace) -> tuple[Direction, ...]:
+    return tuple(Direction) if args.passes in (None, "both") else (Direction(args.passes),)
+
+
+def ranks_of(args: argparse.Namespace) -> int:
+    ranks: int | None = args.ranks
+    if ranks is None:
+        ranks = args.tile[0] * args.tile[1] if args.tile else DEFAULT_RANKS
+    if ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {ranks} is more than a plan can hold; at most {MOST_RANKS}")
+    return ranks
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    mask = _given(args, *(field.name for field in fields(Mask)))
+    if "window" in mask and mask["window"][1] == 0:
+        mask["causal"] = True
+    sizes = _given(args, *(field.name for field in fields(Problem) if field.name != "mask"))
+    return Problem(**{**DEFAULT_SIZES, **sizes}, mask=Mask(**mask))
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    found = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}

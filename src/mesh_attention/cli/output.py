@@ -1,14 +1,23 @@
-"""What subcommands print: one line of JSON, or a table for people."""
+"""What subcommands print: one line of JSON, a table for people, a progress bar for those who wait.
+
+Only a person at a terminal sees the bar: with rich when it is installed, as a percentage otherwise.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = ["print_json", "steps_json", "table"]
+Progress = Callable[[int, int], None]
+_PATIENCE_SECONDS = 1.0
+_REDRAW_SECONDS = 0.1
 
 
 def print_json(value: Any) -> None:
@@ -17,7 +26,10 @@ def print_json(value: Any) -> None:
 
 def steps_json(schedule: Schedule) -> list[dict[str, Any]]:
     return [
-        {"communication": step.communication, "compute": list(step.compute)}
+        {
+            "communication": None if step.communication is None else str(step.communication),
+            "compute": list(map(str, step.compute)),
+        }
         for step in schedule.steps
     ]
 
@@ -35,3 +47,48 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
     return "\n".join(lines)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Progress | None]:
+    """A function to be told (done, all), for work that lasts longer than a moment; None where
+    nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+    elif find_spec("rich"):
+        with _rich_bar(what) as bar:
+            yield bar
+    else:
+        yield from _percentage(what)
+
+
+@contextmanager
+def _rich_bar(what: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    begin = time.monotonic()
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def tell(done: int, total: int) -> None:
+            late = time.monotonic() - begin > _PATIENCE_SECONDS
+            bar.update(task, completed=done, total=total, visible=late)
+
+        yield tell
+
+
+def _percentage(what: str) -> Iterator[Progress]:
+    begin = last = time.monotonic()
+    shown = False
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last, shown
+        now = time.monotonic()
+        if now - begin > _PATIENCE_SECONDS and now - last > _REDRAW_SECONDS and total:
+            last, shown = now, True
+            print(f"\r{what} {done / total:4.0%}", end="", file=sys.stderr, flush=True)
+
+    yield tell
+    if shown:
+        print("\r" + " " * (len(what) + 5) + "\r", end="", file=sys.stderr, flush=True)

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.build import plan_of
 from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
+from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags, plan_of
 from mesh_attention.cli.output import print_json, steps_json
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw import (
@@ -23,13 +22,11 @@ from mesh_attention.plan.draw import (
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.text import digest, plan_lines
 
-__all__ = ["COMMAND"]
-
 Comparisons = dict[Direction, ScheduleComparison]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_option(parser)
+    add_json_flag(parser)
     parser.add_argument(
         "--text", metavar="FILE", help="write the full text form to FILE, or alone to - (stdout)"
     )
@@ -38,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say how far greedy is from the best order found (always with --scheduler search)",
     )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mesh_attention.cli.build import directions_of, problem_of, ranks_of, settings_of, with_flags
 from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
-from mesh_attention.cli.output import print_json
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.simulated import Simulated, for_people, list_clusters
+from mesh_attention.cli.options import (
+    add_json_flag,
+    add_pass_flag,
+    add_question_flags,
+    directions_of,
+    options_of,
+    problem_of,
+    ranks_of,
+)
+from mesh_attention.cli.output import print_json, progress, table
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.gantt import check_gantt, draw_gantt
 from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.order import Overlap
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.planning import plan_on, setting_of
 from mesh_attention.cluster.simulate import simulate
+from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.trace import trace_of
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
-
-__all__ = ["COMMAND", "DEFAULT_CLUSTER"]
+from mesh_attention.plan.draw import bytes_text
+from mesh_attention.plan.draw.summary import problem_text
+from mesh_attention.plan.plan import Direction
 
 DEFAULT_CLUSTER = "hgx-h100"
 TRACE_RANKS, GANTT_RANKS = 16, 4
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_option(parser)
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
+        default=DEFAULT_CLUSTER,
         help=f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
     )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="search the options that are not given for the shortest time, each pass for itself",
+    )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_json_flag(parser)
+    add_cluster_flags(parser)
     parser.add_argument("--clusters", action="store_true", help="list the clusters and stop")
     parser.add_argument(
         "--overlap",
@@ -45,31 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="events: each operation waits for its inputs only (default); strict: both halves of "
         "a step end before the next begins; none: one operation at a time",
     )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="search the settings that are not given for the shortest time, each pass for itself",
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write a trace that Perfetto opens"
-    )
-    parser.add_argument(
-        "--trace-ranks",
-        type=size,
-        metavar="N",
-        help=f"ranks in the trace (default the first {TRACE_RANKS})",
-    )
-    parser.add_argument(
-        "--gantt", type=Path, metavar="FILE", help="draw a Gantt chart, .png or .svg"
-    )
-    parser.add_argument(
-        "--gantt-ranks",
-        type=size,
-        metavar="N",
-        help=f"ranks in the chart (default the first {GANTT_RANKS})",
-    )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    for what, metavar, help, most in (
+        ("trace", "FILE.json", "write a trace that Perfetto opens", TRACE_RANKS),
+        ("gantt", "FILE", "draw a Gantt chart, .png or .svg", GANTT_RANKS),
+    ):
+        ranks = f"ranks in it (default the first {most})"
+        parser.add_argument(f"--{what}", type=Path, metavar=metavar, help=help)
+        parser.add_argument(f"--{what}-ranks", type=size, metavar="N", help=ranks)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,77 +81,139 @@ def run(args: argparse.Namespace) -> int:
     for ranks, file in (("trace_ranks", "trace"), ("gantt_ranks", "gantt")):
         if getattr(args, ranks) is not None and getattr(args, file) is None:
             raise UsageError(f"--{file}-ranks does nothing without --{file} FILE")
-    args.trace_ranks = args.trace_ranks or TRACE_RANKS
-    args.gantt_ranks = args.gantt_ranks or GANTT_RANKS
-    cluster = load_cluster(DEFAULT_CLUSTER if args.cluster is None else args.cluster)
+    trace_ranks = args.trace_ranks or TRACE_RANKS
+    gantt_ranks = args.gantt_ranks or GANTT_RANKS
+    cluster = load_cluster(args.cluster)
     if args.gantt:
-        check_gantt(args.gantt, args.gantt_ranks)
-    try:
-        found = _search(args, cluster) if args.best else _simulate(args, cluster)
-    except (ValueError, OverflowError) as error:
-        raise UsageError(with_flags(str(error))) from error
+        check_gantt(args.gantt, gantt_ranks)
+    found = simulated(args, cluster, args.overlap)
     timelines = [one.timeline for one in found]
     if args.trace:
         with args.trace.open("w", encoding="utf-8") as file:
-            json.dump(trace_of(timelines, args.trace_ranks), file)
+            json.dump(trace_of(timelines, trace_ranks), file)
     if args.gantt:
-        draw_gantt(timelines, args.gantt, args.gantt_ranks)
+        draw_gantt(timelines, args.gantt, gantt_ranks)
     if args.json:
         both = {one.direction.value: one.to_json() for one in found}
         print_json(both if len(both) > 1 else found[0].to_json())
         return 0
-    print(for_people(found))
+    print(_for_people(found))
     if args.trace:
-        shown = min(args.trace_ranks, timelines[0].plan.num_ranks)
+        shown = min(trace_ranks, timelines[0].plan.num_ranks)
         print(f"trace: {args.trace} (ranks 0 to {shown - 1}; open it at https://ui.perfetto.dev)")
     if args.gantt:
         print(f"picture: {args.gantt}")
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A timeline, the options its plan was made with, and how many were tried to find them."""
+
+    timeline: Timeline
+    options: dict[str, Any]
+    tried: int | None = None
+
+    @property
+    def direction(self) -> Direction:
+        return self.timeline.one.direction
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return setting_of(self.timeline.plan, self.timeline.one, self.options)
+
+    def to_json(self) -> dict[str, Any]:
+        tried = {} if self.tried is None else {"settings_tried": self.tried}
+        return self.timeline.to_json() | {"setting": self.setting} | tried
+
+
+def simulated(
+    args: argparse.Namespace, cluster: Cluster, overlap: Overlap | str = Overlap.EVENTS
+) -> list[Simulated]:
+    """Each pass that was asked for, with the options given, or with the best ones found."""
+    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
+    method = {} if args.method is None else {"method": args.method}
+    directions = directions_of(args)
+    if not args.best:
+        plan = plan_on(cluster, problem, ranks, directions=directions, **method, **options)
+        timelines = [simulate(plan, cluster, one, overlap=overlap) for one in directions]
+        return [Simulated(timeline, options) for timeline in timelines]
+    found = []
+    for direction in directions:
+        with progress(f"searching {direction}") as tell:
+            best = find_best(
+                *(problem, ranks, cluster),
+                direction=direction,
+                options=options,
+                overlap=overlap,
+                progress=tell,
+                **method,
+            )
+        found.append(Simulated(best.timeline, best.options, best.tried))
+    return found
+
+
 def _show_clusters(args: argparse.Namespace) -> int:
     clusters = [load_cluster(name) for name in cluster_names()]
     if args.json:
         print_json({one.name: one.description for one in clusters})
-    else:
-        print(list_clusters(clusters))
+        return 0
+    width = max(len(one.name) for one in clusters)
+    for one in clusters:
+        size = f"{one.nodes} x {one.node.ranks} GPUs"
+        print(f"{one.name:<{width}}  {size}: {one.description}")
     return 0
 
 
-def _simulate(args: argparse.Namespace, cluster: Cluster) -> list[Simulated]:
-    options = settings_of(args)
-    directions = directions_of(args.passes)
-    plan = plan_on(
-        cluster,
-        problem_of(args),
-        ranks_of(args),
-        method=args.method or DEFAULT_METHOD,
-        directions=directions,
-        **options,
+def _for_people(found: Sequence[Simulated]) -> str:
+    first = found[0].timeline
+    plan, cluster = first.plan, first.cluster
+    nodes = -(-plan.num_ranks // cluster.node.ranks)
+    head = (
+        f"{plan.method} on {plan.num_ranks} ranks of {cluster.name}, {nodes} "
+        f"node{'s' if nodes > 1 else ''} of {cluster.node.ranks}\n{problem_text(plan.problem)}"
     )
-    return [
-        Simulated(simulate(plan, cluster, direction, overlap=args.overlap), options)
-        for direction in directions
+    numbers = [one.to_json() for one in found]
+    rows = [
+        ["", *(one.direction.value for one in found)],
+        ["runtime", *(_seconds_text(n["runtime_seconds"]) for n in numbers)],
+        ["MFU", *(f"{n['mfu_percent']:.1f} %" for n in numbers)],
+        ["exposed communication", *map(_exposed_text, numbers)],
+        [
+            "communication busy, mean",
+            *(_seconds_text(n["communication_busy_seconds"]["mean"]) for n in numbers),
+        ],
+        ["received by a rank, max", *(bytes_text(n["received_bytes"]["max"]) for n in numbers)],
+        ["peak memory", *(bytes_text(n["peak_bytes"]) for n in numbers)],
     ]
+    lines = [head, table(rows)]
+    for one in found:
+        tried = "" if one.tried is None else f" (best of {one.tried} tried)"
+        words = ", ".join(f"{key} {_word(value)}" for key, value in one.setting.items())
+        lines.append(f"{one.direction}: {words}{tried}")
+        limit = cluster.gpu.memory_gib * 2**30
+        if one.timeline.peak_bytes > limit:
+            lines.append(f"{one.direction}: needs more than the {bytes_text(limit)} of a GPU")
+    lines.append(f"Modelled, not measured; overlap {first.overlap}; memory for batch 1.")
+    return "\n".join(lines)
 
 
-def _search(args: argparse.Namespace, cluster: Cluster) -> list[Simulated]:
-    problem, ranks, options = problem_of(args), ranks_of(args), settings_of(args)
-    found = []
-    for direction in directions_of(args.passes):
-        with progress(f"searching {direction}") as tell:
-            best = find_best(
-                problem,
-                ranks,
-                cluster,
-                method=args.method or DEFAULT_METHOD,
-                direction=direction,
-                options=options,
-                overlap=args.overlap,
-                progress=tell,
-            )
-        found.append(Simulated(best.timeline, best.options, best.tried))
-    return found
+def _word(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _seconds_text(seconds: float) -> str:
+    """
+    >>> _seconds_text(0.01234), _seconds_text(12.3456)
+    ('12.340 ms', '12.346 s')
+    """
+    return f"{seconds:.3f} s" if seconds >= 10 else f"{seconds * 1e3:.3f} ms"
+
+
+def _exposed_text(numbers: dict[str, Any]) -> str:
+    exposed, runtime = numbers["exposed_communication_seconds"], numbers["runtime_seconds"]
+    share = exposed / runtime if runtime else 0.0
+    return f"{_seconds_text(exposed)} ({share:.0%})"
 
 
 COMMAND = Command(

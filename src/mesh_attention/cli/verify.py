@@ -7,25 +7,28 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from mesh_attention.cli.build import directions_of, plan_of
 from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options, given
-from mesh_attention.cli.output import print_json
-from mesh_attention.cli.progress import progress
+from mesh_attention.cli.options import (
+    add_json_flag,
+    add_pass_flag,
+    add_question_flags,
+    directions_of,
+    given,
+    plan_of,
+)
+from mesh_attention.cli.output import print_json, progress
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.text import digest, parse_plan
 from mesh_attention.plan.verify import verify
 
-__all__ = ["COMMAND"]
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_option(parser)
+    add_json_flag(parser)
     parser.add_argument(
         "--text", metavar="FILE", help="verify the plan in FILE (- is stdin) instead of making one"
     )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         passes = " and ".join(str(one.direction) for one in plan.passes)
         print(
             f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
-            f"computed once and combined at its owner once, and no rank waits for ever "
+            f"computed once and reduced to its owner once, and no rank deadlocks "
             f"({operations} operations, digest {digest(plan)[:12]})"
         )
     return 1 if findings else 0
@@ -60,7 +63,7 @@ def _read(args: argparse.Namespace) -> Plan:
     if args.passes is None:
         wanted = plan.passes
     else:
-        directions = directions_of(args.passes)
+        directions = directions_of(args)
         wanted = tuple(one for one in plan.passes if one.direction in directions)
     if not wanted:
         raise UsageError(f"{args.text} holds no {args.passes or ''} pass to verify")

@@ -1,25 +1,36 @@
-"""`mesh-attention volume`: bytes each rank moves and holds, counted from the programs."""
+"""`mesh-attention volume`: bytes each rank moves and holds, counted from the programs.
+
+Of one plan, of all methods side by side (`--compare`), or of the paper's table (`--table paper`).
+"""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from mesh_attention.cli.build import plan_of
-from mesh_attention.cli.command import Command
-from mesh_attention.cli.compare import show_comparison, show_paper_table
-from mesh_attention.cli.options import add_json_option, add_pass_option, add_plan_options
-from mesh_attention.cli.output import print_json, table
+from mesh_attention.cli.command import Command, UsageError
+from mesh_attention.cli.options import (
+    add_json_flag,
+    add_pass_flag,
+    add_question_flags,
+    given,
+    options_of,
+    plan_of,
+    problem_of,
+    ranks_of,
+)
+from mesh_attention.cli.output import print_json, progress, table
 from mesh_attention.cli.values import one_of
+from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.draw import bytes_text
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.paper import paper_table
 from mesh_attention.plan.plan import Direction, Plan
-
-__all__ = ["COMMAND"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_option(parser)
+    add_json_flag(parser)
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--compare", action="store_true", help="all methods at their best settings, side by side"
@@ -30,15 +41,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="paper",
         help="the paper's volumes per GPU, counted from our plans",
     )
-    add_pass_option(parser)
-    add_plan_options(parser)
+    add_pass_flag(parser)
+    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.table:
-        return show_paper_table(args)
+        return _show_paper_table(args)
     if args.compare:
-        return show_comparison(args)
+        return _show_comparison(args)
     plan = plan_of(args)
     counts = count(plan)
     if args.json:
@@ -79,6 +90,76 @@ def _at(numbers: dict[str, Any], path: tuple[str, ...]) -> float:
     for key in path:
         found = found.get(key, {})
     return float(found or 0)
+
+
+def _show_comparison(args: argparse.Namespace) -> int:
+    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
+    ranks_per_node = options.pop("ranks_per_node", None)
+    tried = {"method"} | {
+        name
+        for method in METHODS.values()
+        for setting in method.candidates(problem, ranks, ranks_per_node or ranks)
+        for name in setting
+    }
+    for name in sorted(tried):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--compare tries all methods and settings; leave --{name} out")
+    with progress("planning") as tell:
+        rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
+    if args.json:
+        print_json([row.to_json() for row in rows])
+        return 0
+    directions = (Direction.FORWARD, Direction.BACKWARD)
+    head = ["method", "setting"]
+    for direction in directions:
+        head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
+    lines = [head] + [_line(row, directions) for row in rows]
+    print(table(lines))
+    print(
+        "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
+        "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
+        "that brings the fewest forward bytes into a node, counted from its programs; not a time."
+    )
+    return 0
+
+
+def _line(row: Compared, directions: tuple[Direction, ...]) -> list[str]:
+    setting = " ".join(f"{name}={_short(value)}" for name, value in row.setting.items()) or "-"
+    cells = [row.method, setting if row.reason is None else "cannot"]
+    for direction in directions:
+        one = row.counts.get(direction)
+        if one is None:
+            cells += ["-"] * 5
+            continue
+        sizes = (one.total_bytes, one.inter_node_bytes, one.peak_buffer_bytes)
+        cells += [*map(bytes_text, sizes), str(one.collectives), str(one.point_to_point)]
+    return cells
+
+
+def _short(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _show_paper_table(args: argparse.Namespace) -> int:
+    if given(args):
+        raise UsageError(f"--table paper has a problem of its own; leave {given(args)[0]} out")
+    with progress("counting") as tell:
+        cells = paper_table(tell)
+    if args.json:
+        print_json([cell.to_json() for cell in cells])
+        return 0
+    print("256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, total / inter-node")
+    lines = [["", "", "counted", "paper", ""]]
+    for cell in cells:
+        counted = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
+        paper = f"{cell.cell.total} / {cell.cell.inter_node}"
+        verdict = "agrees" if cell.agrees else "differs"
+        lines.append([cell.cell.row, cell.cell.column, counted, paper, verdict])
+    print(table(lines))
+    for cell in cells:
+        if not cell.agrees and cell.cell.note:
+            print(f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}")
+    return 0
 
 
 COMMAND = Command(

@@ -16,12 +16,6 @@ from mesh_attention.plan.question import make_plan
 
 __all__ = ["plan_on", "setting_of"]
 
-# Options that a pass states itself, for the pass at hand, or that follow from the cluster.
-_STATED = (
-    "tile", "backward_tile", "chunks", "backward_chunks",
-    "rotation", "scheduler", "layout", "ranks_per_node", "costs", "gamma",
-)  # fmt: skip
-
 
 def plan_on(
     cluster: Cluster | str | Path,
@@ -54,10 +48,11 @@ def plan_on(
 def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen for a pass: what it says itself, and the options that it does not name."""
     setting: dict[str, Any] = {**one.setting, "layout": plan.q_layout.kind.value}
+    stated = {*setting, *(f"backward_{name}" for name in setting), "ranks_per_node", "costs"}
     for name, value in options.items():
-        if name not in _STATED and value is not None:
+        if name not in stated and value is not None:
             pair = isinstance(value, tuple)
-            setting.setdefault(name, "x".join(map(str, value)) if pair else value)
+            setting[name] = "x".join(map(str, value)) if pair else value
     if "tile" in setting:
         setting.setdefault("alpha", None)  # row by row
     return setting
