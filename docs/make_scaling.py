@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesh_attention.cli.progress import progress
+from mesh_attention.cli.output import progress
 from mesh_attention.cluster import load_cluster
 from mesh_attention.cluster.best import find_best
 from mesh_attention.plan.mask import Mask

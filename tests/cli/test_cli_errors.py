@@ -67,8 +67,8 @@ IMPOSSIBLE = [
     ("simulate --ranks-per-node 4", "a node of hgx-h100 has 8 ranks"),
     ("simulate --cluster paper --ranks 512", "paper has 256 ranks"),
     ("simulate --overlap some", "known: none, strict, events"),
-    ("simulate --method ring --chunks 2x2", "method ring has no option 'chunks'"),
-    ("simulate --method ring --chunks 2x2 --best", "method ring has no option 'chunks'"),
+    ("simulate --method ring --chunks 2x2", "method ring has no option --chunks"),
+    ("simulate --method ring --chunks 2x2 --best", "its options: --layout, --stripe-block"),
     ("simulate --tile 3x3 --ranks 8 --best", "tiles that fit"),
     ("simulate --ranks 4 --tokens 64 --gantt chart.pdf", "written as .png or .svg"),
     ("simulate --ranks 4 --tokens 64 --trace /no/such/folder/trace.json", "No such file"),
@@ -115,7 +115,7 @@ def test_an_option_that_the_method_lacks_is_refused_by_name(
     bare = table.Method("bare", "no options", BareSetting, mesh.build, mesh.candidates)
     monkeypatch.setitem(cast("dict[str, table.Method]", table.METHODS), "bare", bare)
     assert main(["volume", "--method", "bare", "--no-rotation"]) == 2
-    assert "method bare has no option 'rotation'" in capsys.readouterr().err
+    assert "method bare has no option --rotation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

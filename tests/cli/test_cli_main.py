@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from mesh_attention.cli import build, command, output, progress, simulated, values
+from mesh_attention.cli import command, output, simulate, values
 from mesh_attention.cli.main import COMMANDS, main
 from mesh_attention.version import __version__
 
@@ -116,19 +116,19 @@ def test_no_command_imports_torch() -> None:
 def test_progress_is_only_for_a_person_at_a_terminal(
     with_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with progress.progress("verifying") as tell:
+    with output.progress("verifying") as tell:
         assert tell is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", -1.0)
-    monkeypatch.setattr(progress, "_REDRAW_SECONDS", -1.0)
-    monkeypatch.setattr(progress, "find_spec", lambda name: object() if with_rich else None)
+    monkeypatch.setattr(output, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(output, "_REDRAW_SECONDS", -1.0)
+    monkeypatch.setattr(output, "find_spec", lambda name: object() if with_rich else None)
     assert main(["verify", "--ranks", "4", "--tokens", "64", "--json"]) == 0
     out, err = capsys.readouterr()
     assert out == '{"ok": true, "problems": []}\n'
     assert "verifying" in err
 
 
-@pytest.mark.parametrize("module", [build, command, output, simulated, values])
+@pytest.mark.parametrize("module", [command, output, simulate, values])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0

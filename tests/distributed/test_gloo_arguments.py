@@ -35,7 +35,7 @@ WRONG_ARGUMENTS = {
     "window-twice": ({"mask": Mask(causal=True), "window_size": (4, 0)}, "not both"),
     "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
     "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
-    "alpha": ({"alpha": 2}, "alpha needs ranks_per_node"),
+    "alpha": ({"alpha": 2}, "'alpha' needs ranks_per_node"),
     "graph": ({"cuda_graph": True}, "cuda_graph=True needs a group over nccl"),
     "graph-text": ({"cuda_graph": "yes"}, "cuda_graph='yes': must be True or False"),
     "memory": ({"max_memory_bytes": 10}, "10"),
@@ -120,7 +120,7 @@ def masks_that_cannot_be(rank: int, world_size: int) -> list[Heard]:
 def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
     for heard in pool.run(masks_that_cannot_be, RANKS):
         all_heard(heard)
-        assert "prefix and window exclude each other" in heard[0].error
+        assert "'prefix' and 'window' exclude each other" in heard[0].error
 
 
 def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Heard:

@@ -185,9 +185,9 @@ def test_alpha_as_wide_as_the_node_keeps_consecutive_ranks_when_it_is_a_whole_ti
 def test_an_alpha_that_does_not_fit_is_refused_with_those_that_do() -> None:
     with pytest.raises(PlanError, match="alpha that fits: 1, 2, 4"):
         patch_devices(4, 8, 8, 3)
-    with pytest.raises(PlanError, match="leave alpha out"):
+    with pytest.raises(PlanError, match="leave 'alpha' out"):
         patch_devices(3, 5, 8, 4)
-    with pytest.raises(PlanError, match="alpha needs ranks_per_node"):
+    with pytest.raises(PlanError, match="'alpha' needs ranks_per_node"):
         plan_mesh(Problem(16, 1, 4), 4, MeshSetting(alpha=2))
 
 

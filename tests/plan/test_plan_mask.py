@@ -89,7 +89,7 @@ def test_a_mask_says_in_words_what_it_is() -> None:
         ({"causal": True, "prefix": -1}, "length >= 0"),
         ({"causal": True, "prefix": 2, "window": (1, 1)}, "exclude each other"),
         ({"window": (-1, 0)}, "None for no limit"),
-        ({"kv_documents": (0, 4)}, "needs documents"),
+        ({"kv_documents": (0, 4)}, "needs 'documents'"),
         ({"documents": (0,)}, "cumulative starts"),
         ({"documents": (1, 4)}, "cumulative starts"),
         ({"documents": (0, 3, 2)}, "cumulative starts"),

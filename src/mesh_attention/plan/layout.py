@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.runs import Run, clip_run
 
+MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow
 Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
 
 
@@ -87,11 +88,13 @@ class Layout:
                 f"a layout needs at least one token and one rank, "
                 f"got {self.num_tokens} tokens on {self.num_ranks} ranks"
             )
-        if self.block < 1:
-            raise PlanError(f"block={self.block}: a stripe has at least one token")
+        if not 1 <= self.block <= MAX_STRIPE:
+            raise PlanError(
+                f"stripe_block={self.block}: a stripe has at least one token, at most {MAX_STRIPE}"
+            )
         if self.block > 1 and self.kind is not LayoutKind.STRIPED:
             raise PlanError(
-                f"block={self.block} only applies to the striped layout, not {self.kind}"
+                f"stripe_block={self.block} only applies to the striped layout, not {self.kind}"
             )
 
     @property

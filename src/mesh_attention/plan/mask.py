@@ -71,21 +71,21 @@ class Mask:
                 "without a causal mask every key is visible already"
             )
         if self.prefix and self.window:
-            raise PlanError("prefix and window exclude each other; choose one")
+            raise PlanError("'prefix' and 'window' exclude each other; choose one")
         for side in self.window or ():
             if side is not None and side < 0:
                 raise PlanError(
                     f"window={self.window}: a side is a number >= 0, or None for no limit"
                 )
         if self.kv_documents is not None and self.documents is None:
-            raise PlanError("kv_documents needs documents (the boundaries of the queries)")
+            raise PlanError("kv_documents needs 'documents' (the boundaries of the queries)")
         for name, cuts in (("documents", self.documents), ("kv_documents", self.kv_documents)):
             if cuts is not None and (
                 len(cuts) < 2 or cuts[0] != 0 or any(b < a for a, b in pairwise(cuts))
             ):
                 raise PlanError(f"{name}={cuts}: give cumulative starts (0, ..., number of tokens)")
         if self.kv_documents and self.documents and len(self.kv_documents) != len(self.documents):
-            raise PlanError("documents and kv_documents must have the same number of documents")
+            raise PlanError("'documents' and kv_documents must have the same number of documents")
 
     @staticmethod
     def full() -> Mask:

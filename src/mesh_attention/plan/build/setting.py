@@ -115,6 +115,18 @@ class RotationSetting(Setting):
 
 
 @dataclass(frozen=True)
+class DegreeSetting(Setting):
+    """An option of methods around which ranks exchange tokens for heads."""
+
+    ulysses: int | None = option(
+        None,
+        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
+        "the largest up to 8 (or a node); 1 for a double ring",
+        "U",
+    )
+
+
+@dataclass(frozen=True)
 class CutSetting(Setting):
     """Options of methods that gather: how finely what is gathered is cut, and in what order.
 

@@ -63,13 +63,13 @@ def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     if shared.alpha is None:
         return tuple(range(tile.num_ranks * degree))
     if p is None:
-        raise PlanError("alpha needs ranks_per_node: it is the width of a node's patch of tiles")
+        raise PlanError("'alpha' needs ranks_per_node: it is the width of a node's patch of tiles")
     if shared.alpha < 1:
         raise PlanError(f"alpha={shared.alpha}: must be at least 1")
     if p % degree:
         raise PlanError(
-            f"alpha with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
-            "leave alpha out"
+            f"'alpha' with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
+            "leave 'alpha' out"
         )
     units = patch_devices(tile.a, tile.b, p // degree, shared.alpha)
     return tuple(unit * degree + i for unit in units for i in range(degree))

@@ -14,7 +14,13 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.build.exchange import with_exchanges
 from mesh_attention.plan.build.head_group import chosen_degree
-from mesh_attention.plan.build.setting import CombineSetting, CutSetting, TileSetting, option
+from mesh_attention.plan.build.setting import (
+    CombineSetting,
+    CutSetting,
+    DegreeSetting,
+    TileSetting,
+    option,
+)
 from mesh_attention.plan.build.slices import HeadSlices, sizes_for, suggested_cut
 from mesh_attention.plan.build.tile_builder import MeshBuilder
 from mesh_attention.plan.build.tile_plan import TilePlanner, check_ranks, shared_options, tile_for
@@ -52,15 +58,8 @@ class AllGatherKvSetting(CombineSetting, CutSetting):
 
 
 @dataclass(frozen=True)
-class MeshUspSetting(MeshSetting):
+class MeshUspSetting(MeshSetting, DegreeSetting):
     """As the mesh, on units of `ulysses` ranks."""
-
-    ulysses: int | None = option(
-        None,
-        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
-        "the largest up to 8 (or a node)",
-        "U",
-    )
 
 
 def plan_mesh(
@@ -79,10 +78,10 @@ def plan_mesh(
     setting = setting or MeshSetting()
     cap = setting.max_memory_bytes
     if cap is not None and setting.scheduler is not Scheduler.GREEDY:
-        raise PlanError("max_memory_bytes works with the greedy scheduler only; leave one out")
+        raise PlanError("max_memory_bytes works with scheduler=greedy only; leave one out")
     if cap is not None and degree > 1:
         raise PlanError(
-            "max_memory_bytes is not supported together with ulysses: the swapped tensors live "
+            "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
             "through the whole pass, and the cap does not count them; leave one out"
         )
     check_ranks(num_ranks, setting.ranks_per_node)
@@ -148,16 +147,17 @@ def _cut_of(
     setting: MeshSetting, direction: Direction, problem: Problem, degree: int
 ) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Chunks, and sizes of the slices of heads; the backward ones default to the forward ones."""
-    chunks, name = setting.chunks, "head_slices"
+    names = ["chunks", "head_slices"]
     if direction is Direction.BACKWARD:
-        chunks = setting.backward_chunks or chunks
-        name = "backward_head_slices" if setting.backward_head_slices else name
-    kq, kkv = chunks = chunks or (1, 1)
+        names = [
+            f"backward_{name}" if getattr(setting, f"backward_{name}") else name for name in names
+        ]
+    kq, kkv = chunks = getattr(setting, names[0]) or (1, 1)
     if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
         raise PlanError(
-            f"chunks {kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
+            f"{names[0]}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
         )
-    return chunks, sizes_for(problem, degree, getattr(setting, name), name)
+    return chunks, sizes_for(problem, degree, getattr(setting, names[1]), names[1])
 
 
 def _within_cap(

@@ -22,7 +22,13 @@ from mesh_attention.plan.build.key_ring import (
     rotating_schedule,
 )
 from mesh_attention.plan.build.rotate import Rotation, double_ring, ring
-from mesh_attention.plan.build.setting import RotationSetting, Setting, TileSetting, option
+from mesh_attention.plan.build.setting import (
+    DegreeSetting,
+    RotationSetting,
+    Setting,
+    TileSetting,
+    option,
+)
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
@@ -48,14 +54,11 @@ class RingSetting(RotationSetting):
 
 
 @dataclass(frozen=True)
-class DoubleRingSetting(Setting):
+class DoubleRingSetting(DegreeSetting):
     """Rings of `inner` ranks, and one ring of such rings."""
 
     inner: int | None = option(
         None, "ranks of an inner ring: divides the ranks (the units); left out: those of a node"
-    )
-    ulysses: int = option(
-        1, "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole", "U"
     )
 
 
@@ -70,15 +73,8 @@ class UlyssesSetting(Setting):
 
 
 @dataclass(frozen=True)
-class UspSetting(RotationSetting):
+class UspSetting(RotationSetting, DegreeSetting):
     """Ulysses inside, a ring outside."""
-
-    ulysses: int | None = option(
-        None,
-        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
-        "the largest up to 8 (or a node)",
-        "U",
-    )
 
 
 class KeyRingBuilder(TileBuilder):
@@ -168,7 +164,7 @@ def plan_double_ring(
     problem: Problem, ranks: int, setting: DoubleRingSetting, directions: Directions
 ) -> Plan:
     check_ranks(ranks, setting.ranks_per_node)
-    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
+    degree = chosen_degree(problem, ranks, setting.ulysses or 1, setting.ranks_per_node)
     units, inner = ranks // degree, setting.inner
     if inner is None:
         most = max((setting.ranks_per_node or 8) // degree, 1)
@@ -176,7 +172,7 @@ def plan_double_ring(
     if units % inner:
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
-    shared = shared_options("double-ring", setting)
+    shared = shared_options("double-ring", setting, ulysses=degree)
     return _plan(problem, ranks, shared, directions, gradients=Gradients.DIRECT, inner=inner)
 
 
