@@ -23,6 +23,7 @@ BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 
 class Cudnn(DenseKernel):
     name = "cudnn"
+    least_rows = 2
 
     def refuses(self, request: Request) -> str | None:
         reason = why_not_on_cuda(request)
@@ -52,9 +53,6 @@ class Cudnn(DenseKernel):
         if block.num_heads != block.num_kv_heads:
             own += keys * block.num_heads * (block.head_dim + block.v_head_dim) * 2
         return results + own
-
-    def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
-        return q_BSHD.shape[1] == 1 or k_BTGD.shape[1] == 1
 
     def run_forward(
         self, q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, causal: bool, softmax_scale: float

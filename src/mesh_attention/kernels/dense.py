@@ -30,6 +30,7 @@ from mesh_attention.plan.plan import Direction
 class DenseKernel(ABC):
     name: str
     backward_needs = BackwardNeeds(out=True, finite_lse=True)
+    least_rows = 1  # of queries and of keys; the blockwise kernel does blocks with fewer
 
     @abstractmethod
     def refuses(self, request: Request) -> str | None: ...
@@ -57,10 +58,6 @@ class DenseKernel(ABC):
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         return block.result_bytes(direction, block.element_bytes)
 
-    def too_thin(self, q_BSHD: Tensor, k_BTGD: Tensor) -> bool:
-        """Whether a block has too few rows for this kernel; the blockwise one then does it."""
-        return False
-
     def forward(
         self,
         q_BSHD: Tensor,
@@ -76,7 +73,7 @@ class DenseKernel(ABC):
             dtype = accumulator_dtype(q_BSHD.dtype)
             out_BSHE = q_BSHD.new_zeros(B, S, H, v_BTGE.shape[3])
             return out_BSHE, q_BSHD.new_full((B, H, S), -torch.inf, dtype=dtype)
-        if self.too_thin(q_BSHD, k_BTGD):
+        if min(q_BSHD.shape[1], k_BTGD.shape[1]) < self.least_rows:
             return Blockwise().forward(
                 q_BSHD, k_BTGD, v_BTGE, mask=mask, softmax_scale=softmax_scale
             )
@@ -100,7 +97,7 @@ class DenseKernel(ABC):
         if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
             zeros = torch.zeros_like
             return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)
-        if self.too_thin(q_BSHD, k_BTGD):
+        if min(q_BSHD.shape[1], k_BTGD.shape[1]) < self.least_rows:
             state = (None, lse_BHS, delta(out_BSHE, grad_out_BSHE))
             return Blockwise().backward(
                 *(grad_out_BSHE, q_BSHD, k_BTGD, v_BTGE, *state),

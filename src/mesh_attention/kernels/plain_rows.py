@@ -66,10 +66,10 @@ class PlainRows:
         dtype = accumulator_dtype(parts[0].dtype)
         target.copy_(torch.logsumexp(torch.stack([lse.to(dtype) for lse in parts]), dim=0))
 
-    def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
+    def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
         dtype = accumulator_dtype(out.dtype)
-        unseen = own == -torch.inf
-        weight = torch.exp((own - everywhere).masked_fill(unseen, -torch.inf))
+        unseen = partial_lse == -torch.inf
+        weight = torch.exp((partial_lse - global_lse).masked_fill(unseen, -torch.inf))
         seen_out = out.to(dtype).masked_fill(_per_row(unseen), 0.0)
         target.copy_(seen_out * _per_row(weight).to(dtype))
 

@@ -40,7 +40,9 @@ class RowKernels(Protocol):
         """The log-sum-exp of the whole, from those of at least one part."""
         ...
 
-    def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None: ...
+    def rescale(
+        self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor
+    ) -> None: ...
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """At least one part, added in wide precision and rounded once; the target may be a part."""

@@ -142,8 +142,8 @@ class ComputeOperations:
             case MergeRule.LSE:
                 return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
-                out, own, everywhere = tokens(inputs[0]), *map(statistics, inputs[1:])
-                return partial(rows.rescale, out, own, everywhere, tokens(outputs[0]))
+                out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
+                return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
             case MergeRule.SUM:
                 total = tokens(outputs[0])
                 if not inputs:

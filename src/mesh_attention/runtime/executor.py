@@ -39,7 +39,7 @@ from mesh_attention.runtime.compute import ComputeOperations, masks_of
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams, Marks
 from mesh_attention.runtime.transport.interface import Handle, Transport
-from mesh_attention.runtime.workspace import Block, Workspace
+from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
@@ -166,7 +166,7 @@ class Executor:
             return self._transport.prepare(step.op, views.rows)
         return self._compute.bind(step.at, views)
 
-    def _bind(self, block: Block) -> tuple[Views, list[Callable[..., Any] | None]]:
+    def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
         kept = Views(self._bindings.workspace(block.memory))
         works = [self._work(step, kept) if step.fixed else None for step in self._steps]

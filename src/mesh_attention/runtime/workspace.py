@@ -14,37 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Workspace"]
-
 _ALL_ONES = 0xFF  # every floating-point type reads this as NaN
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class WorkspaceBlock:
     memory: Tensor
     bound: dict[object, Any] = field(default_factory=dict)  # by whoever bound it
 
 
 class Workspace:
     def __init__(self, *, poison: bool = False) -> None:
-        self._blocks: dict[torch.device, Block] = {}
+        self._blocks: dict[torch.device, WorkspaceBlock] = {}
         self._adopted: set[torch.device] = set()
         self._poison = poison
 
-    def take(self, num_bytes: int, device: torch.device) -> Block:
+    def take(self, num_bytes: int, device: torch.device) -> WorkspaceBlock:
         block = self._blocks.get(device)
         if block is None or block.memory.numel() < num_bytes:
             assert device not in self._adopted, "others read what we would write elsewhere"
             # Give the old block back, views and all, before asking for a larger one.
             self._blocks.pop(device, None)
             del block
-            block = Block(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+            block = WorkspaceBlock(torch.empty(num_bytes, dtype=torch.uint8, device=device))
             self._blocks[device] = block
         return block
 
     def adopt(self, memory: Tensor) -> None:
         """Use this block from now on, because others made it (and must be able to read it)."""
-        self._blocks[memory.device] = Block(memory)
+        self._blocks[memory.device] = WorkspaceBlock(memory)
         self._adopted.add(memory.device)
 
     def give_up(self, device: torch.device) -> None:

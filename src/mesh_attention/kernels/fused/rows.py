@@ -85,12 +85,12 @@ class FusedRows:
             ROWS=_STATISTICS,
         )
 
-    def rescale(self, out: Tensor, own: Tensor, everywhere: Tensor, target: Tensor) -> None:
+    def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
         grid, sizes, block = _launch(out)
         rescale_kernel[grid](
-            *(out, own, everywhere, target, *sizes),
-            *(row_stride(out), statistic_stride(own)),
-            *(statistic_stride(everywhere), row_stride(target)),
+            *(out, partial_lse, global_lse, target, *sizes),
+            *(row_stride(out), statistic_stride(partial_lse)),
+            *(statistic_stride(global_lse), row_stride(target)),
             **block,
         )
 

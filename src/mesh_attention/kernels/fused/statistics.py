@@ -38,15 +38,15 @@ def delta_kernel(
 @triton.jit
 def rescale_kernel(
     out: tl.tensor,
-    own: tl.tensor,
-    everywhere: tl.tensor,
+    partial_lse: tl.tensor,
+    global_lse: tl.tensor,
     target: tl.tensor,
     num_rows: tl.tensor,
     batch: tl.tensor,
     heads: tl.tensor,
     out_stride: tl.tensor,
-    own_stride: tl.tensor,
-    everywhere_stride: tl.tensor,
+    partial_lse_stride: tl.tensor,
+    global_lse_stride: tl.tensor,
     target_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,8 +56,10 @@ def rescale_kernel(
     column = tl.arange(0, COLUMNS)
     inside = row < num_rows
     cells = inside[:, None] & (column < WIDTH)
-    part = tl.load(own + place(row, batch, heads, own_stride), inside, other=-float("inf"))
-    whole = tl.load(everywhere + place(row, batch, heads, everywhere_stride), inside, other=0.0)
+    part = tl.load(
+        partial_lse + place(row, batch, heads, partial_lse_stride), inside, other=-float("inf")
+    )
+    whole = tl.load(global_lse + place(row, batch, heads, global_lse_stride), inside, other=0.0)
     seen = part != -float("inf")
     weight = tl.where(seen, tl.exp(part - whole), 0.0)
     out += place(row, batch, heads, out_stride)[:, None] + column
