@@ -1,0 +1,75 @@
+"""Every program in `examples/` runs and shows what it says.
+
+Those for torchrun run in the pool's processes, which have imported torch already; the README's own
+example runs by torchrun itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from support.pool import WorkerPool
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def run_example(rank: int, world_size: int, name: str) -> str:
+    """What a rank prints. The group is the pool's: the program neither makes nor ends it."""
+    main: Callable[[], None] = runpy.run_path(str(FOLDER / name))["main"]
+    printed = io.StringIO()
+    with (
+        patch("torch.distributed.init_process_group"),
+        patch("torch.distributed.destroy_process_group"),
+        patch.dict(os.environ, LOCAL_RANK=str(rank)),
+        contextlib.redirect_stdout(printed),
+    ):
+        main()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_step_equals_one_process_and_says_so_on_every_rank(
+    pool: WorkerPool, ranks: int
+) -> None:
+    for rank, printed in enumerate(pool.run(run_example, ranks, "one_step.py")):
+        assert printed.startswith(f"rank {rank} of {ranks}: tile ")
+        assert float(printed.split()[-1]) < 1e-4
+
+
+def test_training_has_the_losses_of_one_process(pool: WorkerPool) -> None:
+    first, *others = pool.run(run_example, 4, "train.py")
+    assert not any(others)
+    losses = [tuple(map(float, line.split()[1:])) for line in first.splitlines()[1:]]
+    assert len(losses) == 5
+    assert all(abs(many - one) < 1e-4 for many, one in losses)
+    assert losses[-1][0] < losses[0][0] / 2
+
+
+def test_a_plan_is_looked_at_without_torch() -> None:
+    script = (
+        f"import runpy, sys; runpy.run_path({str(FOLDER / 'look_at_a_plan.py')!r}, "
+        "run_name='__main__'); sys.exit('torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("a rank receives") == 4
+    assert "C-2-2" in run.stdout
+
+
+def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
+    tests = Path(__file__).read_text()
+    for file in FOLDER.glob("*.py"):
+        assert file.name in tests
+        assert f"examples/{file.name}\n" in file.read_text().split('"""')[1]
