@@ -1,8 +1,10 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set everything up by themselves.
 PYTHON ?= python3
+# Another torch than the pinned one: make test TORCH=2.11.0
+TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-torch-$(TORCH)
 
 .PHONY: demo test test-slow test-gpu lint format clean
 
@@ -31,7 +33,9 @@ format: $(STAMP)
 $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	rm -f $(VENV)/.installed*
+	sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 

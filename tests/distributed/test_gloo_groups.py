@@ -29,7 +29,7 @@ def num_groups() -> int:
     return len(torch.distributed.distributed_c10d._world.pg_map)
 
 
-# torch 2.11 and 2.12 sort the ranks of a group; a mesh keeps them as given everywhere.
+# torch 2.11 sorts the ranks of a group; a mesh keeps them as given everywhere.
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 KINDS = ["sorted", *(["as given"] if KEEPS_ORDER else []), "mesh"]
 
