@@ -1,11 +1,12 @@
-"""Arguments of `ContextParallel` that the planner does not see: checked before ranks meet.
+"""What people hand to `ContextParallel` and `mesh_attention`, read into a question, or the plan
+that they give, and the options of calls.
 
-A fault is returned, not raised: all ranks must hear of it in their first agreement.
+Whatever is wrong is raised here as an error that the caller must tell all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
@@ -17,74 +18,137 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
-from mesh_attention.plan.arguments import real
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.arguments import flag, number, real
+from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.plan import Plan, a_plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import Question, ask, attention_mask
+from mesh_attention.runtime.call import CallOptions
 from mesh_attention.runtime.transports import TransportName
 
-__all__ = [
-    "argument_fault",
-    "checked_device",
-    "checked_dim",
-    "graph_fault",
-    "name_fault",
-    "process_group",
-]
+_NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
+_PROBLEM = (
+    *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
+)  # fmt: skip
+_CALL = ("softmax_scale", "kernel", "transport", "cuda_graph", "nvtx", "timeout")
+_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks")
 
 
-def name_fault(
-    method: object, options: dict[str, Any], own: Iterable[str]
-) -> MeshAttentionError | None:
+def read_arguments(
+    group: dist.ProcessGroup, given: Mapping[str, Any]
+) -> tuple[Question | Plan, CallOptions]:
+    """By name; None is not given. What no name here fits is an option of the method."""
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: given.pop(name) for name in _CALL if name in given}
+    options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
+    _refuse_near_names(options)
+    calls = _call_options(group, **chosen)
+    if "plan" in given:
+        plan = a_plan(given.pop("plan"))
+        if given or options:
+            names = ", ".join((*given, *options))
+            raise MeshAttentionError(f"{names}: the plan says this already; leave it out")
+        return plan, calls
+    missing = [name for name in _NEEDED if name not in given]
+    if missing:
+        raise MeshAttentionError(
+            f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
+        )
+    return ask(_problem(**given), dist.get_world_size(group), **options), calls
+
+
+def _problem(
+    *,
+    seq_len: Any,
+    causal: Any,
+    kv_seq_len: Any = None,
+    mask: Any = None,
+    window_size: Any = None,
+    dtype: Any = torch.bfloat16,
+    **heads: Any,
+) -> Problem:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
+    return Problem(
+        q_tokens=number("seq_len", seq_len),
+        kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),
+        element_bytes=dtype.itemsize,
+        mask=attention_mask(causal=causal, mask=mask, window_size=window_size),
+        **heads,
+    )
+
+
+def _refuse_near_names(options: Mapping[str, Any]) -> None:
     """An option that is nearly the name of an argument was meant as one."""
-    own = [name for name in own if name != "options"]
-    known = {option for one in METHODS.values() for option in one.options()}
+    known = {option for one in METHODS.values() for option in one.options()} | {"method"}
     for name in sorted(options.keys() - known):
-        close = [argument for argument in own if name in argument]
-        close += get_close_matches(name, own, n=1, cutoff=0.7)
+        close = [argument for argument in _OWN if name in argument]
+        close += get_close_matches(name, _OWN, n=1, cutoff=0.7)
         if close:
-            return MeshAttentionError(
+            method = options.get("method", DEFAULT_METHOD)
+            raise MeshAttentionError(
                 f"method {method} has no option {name!r}; did you mean the argument {close[0]}?"
             )
-    return None
 
 
-def argument_fault(
-    softmax_scale: Any, dtype: Any, kernel: Any, transport: Any, timeout: Any
-) -> MeshAttentionError | None:
-    """What is wrong with arguments that the planner does not see."""
-    try:
-        if softmax_scale is not None:
-            real("softmax_scale", softmax_scale)
-    except MeshAttentionError as error:
-        return error
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        return MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
+def _call_options(
+    group: dist.ProcessGroup,
+    *,
+    softmax_scale: Any = None,
+    kernel: Any = None,
+    transport: Any = TransportName.AUTO,
+    cuda_graph: Any = False,
+    nvtx: Any = False,
+    timeout: Any = None,
+) -> CallOptions:
+    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
     if kernel is not None and kernel not in kernel_names():
         known = ", ".join(kernel_names())
-        return MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
+        raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
     if transport not in list(TransportName):
         known = ", ".join(TransportName)
-        return MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
+        raise MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
-        return MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
-    return None
-
-
-def graph_fault(
-    group: dist.ProcessGroup, transport: Any, cuda_graph: Any, nvtx: Any
-) -> MeshAttentionError | None:
-    for name, value in (("cuda_graph", cuda_graph), ("nvtx", nvtx)):
-        if not isinstance(value, bool):
-            return MeshAttentionError(f"{name}={value!r}: must be True or False")
-    backend = dist.get_backend(group)
-    if cuda_graph and backend != dist.Backend.NCCL:
-        return MeshAttentionError(
+        raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    graph, backend = flag("cuda_graph", cuda_graph), dist.get_backend(group)
+    if graph and backend != dist.Backend.NCCL:
+        raise MeshAttentionError(
             f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
             "only what lives on CUDA streams can be captured; leave cuda_graph out"
         )
-    if cuda_graph and transport == TransportName.SYMMETRIC:
-        return MeshAttentionError(
+    if graph and transport == TransportName.SYMMETRIC:
+        raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
+    return CallOptions(scale, kernel, TransportName(transport), graph, flag("nvtx", nvtx), timeout)
+
+
+def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:
+    """What is wrong with one rank's tensors for a call; returned, since all ranks must be told."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            kind = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
+            return MeshAttentionError(f"{name} is {kind}; it must be a dense torch.Tensor")
+    p = plan.problem
+    batch = q.shape[0] if q.ndim == 4 else 1
+    slots, kv_slots = plan.q_layout.slots, plan.kv_layout.slots
+    wanted = {
+        "q": (q, (batch, slots, p.num_heads, p.head_dim)),
+        "k": (k, (batch, kv_slots, p.kv_heads, p.head_dim)),
+        "v": (v, (batch, kv_slots, p.kv_heads, p.v_dim)),
+    }
+    for name, (x, shape) in wanted.items():
+        if tuple(x.shape) != shape:
+            return MeshAttentionError(
+                f"{name} has shape {tuple(x.shape)}, expected {shape} = (batch, local_seq, "
+                f"heads, head_dim); shard whole tensors with ContextParallel.shard(x, dim)"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            return MeshAttentionError(
+                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}"
+            )
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return MeshAttentionError(f"dtype {q.dtype} is not a floating-point type of attention")
     return None
 
 

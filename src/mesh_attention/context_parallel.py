@@ -11,7 +11,6 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 from __future__ import annotations
 
 from datetime import timedelta
-from inspect import signature
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,32 +20,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.context_arguments import (
-    argument_fault,
     checked_device,
     checked_dim,
-    graph_fault,
-    name_fault,
+    fault_of_tensors,
     process_group,
+    read_arguments,
 )
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.arguments import number
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import ask, attention_mask
 from mesh_attention.plan.verify import verify
-from mesh_attention.runtime.autograd import attend
-from mesh_attention.runtime.engine import Engine
-from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.gather_shards import unshard
-from mesh_attention.runtime.sharding import take_shard
+from mesh_attention.runtime.autograd import attention
+from mesh_attention.runtime.call import Call, CallOptions
+from mesh_attention.runtime.context import context_of
+from mesh_attention.runtime.rank_plan import PlanSource, RankPlan
+from mesh_attention.runtime.sharding import take_shard, unshard
 from mesh_attention.runtime.transport.interface import Counters
-from mesh_attention.runtime.transports import TransportName
-
-__all__ = ["ContextParallel"]
 
 Side = Literal["q", "kv"]
 
@@ -54,39 +45,46 @@ Side = Literal["q", "kv"]
 class ContextParallel:
     """
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
+    plan            any plan for as many ranks: made, searched or parsed from text. It says the
+                    sizes, the mask and the method, which are then not given; without it they are:
     seq_len         tokens of the whole sequence (any number); kv_seq_len if the keys differ
     causal          aligned at the end when the keys differ in number, as in flash-attn
     mask            a `Mask` in place of causal: windows, packed documents, prefix-LM
     window_size     (left, right) as in flash-attn; -1 is no limit
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
-    dtype           what `plan` is made for; other dtypes get a plan of their own when they turn up
+    dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
+                    own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
     transport       "auto": shared (symmetric) memory among the ranks of a node where it works, and
                     torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
     cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only, and
                     never through shared memory
     nvtx            name every operation for profilers
+    timeout         how long ranks wait for each other; None: that of the group
+
+    Objects on one group share process groups, memory and the latest kinds of call.
     """
 
     def __init__(
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        seq_len: int,
-        num_heads: int,
-        head_dim: int,
-        causal: bool,
+        plan: Plan | None = None,
+        seq_len: int | None = None,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool | None = None,
         num_kv_heads: int | None = None,
         v_head_dim: int | None = None,
         kv_seq_len: int | None = None,
         mask: Mask | None = None,
         window_size: tuple[int, int] | None = None,
         softmax_scale: float | None = None,
-        method: str = DEFAULT_METHOD,
+        method: str | None = None,
         tile: tuple[int, int] | str | None = None,
         layout: str | None = None,
         chunks: tuple[int, int] | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
         cuda_graph: bool = False,
@@ -94,50 +92,40 @@ class ContextParallel:
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
+        named = locals()  # every argument by its name
+        given = {n: x for n, x in named.items() if n not in ("self", "group_or_mesh", "options")}
         group = process_group(group_or_mesh)
-        size = dist.get_world_size(group)
-
-        def make_plan(element_bytes: int) -> Plan:
-            problem = Problem(
-                q_tokens=number("seq_len", seq_len),
-                kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                element_bytes=element_bytes,
-                mask=attention_mask(causal=causal, mask=mask, window_size=window_size),
-            )
-            given = {"tile": tile, "layout": layout, "chunks": chunks, **options}
-            return ask(problem, size, method=method, **given).plan()
-
-        error = name_fault(method, options, signature(ContextParallel).parameters)
-        error = error or argument_fault(softmax_scale, dtype, kernel, transport, timeout)
-        error = error or graph_fault(group, transport, cuda_graph, nvtx)
-        self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        self._engine = Engine(
-            group,
-            make_plan,
-            softmax_scale=softmax_scale,
-            kernel=kernel,
-            transport=TransportName(transport if transport in list(TransportName) else "auto"),
-            timeout=timeout if isinstance(timeout, timedelta) else None,
-            cuda_graph=cuda_graph is True,
-            nvtx=nvtx is True,
-        )
-        self._engine.agree_on_plan(self._dtype.itemsize, error)
+        context = context_of(group)
+        self._share = context.join()
+        self._options = CallOptions()
+        mine = error = None
+        try:
+            asked, self._options = read_arguments(group, given | options)
+            self._source: PlanSource = context.source(asked)
+            mine = self._mine
+        except Exception as found:  # whatever it is, the others must not wait for us
+            error = found
+        try:
+            context.agree_on_plan(mine, self._options, error)
+        except BaseException:
+            self._share.close()
+            raise
 
     # The plan.
 
     @property
+    def _mine(self) -> RankPlan:
+        return self._source.first
+
+    @property
     def plan(self) -> Plan:
-        """The plan for the dtype given at the start."""
-        return self._engine.plan(self._dtype.itemsize)
+        """The plan that was given, or that for the dtype given at the start."""
+        return self._mine.plan
 
     @property
     def rank(self) -> int:
         """The logical rank (and so the partition) of this process."""
-        return self._engine.rank(self.plan)
+        return self._mine.rank
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""
@@ -152,15 +140,27 @@ class ContextParallel:
     @property
     def traffic(self) -> dict[str, Counters]:
         """Bytes this rank has really handed to its transport so far, by direction."""
-        return {direction.value: c for direction, c in self._engine.counters.items()}
+        return {direction.value: c for direction, c in self._share.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For each kind of call made so far: which kernels were asked, and why one was chosen."""
-        return self._engine.kernel_choices()
+        """For each kind of call made lately: which kernels were asked, and why one was chosen."""
+        found = {}
+        for call in self._calls():
+            for direction, executor in call.executors.items():
+                for kind, choice in executor.choices.items():
+                    found[f"{direction} {kind}"] = choice.reasons
+                found[f"{direction} rows"] = executor.row_choice.reasons
+        return found
 
     def transports(self) -> dict[str, tuple[str, str]]:
-        """For each group of ranks in the calls made so far: its transport, and why that one."""
-        return self._engine.transport_choices()
+        """For each group of ranks in the calls made lately: its transport, and why that one."""
+        found: dict[str, tuple[str, str]] = {}
+        for call in self._calls():
+            found |= call.transport.choices(call.directions)
+        return found
+
+    def _calls(self) -> list[Call]:
+        return self._share.context.calls(self._source.plans(), self._options)
 
     # Attention.
 
@@ -173,42 +173,9 @@ class ContextParallel:
         log-sum-exp, (batch, heads, local_seq), which is not differentiable. Padding rows give 0
         and -inf.
         """
-        fault = self._fault(q, k, v)
-        if fault is not None:
-            nothing = CallShape(0, torch.float32, torch.device("cpu"))
-            self._engine.prepare(nothing, False, fault)
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        call_shape = CallShape(q.shape[0], q.dtype, q.device)
-        self._engine.prepare(call_shape, needs_grad, None)
-        out, lse = attend(self._engine, call_shape, q, k, v)
+        fault = fault_of_tensors(self.plan, q, k, v)
+        out, lse = attention(self._share, self._source, self._options, (q, k, v), fault)
         return (out, lse) if return_lse else out
-
-    def _fault(self, q: Tensor, k: Tensor, v: Tensor) -> MeshAttentionError | None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, Tensor) or x.layout is not torch.strided:
-                kind = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
-                return MeshAttentionError(f"{name} is {kind}; it must be a dense torch.Tensor")
-        plan, p = self.plan, self.plan.problem
-        batch = q.shape[0] if q.ndim == 4 else 1
-        slots, kv_slots = plan.q_layout.slots, plan.kv_layout.slots
-        wanted = {
-            "q": (q, (batch, slots, p.num_heads, p.head_dim)),
-            "k": (k, (batch, kv_slots, p.kv_heads, p.head_dim)),
-            "v": (v, (batch, kv_slots, p.kv_heads, p.v_dim)),
-        }
-        for name, (x, shape) in wanted.items():
-            if tuple(x.shape) != shape:
-                return MeshAttentionError(
-                    f"{name} has shape {tuple(x.shape)}, expected {shape} = (batch, local_seq, "
-                    f"heads, head_dim); shard whole tensors with ContextParallel.shard(x, dim)"
-                )
-            if x.dtype != q.dtype or x.device != q.device:
-                return MeshAttentionError(
-                    f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}"
-                )
-        if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return MeshAttentionError(f"dtype {q.dtype} is not a floating-point type of attention")
-        return None
 
     # Sharding.
 
@@ -231,14 +198,16 @@ class ContextParallel:
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
         passes on the gradient of its own slots.
         """
-        self._engine.refuse_if_closed()
+        self._share.refuse_if_closed()
         layout = self._layout(side)
         dim = checked_dim(x, dim)
         if x.shape[dim] != layout.slots:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
-        return unshard(x, layout, self.plan.devices, self.rank, self._engine.groups.parent, dim)
+        context = self._share.context
+        with context.whole_or_broken():
+            return unshard(x, layout, self._mine, context.groups.parent, dim)
 
     def positions(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`."""
@@ -257,12 +226,13 @@ class ContextParallel:
     # End.
 
     def close(self) -> None:
-        """Release the process groups and the workspace. Safe to call twice.
+        """Give up this object's share; the last on a process group releases what they shared:
+        process groups and workspace. Safe to call twice.
 
         Afterwards `attention`, its backward pass and `unshard`, which communicate, are refused;
         what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
         """
-        self._engine.close()
+        self._share.close()
 
     def __enter__(self) -> ContextParallel:
         return self

@@ -1,7 +1,8 @@
 """`mesh_attention(q, k, v, ...)`: one function in the dialect of flash-attn.
 
-A `ContextParallel` is made for each kind of call and kept with its process group; `release` closes
-them. For more than a single call, `ContextParallel` itself is the better tool: it also shards.
+Plans, executors and process groups are kept by the context of the process group, the latest kinds
+of call only; `release` gives them up. For more than a single call, `ContextParallel` itself is the
+better tool: it also shards.
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import process_group
-from mesh_attention.context_parallel import ContextParallel
+from mesh_attention.context_arguments import fault_of_tensors, process_group, read_arguments
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
-from mesh_attention.runtime.transport.make_group import is_registered
-
-__all__ = ["mesh_attention", "release"]
-
-# A cache, not a setting: it never changes a result. Entries of destroyed groups are dropped.
-_KEPT: dict[dist.ProcessGroup, dict[Any, ContextParallel]] = {}
+from mesh_attention.runtime.autograd import attention
+from mesh_attention.runtime.call import CallOptions
+from mesh_attention.runtime.context import Context, context_of
+from mesh_attention.runtime.rank_plan import PlanSource
 
 
 def mesh_attention(
@@ -46,8 +44,32 @@ def mesh_attention(
     `ContextParallel.shard` cuts them. `seq_len` is needed only if the last shard holds padding;
     otherwise it is local_seq times the number of ranks.
     """
-    members = process_group(group)
-    size = dist.get_world_size(members)
+    context = context_of(process_group(group))
+    given = {
+        "seq_len": seq_len,
+        "kv_seq_len": kv_seq_len,
+        "causal": causal,
+        "mask": mask,
+        "window_size": window_size,
+        "softmax_scale": softmax_scale,
+        "layout": layout,
+        **options,
+    }
+    source, calls = None, CallOptions()
+    error: Exception | None = None
+    try:
+        source, calls = _kept(context, given | _sizes(context, given, q, k, v))
+        error = fault_of_tensors(source.first.plan, q, k, v)
+    except Exception as found:  # whatever it is, the others must not wait for us
+        error = found
+    out, lse = attention(context.share_of_function(), source, calls, (q, k, v), error)
+    return (out, lse) if return_lse else out
+
+
+def _sizes(
+    context: Context, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Any]:
+    """What the shapes of the shards say. A length of 0 was given too, and is refused later."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise MeshAttentionError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
@@ -55,42 +77,35 @@ def mesh_attention(
             raise MeshAttentionError(
                 f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
             )
-    same_length = seq_len if k.shape[1] == q.shape[1] else None
-    fixed: dict[str, Any] = {
-        "seq_len": _given(seq_len, q.shape[1] * size),
-        "kv_seq_len": _given(kv_seq_len, _given(same_length, k.shape[1] * size)),
+    size = len(context.groups.ranks)
+    lengths = q.shape[1] * size, k.shape[1] * size
+    queries, keys = given["seq_len"], given["kv_seq_len"]
+    if keys is None:
+        keys = queries if queries is not None and lengths[0] == lengths[1] else lengths[1]
+    return {
+        "seq_len": lengths[0] if queries is None else queries,
+        "kv_seq_len": keys,
         "num_heads": q.shape[2],
         "num_kv_heads": k.shape[2],
         "head_dim": q.shape[3],
         "v_head_dim": v.shape[3],
-        "causal": causal,
-        "mask": mask,
-        "window_size": window_size,
-        "softmax_scale": softmax_scale,
-        "layout": layout,
         "dtype": q.dtype,
-        **options,
     }
-    kept = _KEPT.setdefault(members, {})
-    key = tuple(sorted((name, repr(value)) for name, value in fixed.items()))
-    if key not in kept:
-        _drop_destroyed()
-        kept[key] = ContextParallel(members, **fixed)
-    return kept[key].attention(q, k, v, return_lse=return_lse)
 
 
-def _given(length: int | None, otherwise: int) -> int:
-    """A length of 0 was given too, and is refused where the plan is made."""
-    return otherwise if length is None else length
+def _kept(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOptions]:
+    """What these arguments ask for, read once while they are among the latest."""
+    mask = given["mask"]
+    rest = repr([(name, x) for name, x in given.items() if name != "mask"])
+    key = (mask if isinstance(mask, Mask) else repr(mask), rest)
 
+    def read() -> tuple[PlanSource, CallOptions]:
+        asked, calls = read_arguments(context.groups.parent, given)
+        return context.source(asked), calls
 
-def _drop_destroyed() -> None:
-    for group in [group for group in _KEPT if not is_registered(group)]:
-        for kept in _KEPT.pop(group).values():
-            kept.close()
+    return context.asked.find(key, read)
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Close everything that `mesh_attention` keeps for a group."""
-    for kept in _KEPT.pop(process_group(group), {}).values():
-        kept.close()
+    """Give up what `mesh_attention` keeps for a group."""
+    context_of(process_group(group)).release_function()

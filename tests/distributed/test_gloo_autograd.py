@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from support.cases import Case
-from support.gloo_case import context, handed_bytes
+from support.gloo_case import context, count_plans, handed_bytes
 from support.pool import WorkerPool
 
 CASE = Case(
@@ -238,11 +238,10 @@ def warm(rank: int, world_size: int) -> tuple[int, int]:
     with context(CASE) as cp:
         leaves, grad_out = local(cp)
         torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
-        rounds, plans = cp._engine.handshake._rounds, len(cp._engine._plans)
-        made: list[int] = []
-        cp._engine._make_plan = made.append  # type: ignore[assignment]
+        shared = cp._share.context
+        rounds, plans, made = shared.handshake._rounds, len(shared.plans), count_plans()
         torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
-        return cp._engine.handshake._rounds - rounds, len(cp._engine._plans) - plans + len(made)
+        return shared.handshake._rounds - rounds, len(shared.plans) - plans + len(made)
 
 
 def test_a_warm_call_plans_nothing_and_agrees_on_nothing(pool: WorkerPool) -> None:

@@ -259,4 +259,4 @@ def test_a_mistake_after_calls_that_were_agreed_on_is_heard_while_waiting_for_a_
         seconds, _, error = first.partition(" ")
         assert reason in error
         assert float(seconds) < 10
-        assert "was broken off while messages were under way" in after
+        assert "was broken off while transfers were in flight" in after

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import mesh_attention.context_parallel
-import mesh_attention.functional
 from mesh_attention import ContextParallel, Mask, release
 from mesh_attention import mesh_attention as attend
+from mesh_attention.runtime import context as contexts
 from support.cases import Case
-from support.gloo_case import Part, context, whole
+from support.gloo_case import Part, context, count_plans, whole
 from support.pool import WorkerPool
 from support.reference import attention, errors
 
@@ -31,20 +30,6 @@ def shards(cp: ContextParallel, case: Case) -> list[Tensor]:
         cp.shard(x, 1, side="q" if name == "q" else "kv").requires_grad_()
         for name, x in (("q", q), ("k", k), ("v", v))
     ]
-
-
-def count_plans() -> list[int]:
-    """Plans made in this process from now on."""
-    module: Any = mesh_attention.context_parallel
-    build = module.build_plan
-    made: list[int] = []
-
-    def counting(*args: Any, **options: Any) -> Any:
-        made.append(1)
-        return build(*args, **options)
-
-    module.build_plan = counting
-    return made
 
 
 def kept(rank: int, world_size: int) -> dict[str, Any]:
@@ -131,15 +116,15 @@ def test_the_function_equals_the_truth(pool: WorkerPool, case: Case, given: dict
 
 
 def destroyed(rank: int, world_size: int) -> tuple[int, int]:
-    """Entries kept before and after a group is gone."""
+    """Contexts kept before and after a group is gone."""
     group = dist.new_group()
     inputs = [torch.randn(1, 4, 2, 4) for _ in range(3)]
     attend(*inputs, causal=True, group=group)
-    before = len(mesh_attention.functional._KEPT)
+    before = len(contexts._CONTEXTS)
     dist.destroy_process_group(group)
     del group
     attend(*inputs, causal=True)
-    after = len(mesh_attention.functional._KEPT)
+    after = len(contexts._CONTEXTS)
     release()
     return before, after
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.runtime.transport.make_group import timeout_of
+from mesh_attention.runtime.transport.groups import timeout_of
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
 from support.pool import WorkerPool
@@ -83,8 +83,8 @@ def two_at_once(rank: int, world_size: int, rows: Case, columns: Case) -> tuple[
     with context(rows, mesh["inner"]) as inner, context(columns, mesh["outer"]) as outer:
         attend(inner, rows)
         second = attend(outer, columns)
-        inner._engine.counters["forward"].reset()  # type: ignore[index]
-        inner._engine.counters["backward"].reset()  # type: ignore[index]
+        inner.traffic["forward"].reset()
+        inner.traffic["backward"].reset()
         return attend(inner, rows), second
 
 
@@ -185,7 +185,7 @@ def groups_timeouts(rank: int, world_size: int, case: Case) -> list[timedelta]:
     parent = dist.new_group(timeout=timedelta(seconds=23))
     with context(case, parent) as cp:
         attend(cp, case)
-        return [timeout_of(group) for group in cp._engine.groups._made.values()]
+        return [timeout_of(group) for group in cp._share.context.groups._made.values()]
 
 
 def test_groups_inherit_the_timeout_of_the_callers_group(pool: WorkerPool) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.runtime.transport import shared
+from mesh_attention.runtime.transport import shared_memory
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.shared import SharedMemory
+from mesh_attention.runtime.transport.shared_memory import SharedMemory
+from mesh_attention.runtime.workspace import Workspace
 from support.cases import Case
 from support.gloo_case import attend, context
 from support.heard import Heard, all_heard, listen
@@ -91,6 +92,8 @@ class Plain:
     def connect(self, *given: Any) -> None:
         self._step("connect")
 
+    def connected(self) -> None: ...
+
     def release(self) -> None:
         self.released = True
 
@@ -104,14 +107,15 @@ def share(rank: int, world_size: int, fails: tuple[int, str]) -> tuple[str, bool
     Plain.fails, Plain.me = fails, rank
     group = torch.distributed.group.WORLD
     assert group is not None
-    memory = SharedMemory(Groups(group), timedelta(seconds=20))
+    node, limit = range(world_size), timedelta(seconds=20)
+    memory = SharedMemory(Groups(group), node, limit, Workspace())
     torch.distributed.barrier()
     cpu = torch.device("cpu")
     sizes = []
     unable = "no good" if fails == (rank, "begin") else None
-    with patch.multiple(shared, Block=Plain, obstacle=lambda device: unable):
+    with patch.multiple(shared_memory, SymmetricBlock=Plain, obstacle=lambda device: unable):
         for workspace, staging in ((100, 10), (50, 30), (1000, 1), (900, 30)):
-            if memory.meet(range(world_size), cpu):
+            if memory.meet(cpu):
                 memory.grow(workspace, staging, cpu)
                 sizes.append(0 if memory.block is None else memory.block.own.numel())
     return memory.reason, memory.covers(range(world_size)), sizes

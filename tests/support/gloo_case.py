@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention import ContextParallel, count
-from mesh_attention.runtime.workspace import Workspace
+from mesh_attention import ContextParallel, Plan, count
+from mesh_attention.plan.question import Question
 from support.cases import Case
 from support.reference import NAMES
 
-__all__ = ["Part", "attend", "context", "expected_bytes", "handed_bytes", "whole"]
+__all__ = ["Part", "attend", "context", "count_plans", "expected_bytes", "handed_bytes", "whole"]
 
 Bytes = dict[str, dict[str, tuple[int, int]]]  # direction -> kind -> (sent, received)
 
@@ -47,8 +47,21 @@ def context(
         **changes,
     }
     cp = ContextParallel(group, **given)
-    cp._engine._workspace = Workspace(poison=True)
+    cp._share.context.transports.poison = True
     return cp
+
+
+def count_plans() -> list[Question]:
+    """Questions that are planned in this process from now on."""
+    made: list[Question] = []
+    plan = Question.plan
+
+    def counting(self: Question) -> Plan:
+        made.append(self)
+        return plan(self)
+
+    Question.plan = counting  # type: ignore[method-assign]
+    return made
 
 
 def attend(cp: ContextParallel, case: Case, device: str = "cpu") -> Part:

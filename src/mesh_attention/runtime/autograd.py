@@ -1,10 +1,12 @@
 """The differentiable attention: forward and backward programs as one autograd function.
 
-Only q, k, v, out and lse are kept for the backward pass.
+Only q, k, v, out and lse are kept for the backward pass, and the call that it belongs to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,23 +14,23 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.engine import Engine
+from mesh_attention.runtime.call import Call, CallOptions
+from mesh_attention.runtime.context import Share
 from mesh_attention.runtime.executor import CallShape
+from mesh_attention.runtime.rank_plan import PlanSource
 from mesh_attention.runtime.sharding import rows_first
-
-__all__ = ["attend"]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, call_shape: CallShape, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, share: Share, call: Call, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        result = engine.run(Direction.FORWARD, call_shape, inputs)
+        result = share.run(call, Direction.FORWARD, inputs)
         out = result["out"].transpose(0, 1).contiguous()
         lse = result["lse"].squeeze(-1).permute(1, 2, 0)  # a view: backward wants rows first again
-        ctx.engine, ctx.call_shape = engine, call_shape
+        ctx.share, ctx.call = share, call
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -41,11 +43,13 @@ class _Attention(torch.autograd.Function):
             raise MeshAttentionError(
                 "second derivatives of attention are not supported; call with create_graph=False"
             )
-        q, k, v, out, lse = ctx.saved_tensors
-        named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
-        inputs = {name: rows_first(x) for name, x in named.items()}
-        inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
-        result = ctx.engine.run(Direction.BACKWARD, ctx.call_shape, inputs)
+        ctx.share.refuse_if_closed()
+        with ctx.share.context.whole_or_broken():
+            q, k, v, out, lse = ctx.saved_tensors
+            named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
+            inputs = {name: rows_first(x) for name, x in named.items()}
+            inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
+            result = ctx.share.run(ctx.call, Direction.BACKWARD, inputs)
         grads = [
             result[name].transpose(0, 1).contiguous() if needed else None
             for name, needed in zip(
@@ -55,9 +59,38 @@ class _Attention(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def attend(
-    engine: Engine, call_shape: CallShape, q: Tensor, k: Tensor, v: Tensor
+def attention(
+    share: Share,
+    source: PlanSource | None,
+    options: CallOptions,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    error: Exception | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards; out is differentiable, lse is not."""
-    out, lse = _Attention.apply(engine, call_shape, q, k, v)  # type: ignore[no-untyped-call]
+    """(out, lse) of this rank's shards q, k, v; out is differentiable, lse is not.
+
+    `error`: what is wrong with this rank's arguments, for all ranks to raise.
+    """
+    share.refuse_if_closed()
+    context = share.context
+    if error is not None:
+        nothing = CallShape(0, torch.float32, torch.device("cpu"))
+        context.prepare(source, options, nothing, False, error)
+    q = tensors[0]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    with _outside_inference_mode():
+        call = context.prepare(source, options, call_shape, needs_grad)
+        with context.whole_or_broken():
+            out, lse = _Attention.apply(share, call, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """What is kept from call to call (workspaces, bound tensors) must serve training too, and
+    tensors made in inference mode never can."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,10 +1,13 @@
-"""Agreement before data moves: every rank says what it is about to do, and all hear the verdict.
+"""Agreement before data moves: every rank says what it is about to do, and all get the verdict.
 
 Ranks that hold another plan, pass other shapes or dtypes, or found an error of their own would hang
 or, worse, compute nonsense. So before the first collective of a new kind of call each rank posts
 its statement in the job's key-value store; the first rank compares and posts the verdict; and if
 they differ, every rank raises an error that names the odd one. It uses no collective and no
 device, and calls of a kind that was agreed on before skip it.
+
+Of their plans ranks compare digests: of the question, and for each group of the collectives in
+which its members meet (`plan.agreement`).
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.make_group import default_store, timeout_of
-
-__all__ = ["DisagreementError", "Handshake"]
+from mesh_attention.plan.agreement import Meetings, disagreements
+from mesh_attention.runtime.rank_plan import AS_MADE
+from mesh_attention.runtime.transport.groups import Groups, default_store, forget
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
+_AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
+
+Statement = dict[str, Any]
+Said = dict[int, dict[str, Any]]  # by global rank
 
 
 class DisagreementError(MeshAttentionError):
@@ -33,13 +39,14 @@ class DisagreementError(MeshAttentionError):
 
 
 class Handshake:
-    def __init__(self, groups: Groups, timeout: timedelta | None = None) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        self._store = PrefixStore(f"{groups.name}/agreement", default_store())
-        self._timeout = timeout or timeout_of(groups.parent)
+        self._store = PrefixStore(f"{groups.lasting_name}/agreement", default_store())
+        self._timeout = groups.timeout(None)
         self._rounds = 0
-        self.left_under_way = False  # a disagreement broke a call off, or may have, on some rank
+        self._first_kept = 1  # rounds before it have no keys in the store any more
+        self.left_in_flight = False  # the last disagreement broke a call off, or may have
 
     def is_called_for(self, call: int) -> bool:
         """Has a rank asked for an agreement on this call, or one before, that we took for made?"""
@@ -48,32 +55,44 @@ class Handshake:
 
     def agree(
         self,
-        statement: dict[str, Any],
+        statement: Statement,
         error: Exception | None = None,
         *,
-        call: int = 0,
-        under_way: bool = False,
-    ) -> None:
+        call: int,
+        timeout: timedelta,
+        in_flight: bool = False,
+    ) -> bool:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
-        who may be past the agreement already. `under_way`: we are, and have begun the call.
+        who may be past the agreement already. `in_flight`: we are, and have begun the call.
+        True: some ranks made their programs and others were given them; compare all programs.
         """
+        self._timeout = timeout
         self._rounds += 1
         prefix = f"round{self._rounds}"
-        said_error = None if error is None else str(error)
-        mine = {"statement": statement, "error": said_error, "under_way": under_way}
+        mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
         self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
         self._store.set(f"{prefix}/call", str(call))
         try:
-            self._hear(prefix, error)
+            verdict = self._verdict(prefix, error)
         except Exception:
-            said = self._spoken(prefix, {})
+            said = self._statements(prefix, {})
             silent = len(said) < len(self._ranks)
-            self.left_under_way |= silent or any(one["under_way"] for one in said.values())
+            self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
             raise
+        self._forget_earlier_rounds()
+        return verdict == _COMPARE_PROGRAMS
 
-    def _hear(self, prefix: str, error: Exception | None) -> None:
+    def _forget_earlier_rounds(self) -> None:
+        """All ranks have spoken in this round, so none of them reads an earlier one any more."""
+        for number in range(self._first_kept, self._rounds):
+            names = [str(self._me)] + ["verdict", "call"] * (self._me == self._ranks[0])
+            for name in names:
+                forget(self._store, f"round{number}/{name}")
+        self._first_kept = self._rounds
+
+    def _verdict(self, prefix: str, error: Exception | None) -> str:
         """The verdict of a round, as an error unless all agree."""
         try:
             if self._me == self._ranks[0]:
@@ -85,12 +104,13 @@ class Handshake:
             if error is None:
                 raise
             if self._me == self._ranks[0]:  # for those who come later
-                self._store.set(f"{prefix}/verdict", f"rank {self._me}: {error}")
+                self._post_verdict(prefix, f"rank {self._me}: {_told(error)}")
             raise error from None
         if error is not None:
             raise error
-        if verdict:
-            raise DisagreementError(verdict.decode())
+        if verdict not in (_AGREED, _COMPARE_PROGRAMS):
+            raise DisagreementError(verdict)
+        return verdict
 
     def _await_verdict(self, prefix: str, *, patient: bool) -> None:
         """The first rank judges for all; where it does not come, each judges for itself."""
@@ -102,7 +122,7 @@ class Handshake:
     def _judge(self, prefix: str, *, patient: bool) -> None:
         """The verdict falls when all have spoken, or soon after some have contradicted others:
         the rest may be past the agreement, and wait for ranks that will never come."""
-        said: dict[int, dict[str, Any]] = {}
+        said: Said = {}
         begun = time.monotonic()
         limit = self._timeout.total_seconds()
         limit = limit if patient else min(limit, _PATIENCE_SECONDS)
@@ -110,23 +130,32 @@ class Handshake:
         warned = False
         pause = 0.001
         while True:
-            said |= self._spoken(prefix, said)
+            said |= self._statements(prefix, said)
             waited = time.monotonic() - begun
-            if contradicted is None and _verdict(said):
+            if len(said) == len(self._ranks):
+                break
+            if contradicted is None and verdict_on(said, complete=False):
                 contradicted = waited
-            enough = contradicted is not None and waited > contradicted + _GRACE_SECONDS
-            if len(said) == len(self._ranks) or enough:
+            if contradicted is not None and waited > contradicted + _GRACE_SECONDS:
                 break
             if waited > limit:
-                raise DisagreementError(self._too_late(list(self._ranks), limit))
+                late = self._too_late(list(self._ranks), limit)
+                if patient:
+                    self._post_verdict(prefix, late)
+                raise DisagreementError(late)
             if waited > _PATIENCE_SECONDS and not warned:
                 warned = True
                 self._warn(list(self._ranks), waited)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        self._store.set(f"{prefix}/verdict", _verdict(said))
+        complete = len(said) == len(self._ranks)
+        self._post_verdict(prefix, verdict_on(said, complete=complete) or _AGREED)
 
-    def _spoken(self, prefix: str, known: dict[int, Any]) -> dict[int, dict[str, Any]]:
+    def _post_verdict(self, prefix: str, verdict: str) -> None:
+        """The first verdict of a round is that of all ranks, also of those who come late."""
+        self._store.compare_set(f"{prefix}/verdict", "", verdict)
+
+    def _statements(self, prefix: str, known: Said) -> Said:
         """What ranks have said since we last looked."""
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
         return {
@@ -147,7 +176,7 @@ class Handshake:
             f"{self._missing(awaited)} did not reach the same attention call within {seconds:.0f} s"
         )
 
-    def _get(self, key: str, awaited: list[int], *, patient: bool) -> bytes:
+    def _get(self, key: str, awaited: list[int], *, patient: bool) -> str:
         begun = time.monotonic()
         patience = min(timedelta(seconds=_PATIENCE_SECONDS), self._timeout)
         try:
@@ -157,8 +186,7 @@ class Handshake:
                 raise DisagreementError(f"{self._missing(awaited)} did not come") from late
             self._warn(awaited, patience.total_seconds())
             self._wait_on(key, awaited, begun)
-        value: bytes = self._store.get(key)
-        return value
+        return self._store.get(key).decode()
 
     def _wait_on(self, key: str, awaited: list[int], begun: float) -> None:
         limit = self._timeout.total_seconds()
@@ -174,22 +202,58 @@ class Handshake:
         return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
 
 
-def _verdict(said: dict[int, dict[str, Any]]) -> str:
+def verdict_on(said: Said, *, complete: bool) -> str:
     """Empty if all agree; otherwise one line that names the odd ranks."""
     broken = [(rank, one["error"]) for rank, one in said.items() if one["error"]]
     if broken:
         rank, error = broken[0]
         others = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
         return f"rank {rank}{others}: {error}"
-    texts = {rank: json.dumps(one["statement"], sort_keys=True) for rank, one in said.items()}
+    statements = {rank: dict(one["statement"]) for rank, one in said.items()}
+    meetings = {rank: one.pop("meetings", {}) for rank, one in statements.items()}
+    programs = {one.get("programs") for one in statements.values()}
+    mixed = AS_MADE in programs and len(programs) > 1
+    if mixed:
+        for one in statements.values():
+            del one["programs"]
+    differ = _odd_statement(statements)
+    if differ or not complete:
+        return differ
+    if mixed:
+        return _COMPARE_PROGRAMS
+    return _odd_meetings(meetings)
+
+
+def _odd_statement(said: dict[int, Statement]) -> str:
+    texts = {rank: json.dumps(one, sort_keys=True) for rank, one in said.items()}
     usual = Counter(texts.values()).most_common(1)[0][0]
     odd = [rank for rank, text in texts.items() if text != usual]
     if not odd:
         return ""
-    expected, found = json.loads(usual), said[odd[0]]["statement"]
+    expected, found = json.loads(usual), said[odd[0]]
     fields = [name for name in expected if expected[name] != found.get(name)]
     differ = "; ".join(f"{f} is {found.get(f)!r} there, {expected[f]!r} elsewhere" for f in fields)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if 2 * len(odd) == len(said):  # no majority says who is right
         who += f" (or {[rank for rank in said if rank not in odd]})"
     return f"{who} of the group {sorted(said)} disagrees: {differ}"
+
+
+def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
+    odd = disagreements(
+        {rank: {name: Meetings(*one) for name, one in own.items()} for rank, own in said.items()}
+    )
+    if not odd:
+        return ""
+    told = "; ".join(f"ranks {ranks} in group {name}" for name, ranks in odd.items())
+    return (
+        "the plans of the ranks do not fit together, although they answer the same question: "
+        f"collectives differ in order, kind or size on {told}; give all ranks the same plan"
+    )
+
+
+def _told(error: Exception | None) -> str | None:
+    """Our own errors speak for themselves."""
+    if error is None or isinstance(error, MeshAttentionError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"

@@ -6,12 +6,15 @@ out on the way back.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
-
-__all__ = ["join_shards", "rows_first", "take_shard"]
+from mesh_attention.runtime.collectives import all_gather
+from mesh_attention.runtime.rank_plan import RankPlan
 
 
 def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:
@@ -40,3 +43,31 @@ def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
 def rows_first(x_BSHD: Tensor) -> Tensor:
     """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one."""
     return x_BSHD.transpose(0, 1).contiguous()
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layout: Layout, mine: RankPlan, group: dist.ProcessGroup, dim: int
+    ) -> Tensor:
+        ctx.layout, ctx.rank, ctx.dim = layout, mine.rank, dim
+        own = x.contiguous()
+        devices = mine.plan.devices
+        size = len(devices)
+        gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
+        all_gather(gathered, own, group).wait()
+        by_device = gathered.chunk(size)
+        # Devices come in the group's order; the layout counts partitions.
+        return join_shards([by_device[device] for device in devices], layout, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return take_shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None
+
+
+def unshard(
+    x: Tensor, layout: Layout, mine: RankPlan, group: dist.ProcessGroup, dim: int
+) -> Tensor:
+    """The whole tensor from the shards of all ranks."""
+    whole: Tensor = _Unshard.apply(x, layout, mine, group, dim)  # type: ignore[no-untyped-call]
+    return whole

@@ -1,32 +1,34 @@
-"""The transports of an engine: which of them carries what, and why.
+"""The transports of a context: which of them carries what, and why.
 
 Memory is shared by the ranks of a node where that is possible, and the network does the rest. The
-choice goes by place, not by method, and all ranks that it concerns make it together.
+choice goes by place, not by method, and all ranks that it concerns make it together. Workspaces are
+here too, since the memory that is shared is the workspace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from enum import StrEnum
 
 import torch
-from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Precision
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.executor import CallShape
+from mesh_attention.runtime.rank_plan import RankPlan
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Counters, Transport
+from mesh_attention.runtime.transport.interface import Transport
 from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.routed import RoutedTransport
-from mesh_attention.runtime.transport.shared import SharedMemory
+from mesh_attention.runtime.transport.shared_memory import SharedMemory
+from mesh_attention.runtime.transport.sizes import Meter
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle
-
-__all__ = ["TransportName", "Transports"]
+from mesh_attention.runtime.workspace import Workspace
 
 
 class TransportName(StrEnum):
@@ -36,66 +38,119 @@ class TransportName(StrEnum):
 
 
 class Transports:
-    def __init__(
-        self, wanted: TransportName, groups: Groups, look_around: Callable[[], None]
-    ) -> None:
-        self._wanted = wanted
-        self._groups = groups
-        self._look_around = look_around
+    """What the transports of all calls on a process group share: memory, streams, workspaces."""
+
+    def __init__(self, groups: Groups, look_around: Callable[[], None]) -> None:
+        self.groups = groups
+        self.look_around = look_around
+        self.poison = False  # workspaces begin as NaN, for tests
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        shares = wanted is not TransportName.DISTRIBUTED
-        self._memory = SharedMemory(groups, groups.timeout) if shares else None
-        self._device: torch.device | None = None  # of the shared memory
+        self._memories: dict[tuple[tuple[int, ...], timedelta], SharedMemory] = {}
+        self._workspace: Workspace | None = None
 
-    def make(
-        self, plan: Plan, one: Pass, rank: int, call_shape: CallShape, counters: Counters | None
-    ) -> tuple[Transport, Counters]:
-        """The transport of one rank's program, and where it counts its bytes."""
-        groups = self._groups
-        stream = self._stream(call_shape.device)
-        far = DistributedTransport(plan, one, rank, groups, stream, self._look_around)
-        if counters is not None:
-            far.meter.counters = counters
-        if self._memory is None or stream is None:
-            return far, far.meter.counters
-        dtypes = {
-            Precision.ELEMENT: call_shape.dtype,
-            Precision.ACCUMULATE: call_shape.accumulate_dtype,
-        }
-        near = SymmetricTransport(
-            plan, one, rank, call_shape.batch, dtypes, groups, self._memory, stream
+    @property
+    def workspace(self) -> Workspace:
+        """The one that is not shared."""
+        if self._workspace is None:
+            self._workspace = Workspace(poison=self.poison)
+        return self._workspace
+
+    def memory(self, mine: RankPlan, timeout: timedelta) -> SharedMemory:
+        """Of the ranks that the plan holds to be on the node of this one."""
+        plan = mine.plan
+        node = tuple(
+            self.groups.global_rank(plan, other)
+            for other in sorted(range(plan.num_ranks), key=plan.devices.__getitem__)
+            if plan.node_of(other) == plan.node_of(mine.rank)
         )
-        routed = RoutedTransport(plan, one, rank, groups, self._memory, near, far)
-        return routed, far.meter.counters
+        if (node, timeout) not in self._memories:
+            workspace = Workspace(poison=self.poison)
+            self._memories[node, timeout] = SharedMemory(self.groups, node, timeout, workspace)
+        return self._memories[node, timeout]
 
-    def check(self, plan: Plan, device: torch.device) -> None:
-        """Raises what this rank knows by itself against a call on this device."""
-        if self._memory is not None and self._device not in (None, device):
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On which communications run."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def close(self, *, abandon: bool = False) -> None:
+        for memory in self._memories.values():
+            memory.release(abandon=abandon)
+        self._memories.clear()
+        if self._workspace is not None:
+            self._workspace.release()
+            self._workspace = None
+
+
+class CallTransport:
+    """How calls of one plan on tensors of one shape communicate.
+
+    Made by all ranks before they agree on the call; connected by all of them afterwards.
+    """
+
+    def __init__(
+        self,
+        shared: Transports,
+        wanted: TransportName,
+        mine: RankPlan,
+        call_shape: CallShape,
+        timeout: timedelta | None,
+    ) -> None:
+        self._shared = shared
+        self._groups = shared.groups
+        self._wanted = wanted
+        self._mine = mine
+        self._call_shape = call_shape
+        self._timeout = timeout
+        self._stream = shared.stream(call_shape.device)
+        shares = wanted is not TransportName.DISTRIBUTED and mine.plan.num_ranks > 1
+        self._memory: SharedMemory | None = None
+        if shares and self._stream is not None:
+            self._memory = shared.memory(mine, self._groups.timeout(timeout))
+        self.workspace = shared.workspace if self._memory is None else self._memory.workspace
+
+    def make(self, direction: Direction) -> tuple[Transport, Meter]:
+        """The transport of this rank's program, and the meter of its bytes."""
+        plan, rank, one = self._mine.plan, self._mine.rank, self._mine.plan.direction(direction)
+        far = DistributedTransport(
+            *(plan, one, rank, self._groups, self._timeout, self._stream, self._shared.look_around)
+        )
+        if self._memory is None or self._stream is None:
+            return far, far.meter
+        dtypes = {
+            Precision.ELEMENT: self._call_shape.dtype,
+            Precision.ACCUMULATE: self._call_shape.accumulate_dtype,
+        }
+        batch = self._call_shape.batch
+        near = SymmetricTransport(
+            plan, one, rank, batch, dtypes, self._groups, self._memory, self._stream
+        )
+        return RoutedTransport(plan, one, rank, self._groups, self._memory, near, far), far.meter
+
+    def check(self) -> None:
+        """Raises what this rank knows by itself against such calls."""
+        device = self._call_shape.device
+        if self._memory is not None and self._memory.device not in (None, device):
             raise MeshAttentionError(
-                f"the tensors are on {device}, but this ContextParallel shares memory of "
-                f"{self._device} with other ranks; use one for each device"
+                f"the tensors are on {device}, but calls on this process group share memory of "
+                f"{self._memory.device} with other ranks; use one group for each device"
             )
-        if self._wanted is TransportName.SYMMETRIC and plan.num_ranks > 1:
+        if self._wanted is TransportName.SYMMETRIC and self._mine.plan.num_ranks > 1:
             found = obstacle(device)
             if found is not None:
                 raise MeshAttentionError(_impossible(found))
 
-    def share(
-        self, plan: Plan, rank: int, directions: Iterable[Direction], call_shape: CallShape
-    ) -> Tensor | None:
-        """Share memory for calls of this shape; the workspace in it, or None if there is none.
+    def share(self, directions: Iterable[Direction]) -> None:
+        """Share memory that is large enough for these passes, where memory can be shared.
 
-        Called by all ranks, after they have agreed on the call.
+        Called by all ranks, after they have agreed on the call. The programs of the other ranks of
+        the node say how large it must be and where in it they keep their data.
         """
-        memory = self._memory
-        if memory is None or call_shape.device.type != "cuda" or plan.num_ranks == 1:
-            return None
-        node = [
-            self._groups.global_rank(plan, other)
-            for other in sorted(range(plan.num_ranks), key=plan.devices.__getitem__)
-            if plan.node_of(other) == plan.node_of(rank)
-        ]
-        if memory.meet(node, call_shape.device):
+        memory, plan, call_shape = self._memory, self._mine.plan, self._call_shape
+        if memory is not None and memory.meet(call_shape.device):
             owners = [
                 Owner(plan, plan.direction(direction), other, call_shape.batch)
                 for direction in directions
@@ -107,28 +162,30 @@ class Transports:
                 max(owner.staging_bytes for owner in owners),
                 call_shape.device,
             )
-        self._device = call_shape.device if memory.block is not None else None
-        return memory.workspace
 
-    def must_share(self) -> bool:
-        return self._wanted is TransportName.SYMMETRIC
-
-    def refusal(self, choices: dict[str, tuple[str, str]]) -> MeshAttentionError | None:
-        """What is wrong with these choices where shared memory was asked for."""
-        for name, (chosen, reason) in choices.items():
+    def refusal(self, directions: Iterable[Direction]) -> MeshAttentionError | None:
+        """What is wrong with the choices where shared memory was asked for."""
+        for name, (chosen, reason) in self.choices(directions).items():
             if chosen != TransportName.SYMMETRIC:
                 return MeshAttentionError(_impossible(f"{name}: {reason}"))
         return None
 
-    def covers(self, ranks: Sequence[int]) -> bool:
+    def make_groups(self, directions: Iterable[Direction]) -> None:
+        """The process groups that are still missing."""
+        plan, rank = self._mine.plan, self._mine.rank
+        for direction in directions:
+            self._groups.prepare(
+                plan, plan.direction(direction), rank, self._timeout, without=self._covers
+            )
+
+    def _covers(self, ranks: Sequence[int]) -> bool:
         """Do these ranks need no process group?"""
         return self._memory is not None and self._memory.covers(ranks)
 
-    def choices(
-        self, plan: Plan, rank: int, directions: Iterable[Direction], device: torch.device
-    ) -> dict[str, tuple[str, str]]:
+    def choices(self, directions: Iterable[Direction]) -> dict[str, tuple[str, str]]:
         """For each group in which this rank communicates: the transport, and why not the other."""
         found: dict[str, tuple[str, str]] = {}
+        plan, rank = self._mine.plan, self._mine.rank
         for direction in directions:
             one = plan.direction(direction)
             operations = one.programs[rank].operations
@@ -136,30 +193,19 @@ class Transports:
             for name, members in one.groups.items():
                 if name in used and len(members) > 1:
                     ranks = [self._groups.global_rank(plan, member) for member in members]
-                    found[f"{direction} {name}"] = self._choice(ranks, device)
+                    found[f"{direction} {name}"] = self._choice(ranks)
         return found
 
-    def _choice(self, ranks: Sequence[int], device: torch.device) -> tuple[str, str]:
-        if self._memory is None:
+    def _choice(self, ranks: Sequence[int]) -> tuple[str, str]:
+        if self._wanted is TransportName.DISTRIBUTED:
             reason = "transport='distributed' was asked for"
-        elif device.type != "cuda":
-            reason = obstacle(device) or ""
+        elif self._memory is None:
+            reason = obstacle(self._call_shape.device) or ""
         elif self._memory.covers(ranks):
             return TransportName.SYMMETRIC.value, f"ranks {list(ranks)} share memory"
         else:
             reason = self._memory.why_not(ranks)
         return TransportName.DISTRIBUTED.value, reason
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
-    def close(self, *, abandon: bool = False) -> None:
-        if self._memory is not None:
-            self._memory.release(abandon=abandon)
 
 
 def _impossible(reason: str) -> str:

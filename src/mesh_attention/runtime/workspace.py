@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ _ALL_ONES = 0xFF  # every floating-point type reads this as NaN
 @dataclass(eq=False, slots=True)
 class WorkspaceBlock:
     memory: Tensor
-    bound: dict[object, Any] = field(default_factory=dict)  # by whoever bound it
+    # By whoever bound it, for as long as that lives.
+    bound: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
 
 class Workspace:

@@ -120,6 +120,7 @@ class DistributedTransport:
         one: Pass,
         rank: int,
         groups: Groups,
+        timeout: timedelta | None = None,
         stream: torch.cuda.Stream | None = None,
         look_around: Callable[[], None] | None = None,
     ) -> None:
@@ -127,6 +128,7 @@ class DistributedTransport:
         self._one = one
         self._rank = rank
         self._groups = groups
+        self._timeout = timeout
         self._stream = stream
         self._global = groups.global_ranks(plan, one, rank)
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
@@ -203,7 +205,7 @@ class DistributedTransport:
         ranks: list[int],
         view: View,
     ) -> list[Gather | Reduce]:
-        group = self._groups.of(ranks)
+        group = self._groups.of(ranks, self._timeout)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
         ready = []
         for move in moves:

@@ -1,62 +1,77 @@
-"""Process groups for the groups of a plan: as few as it needs, made once, released by `close`.
+"""Process groups for the groups of plans: as few as they need, made once, released by `close`.
 
 Collectives need a group of their own unless they run over everybody; all-to-all and point-to-point
 go over the caller's group. Only members make a group, in the plan's order, so ranks outside the
 caller's group are never asked.
+
+`torch.distributed.new_group` asks every rank of the job to take part. Its option to ask the members
+alone names the group by how many groups a rank happens to have, so members with different histories
+wait under different names, and a group made again after `destroy_process_group` finds the addresses
+of the old one (pytorch#189073, pytorch#55967). Making the group through the function below it, with
+a name that is ours and never used twice, has neither fault. It is private: this file is its only
+user, and says what it found if it has changed.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
-from mesh_attention.runtime.transport.make_group import (
-    default_store,
-    is_registered,
-    make_group,
-    timeout_of,
-)
 
-__all__ = ["Groups"]
+_WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
 class Groups:
     """`ranks[i]` is the global rank of device i of the caller's group."""
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup) -> None:
         self.parent = parent
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
-        self.timeout = timeout or timeout_of(parent)
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        # Each rank counts its own objects on these ranks: the n-th here meets the n-th there.
+        self.releases = 0
+        self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
+        # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
-        ordinal = default_store().add(f"{base}/objects/{self.global_rank_of_self}", 1)
-        self.name = f"{base}/{ordinal}"
+        ordinal = default_store().add(f"{base}/contexts/{self.global_rank_of_self}", 1)
+        self.lasting_name = f"{base}/{ordinal}"
+
+    @property
+    def name(self) -> str:
+        """Never the same again once the groups have been released."""
+        return f"{self.lasting_name}/{self.releases}"
+
+    def timeout(self, given: timedelta | None) -> timedelta:
+        return given or timeout_of(self.parent)
 
     def prepare(
-        self, plan: Plan, *, without: Callable[[Sequence[int]], bool] = lambda _: False
+        self,
+        plan: Plan,
+        one: Pass,
+        rank: int,
+        timeout: timedelta | None,
+        *,
+        without: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
-        """Make the groups that this rank's programs use, in an order that all members share.
+        """Make the groups that this logical rank's program uses, in an order that members share.
 
         `without`: the global ranks of a group that gets by without one, as all of them agree.
         """
-        for one in plan.passes:
-            used = {
-                op.group
-                for program in one.programs
-                if self.global_rank(plan, program.rank) == self.global_rank_of_self
-                for op in program.operations
-                if isinstance(op, AllGather | ReduceScatter)
-            }
-            for name, members in one.groups.items():
-                ranks = [self.global_rank(plan, member) for member in members]
-                if name in used and not without(ranks):
-                    self.of(ranks)
+        operations = one.programs[rank].operations
+        used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
+        for name, members in one.groups.items():
+            ranks = [self.global_rank(plan, member) for member in members]
+            if name in used and not without(ranks):
+                self.of(ranks, timeout)
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
@@ -69,22 +84,28 @@ class Groups:
             if rank in members
         }
 
-    def of(self, members: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of these global ranks, of which this one must be a member."""
-        key = tuple(sorted(members))
-        if key == tuple(sorted(self.ranks)):
+    def of(self, members: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+        """The process group of these global ranks, of which this one must be a member.
+
+        A timeout other than that of the caller's group needs a group of its own.
+        """
+        ranks = tuple(sorted(members))
+        if ranks == tuple(sorted(self.ranks)):
             return self.parent
+        key = (ranks, timeout)
         if key not in self._made:
-            name = f"{self.name}/{'-'.join(map(str, key))}"
+            name = f"{self.name}/{'-'.join(map(str, ranks))}"
+            if timeout is not None:
+                name += f"/{timeout.total_seconds()}s"
             backend = dist.get_backend(self.parent)
-            self._made[key] = make_group(key, name, backend, self.timeout)
+            self._made[key] = _make_group(ranks, name, backend, self.timeout(timeout))
         return self._made[key]
 
     def __len__(self) -> int:
         return len(self._made)
 
     def close(self, *, abort: bool = False) -> None:
-        """`abort`: break off what is under way; otherwise the last transfers would be waited for,
+        """`abort`: break off what is in flight; otherwise the last transfers would be waited for,
         and with them ranks that never come."""
         for group in self._made.values():
             if is_registered(group):  # not if the caller has destroyed all groups already
@@ -92,3 +113,59 @@ class Groups:
                     group.abort()
                 dist.destroy_process_group(group)
         self._made.clear()
+        self.releases += 1
+
+
+def default_store() -> Store:
+    """The key-value store that all ranks of the job share."""
+    return c10d._get_default_store()
+
+
+def forget(store: Store, key: str) -> None:
+    """Remove a key that nobody reads any more; not every store can."""
+    with suppress(RuntimeError, NotImplementedError):
+        store.delete_key(key)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the caller gave this group; the backend's usual one if it does not say."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """False once the group has been destroyed."""
+    return group in c10d._world.pg_map
+
+
+def _make_group(
+    ranks: Sequence[int], name: str, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Called by exactly these global ranks, with the same name."""
+    helper = getattr(c10d, "_new_process_group_helper", None)
+    found = tuple(inspect.signature(helper).parameters) if helper else ()
+    if helper is None or found[: len(_WANTED)] != _WANTED:
+        raise MeshAttentionError(
+            f"torch {torch.__version__} is not supported: its process groups are made with "
+            f"{found or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
+        )
+    members = list(ranks)
+    group, _ = helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        backend,
+        default_store(),
+        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    made: dist.ProcessGroup = group
+    return made

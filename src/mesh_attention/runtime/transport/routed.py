@@ -13,7 +13,7 @@ from mesh_attention.plan.program import Communication, SendRecv
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
-from mesh_attention.runtime.transport.shared import SharedMemory
+from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.sizes import Counted
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 

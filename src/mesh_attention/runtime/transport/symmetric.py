@@ -21,8 +21,8 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.pulls import Steps, steps_of
 from mesh_attention.runtime.transport.regions import Owner
-from mesh_attention.runtime.transport.shared import SharedMemory
-from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, Block
+from mesh_attention.runtime.transport.shared_memory import SharedMemory
+from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
 
 __all__ = ["SymmetricTransport"]
 
@@ -95,7 +95,7 @@ class _Ready:
         self._pulls = [(places[owner], pulls) for owner, pulls in steps.pulls]
         self._everybody = everybody  # then one barrier does what signals to each would do
 
-    def perform(self, block: Block, copies: Copies) -> None:
+    def perform(self, block: SymmetricBlock, copies: Copies) -> None:
         if self._everybody:
             block.barrier()
             copies.keep()

@@ -2,8 +2,8 @@
 
 They are private, so they are looked for before use and a missing one is named. A rendezvous numbers
 its messages by how many a process has made before, in any group (pytorch#196082), so ranks with
-different histories would wait for each other for ever; the store below numbers them afresh. It also
-tells those who wait when another has failed.
+different histories would deadlock; the store below numbers them afresh. It also tells those who
+wait when another has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["DONE", "READY", "Block", "RendezvousStore", "obstacle"]
+from mesh_attention.runtime.transport.groups import forget
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
 READY, DONE, _BARRIER = range(3)
@@ -56,7 +56,7 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
-class Block:
+class SymmetricBlock:
     """As many bytes on each of several ranks, which all of them can read.
 
     Made by all members with the same size, then connected by all of them.
@@ -95,6 +95,11 @@ class Block:
             shape = (self.own.numel(),)
             buffer = self._handle.get_buffer(peer, shape, torch.uint8, 0)
             self._peers[peer] = self.own if peer == member else buffer
+
+    def connected(self) -> None:
+        """All members are: nobody reads the store any more."""
+        if self._store is not None:
+            self._store.forget()
 
     def of(self, member: int) -> Tensor:
         """The bytes of a member; they are ours to read between its signals."""
@@ -139,11 +144,17 @@ class RendezvousStore(Store):
         self._inner = store
         self._timeout = timeout
         self._first: int | None = None
+        self._set: set[str] = set()
 
     def tell_failure(self) -> None:
         self._inner.set(self._FAILED, "")
 
+    def forget(self) -> None:
+        for key in self._set:
+            forget(self._inner, key)
+
     def set(self, key: str, value: str) -> None:
+        self._set.add(self._key(key))
         self._inner.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:

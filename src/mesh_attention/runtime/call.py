@@ -1,0 +1,153 @@
+"""One kind of call: a plan on tensors of one shape, made ready once and run many times.
+
+Whoever holds a call can run it. The context keeps the latest kinds; an autograd graph holds the one
+it was made by, so its backward pass runs although the context has long let that kind go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.plan import Direction
+from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
+from mesh_attention.runtime.handshake import Statement
+from mesh_attention.runtime.rank_plan import RankPlan
+from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transport.sizes import Meter
+from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a caller chooses besides the plan."""
+
+    softmax_scale: float | None = None
+    kernel: str | None = None
+    transport: TransportName = TransportName.AUTO
+    cuda_graph: bool = False
+    nvtx: bool = False
+    timeout: timedelta | None = None
+
+
+class Call:
+    def __init__(
+        self, transports: Transports, mine: RankPlan, options: CallOptions, call_shape: CallShape
+    ) -> None:
+        # Signals between blocks of shared memory have not been captured; NCCL's operations are.
+        wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
+        self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
+        self.statements: dict[bool, Statement] = {}  # by needs_grad, once agreed on
+        self.options = options
+        self._mine = mine
+        self._call_shape = call_shape
+        self._executors: dict[Direction, tuple[Executor, Meter]] = {}
+        self._captured: dict[Direction, CapturedCall] = {}
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The passes that all ranks have agreed on."""
+        return tuple(Direction) if True in self.statements else (Direction.FORWARD,)
+
+    @property
+    def executors(self) -> dict[Direction, Executor]:
+        return {direction: executor for direction, (executor, _) in self._executors.items()}
+
+    def make_ready(self, direction: Direction) -> None:
+        """Raises where a kernel refuses what this rank has to do."""
+        if direction in self._executors:
+            return
+        plan, rank = self._mine.plan, self._mine.rank
+        transport, meter = self.transport.make(direction)
+        scale = self.options.softmax_scale
+        executor = Executor(
+            plan,
+            plan.direction(direction),
+            rank,
+            transport,
+            self.transport.workspace,
+            self._call_shape,
+            softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
+            kernel=self.options.kernel,
+            trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
+        )
+        self._executors[direction] = executor, meter
+
+    def reserve(self) -> None:
+        """A graph replays on the memory it was captured with, so that must not grow later."""
+        for executor in self.executors.values():
+            if not self._on_cuda:
+                device = self._call_shape.device.type
+                raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
+            if executor.why_not_captured is not None:
+                raise MeshAttentionError(f"cuda_graph=True: {executor.why_not_captured}")
+        most = max(executor.workspace_bytes for executor in self.executors.values())
+        self.transport.workspace.take(most, self._call_shape.device)
+
+    def run(
+        self, direction: Direction, inputs: Mapping[str, Tensor], counters: Counters
+    ) -> dict[str, Tensor]:
+        """`counters`: of whoever makes the call."""
+        executor, meter = self._executors[direction]
+        meter.counters = counters
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.cuda.device(self._call_shape.device) if self._on_cuda else nullcontext():
+            if self.options.cuda_graph:
+                return self._replay(direction, executor, inputs)
+            return run_to_end(executor.run(inputs))
+
+    def _replay(
+        self, direction: Direction, executor: Executor, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if direction not in self._captured:
+            workspace = self.transport.workspace
+            block = workspace.take(executor.workspace_bytes, self._call_shape.device)
+            self._captured[direction] = CapturedCall(
+                lambda static: run_to_end(executor.run(static)), inputs, block
+            )
+        return self._captured[direction](inputs)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._call_shape.device.type == "cuda"
+
+    def clear(self) -> None:
+        """Before the process groups go: graphs hold on to communicators."""
+        self._captured.clear()
+        self._executors.clear()
+
+
+class CapturedCall:
+    """A whole call as a CUDA graph: inputs are copied in, the graph is replayed, results copied
+    out. So the host's cost of a call does not depend on the number of its operations. What is
+    captured must live on streams alone: NCCL does, gloo does not.
+
+    `memory` is what the call uses besides its tensors (the workspace): it must stay where it is
+    for as long as the graph is replayed.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+        inputs: Mapping[str, Tensor],
+        memory: object,
+    ) -> None:
+        self._inputs = {name: x.clone() for name, x in inputs.items()}
+        self._memory = memory
+        call(self._inputs)  # kernels are compiled and connections made outside the capture
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may go on using CUDA meanwhile; NCCL's own does.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = call(self._inputs)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, x in self._inputs.items():
+            x.copy_(inputs[name])
+        self._graph.replay()
+        return {name: x.clone() for name, x in self._outputs.items()}

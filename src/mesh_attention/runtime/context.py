@@ -1,0 +1,328 @@
+"""The context of a process group: all that outlives plans, shared by everybody who calls on it.
+
+Process groups, workspaces, shared memory and communication streams are made once and stay for as
+long as somebody uses the context. Plans, executors and captured graphs come and go: the latest are
+kept. So documents that change with every batch make new plans and nothing else.
+
+All ranks make the same calls in the same order, so they keep and let go of the same kinds of call;
+nothing that ranks do together depends on when an object is garbage collected.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.question import Question
+from mesh_attention.plan.text import digest
+from mesh_attention.runtime.call import Call, CallOptions
+from mesh_attention.runtime.executor import CallShape
+from mesh_attention.runtime.handshake import DisagreementError, Handshake, Statement
+from mesh_attention.runtime.rank_plan import PlanSource, RankPlan
+from mesh_attention.runtime.transport.groups import Groups, is_registered
+from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.transports import TransportName, Transports
+
+NUM_PLANS = 64  # kept, of each context
+NUM_CALLS = 64  # kinds of call, with their executors
+NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
+
+# A cache, not a setting: it never changes a result. Contexts of destroyed groups are dropped.
+_CONTEXTS: dict[dist.ProcessGroup, Context] = {}
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Latest(Generic[Key, Value]):
+    """The values used last, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def find(self, key: Key, make: Callable[[], Value]) -> Value:
+        if key not in self._values:
+            self.put(key, make())
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def get(self, key: Key) -> Value | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._limit:
+            self._values.popitem(last=False)
+
+    def items(self) -> tuple[tuple[Key, Value], ...]:
+        return tuple(self._values.items())
+
+    def values(self) -> tuple[Value, ...]:
+        return tuple(self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
+CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # of a plan, by value
+
+
+class Context:
+    """Found with `context_of`. Every user holds a `Share`; groups and memory are released when the
+    last share is closed, and made anew when they are needed again."""
+
+    def __init__(self, parent: dist.ProcessGroup) -> None:
+        self.groups = Groups(parent)
+        self.handshake = Handshake(self.groups)
+        self.transports = Transports(self.groups, self._look_around)
+        self.plans: Latest[Question, RankPlan] = Latest(NUM_PLANS)
+        # What `mesh_attention()` was asked for, by its arguments.
+        self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
+        self._function: Share | None = None
+        self._calls: Latest[CallKey, Call] = Latest(NUM_CALLS)
+        self._captured_calls: Latest[CallKey, Call] = Latest(NUM_CAPTURED_CALLS)
+        self._living_calls: WeakSet[Call] = WeakSet()  # also those that only autograd holds
+        self._num_shares = 0
+        self._number = 0  # of the call, or of the agreement, that this rank is at
+        self._statement: Statement = {}
+        self._broken = False  # a call ended in the middle: transfers may be in flight
+
+    # Plans.
+
+    def source(self, asked: Question | Plan) -> PlanSource:
+        """Plans for calls, as this rank sees them."""
+        given = self._on_rank(asked) if isinstance(asked, Plan) else asked
+        return PlanSource(given, lambda q: self.plans.find(q, lambda: self._on_rank(q.plan())))
+
+    def _on_rank(self, plan: Plan) -> RankPlan:
+        return RankPlan.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
+
+    # Agreement.
+
+    def agree_on_plan(
+        self, mine: RankPlan | None, options: CallOptions, error: Exception | None
+    ) -> None:
+        """The same plan and options on all ranks, or an error on all of them.
+
+        `error` is what is wrong with this rank's arguments; `mine` may then be missing.
+        """
+        self._number += 1
+        statement: Statement = {}
+        try:
+            self.refuse_if_broken()
+            if error is None and mine is not None:
+                statement = self._stated(mine, options) | {"programs": mine.programs}
+        except Exception as found:  # whatever it is, the others must not wait for us
+            error = error or found
+        if self._agree(statement, options, error):
+            assert mine is not None
+            self._agree({"programs": digest(mine.plan)}, options, None)
+
+    def prepare(
+        self,
+        source: PlanSource | None,
+        options: CallOptions,
+        call_shape: CallShape,
+        needs_grad: bool,
+        error: Exception | None = None,
+    ) -> Call:
+        """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
+
+        `error` is what is wrong with this rank's arguments; `source` may then be missing.
+        """
+        self.refuse_if_broken()
+        self._number += 1
+        statement: Statement = {}
+        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
+        kept = self._captured_calls if options.cuda_graph else self._calls
+        try:
+            if error is not None or source is None:
+                raise error or AssertionError("neither a plan nor an error")
+            mine = source.of(call_shape.dtype.itemsize)
+            key = (mine.key, options, call_shape)
+            call = kept.get(key) or Call(self.transports, mine, options, call_shape)
+            if needs_grad in call.statements:
+                self._statement = call.statements[needs_grad]
+                return call
+            statement = self._stated(mine, options) | {
+                "batch": call_shape.batch,
+                "dtype": str(call_shape.dtype),
+                "device": call_shape.device.type,
+                "needs_grad": needs_grad,
+                "meetings": mine.meetings(directions),
+            }
+            # A kernel may refuse what only some ranks have to do: all must know.
+            for direction in directions:
+                call.make_ready(direction)
+            call.transport.check()
+            if options.cuda_graph:
+                call.reserve()
+        except Exception as found:
+            error = found
+        except BaseException:  # the others will wait for us in vain
+            self._broken = True
+            raise
+        self._agree(statement, options, error)
+        self._connect(call, directions)
+        call.statements[needs_grad] = self._statement = statement
+        kept.put(key, call)
+        self._living_calls.add(call)
+        return call
+
+    def _stated(self, mine: RankPlan, options: CallOptions) -> Statement:
+        timeout = options.timeout
+        return {
+            "plan": mine.words,
+            "softmax_scale": options.softmax_scale,
+            "transport": options.transport.value,
+            "cuda_graph": options.cuda_graph,
+            "timeout": None if timeout is None else timeout.total_seconds(),
+            "number of releases of this group": self.groups.releases,
+        }
+
+    def _agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
+        timeout = self.groups.timeout(options.timeout)
+        try:
+            return self.handshake.agree(statement, error, call=self._number, timeout=timeout)
+        except BaseException as raised:
+            # Ranks that know a kind of call may be in it already; where none does nobody can be.
+            in_flight = self._knows_calls and self.handshake.left_in_flight
+            told = raised is error or isinstance(raised, DisagreementError)
+            self._broken |= in_flight or not told
+            raise
+
+    @property
+    def _knows_calls(self) -> bool:
+        return len(self._calls) + len(self._captured_calls) > 0
+
+    def _connect(self, call: Call, directions: tuple[Direction, ...]) -> None:
+        """Shared memory and process groups for a kind of call that all ranks have agreed on."""
+        with self.whole_or_broken():
+            call.transport.share(directions)
+        if call.options.transport is TransportName.SYMMETRIC:
+            refusal = call.transport.refusal(directions)
+            self._agree({"transport": "symmetric"}, call.options, refusal)
+        with self.whole_or_broken():
+            # Where memory is shared no longer, older calls need groups as well.
+            for other in (*self._calls.values(), *self._captured_calls.values()):
+                other.transport.make_groups(other.directions)
+            call.transport.make_groups(directions)
+
+    def _look_around(self) -> None:
+        """Asked during a long wait: another rank may be at something else in this very call, and
+        wait for an agreement that we skipped. Then all of us make it, and learn who is odd."""
+        if self.handshake.is_called_for(self._number):
+            timeout = self.groups.timeout(None)
+            self.handshake.agree(
+                self._statement, call=self._number, timeout=timeout, in_flight=True
+            )
+
+    # Faults.
+
+    @contextmanager
+    def whole_or_broken(self) -> Iterator[None]:
+        """Around what ranks do together: any exception in it leaves a call half done."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+    def refuse_if_broken(self) -> None:
+        if self._broken:
+            raise MeshAttentionError(
+                "an earlier call on this process group was broken off while transfers were in "
+                "flight, which a new call could take for its own; everything on this group is "
+                "refused, also for other ContextParallel objects and mesh_attention(): start the "
+                "processes anew, or make new process groups (torch.distributed.new_group)"
+            )
+
+    # Users.
+
+    def join(self) -> Share:
+        self._num_shares += 1
+        return Share(self)
+
+    def share_of_function(self) -> Share:
+        """The share of `mesh_attention()`."""
+        if self._function is None:
+            self._function = self.join()
+        return self._function
+
+    def release_function(self) -> None:
+        if self._function is not None:
+            self._function.close()
+            self._function = None
+            self.asked.clear()
+
+    def leave(self) -> None:
+        self._num_shares -= 1
+        if self._num_shares == 0:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of all that was made; what is needed again is made anew."""
+        for call in self._living_calls:
+            call.clear()
+        self._living_calls.clear()
+        for kept in (self.plans, self._calls, self._captured_calls):
+            kept.clear()
+        self.transports.close(abandon=self._broken)
+        self.groups.close(abort=self._broken)
+
+    def calls(self, mine: Iterable[RankPlan], options: CallOptions) -> list[Call]:
+        """The kinds of call made last with one of these plans and these options."""
+        kept = self._captured_calls if options.cuda_graph else self._calls
+        plans = {one.key for one in mine}
+        return [call for (plan, o, _), call in kept.items() if plan in plans and o == options]
+
+
+class Share:
+    """One user's share of a context: a `ContextParallel`, or `mesh_attention()`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.counters: dict[Direction, Counters] = {}  # bytes of this user's calls
+        self._closed = False
+
+    def run(
+        self, call: Call, direction: Direction, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
+
+    def refuse_if_closed(self) -> None:
+        """Also if the context is broken."""
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        self.context.refuse_if_broken()
+
+    def close(self) -> None:
+        """Only this tells the context that a user is gone: garbage is collected at another time on
+        each rank, and process groups must be released in the same order everywhere."""
+        if not self._closed:
+            self._closed = True
+            self.context.leave()
+
+
+def context_of(parent: dist.ProcessGroup) -> Context:
+    """The context of a process group, one for all who ask."""
+    for group in [group for group in _CONTEXTS if not is_registered(group)]:
+        _CONTEXTS.pop(group).release()
+    if parent not in _CONTEXTS:
+        _CONTEXTS[parent] = Context(parent)
+    return _CONTEXTS[parent]

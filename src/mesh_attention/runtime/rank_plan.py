@@ -1,0 +1,94 @@
+"""A plan as one rank sees it: the part it plays, and what it tells the others of its plan.
+
+Plans come from a question (one plan for each size of element that turns up) or from the caller. A
+rank asks only for its own programs, and for the backward one when gradients are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.agreement import meetings, question_digest
+from mesh_attention.plan.plan import Direction, Plan, Programs
+from mesh_attention.plan.question import Question
+from mesh_attention.plan.text import digest
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """`rank` is the logical rank of this process."""
+
+    plan: Plan
+    rank: int
+
+    @staticmethod
+    def on(plan: Plan, place: int, num_ranks: int) -> RankPlan:
+        """`place`: of this process in its group."""
+        if plan.num_ranks != num_ranks:
+            raise PlanError(
+                f"the plan is for {plan.num_ranks} ranks, and the process group has {num_ranks}"
+            )
+        if sorted(plan.devices) != list(range(num_ranks)):
+            raise PlanError(f"the plan's devices {plan.devices} are not the ranks of the group")
+        return RankPlan(plan, plan.devices.index(place))
+
+    @cached_property
+    def words(self) -> str:
+        """A digest of the question, and enough for people to see in what two plans differ."""
+        plan, p = self.plan, self.plan.problem
+        heads = f"{p.num_heads} heads of {p.head_dim}, {p.kv_heads} KV heads"
+        setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
+        tokens = f"{p.q_tokens} by {p.keys} tokens of {p.element_bytes} bytes"
+        told = f"{plan.method}, {tokens}, {heads}, {p.mask.describe()}, {plan.q_layout.kind}"
+        return f"{question_digest(plan)} ({told}, {setting})"
+
+    @cached_property
+    def programs(self) -> str:
+        """A digest of programs that were parsed or put together by hand. Those that a method makes
+        when they are asked for follow from the question: they need none, and are not made."""
+        made = all(isinstance(one.programs, Programs) for one in self.plan.passes)
+        return AS_MADE if made else digest(self.plan)
+
+    @cached_property
+    def key(self) -> tuple[str, str]:
+        """Equal for equal plans."""
+        return self.words, self.programs
+
+    def meetings(self, directions: Iterable[Direction]) -> dict[str, tuple[str, int]]:
+        """The collectives of this rank's programs, as `plan.agreement` compares them."""
+        passes = tuple(self.plan.direction(direction) for direction in directions)
+        found = meetings(replace(self.plan, passes=passes), self.rank)
+        return {group: (one.order, one.balance) for group, one in found.items()}
+
+
+AS_MADE = "as made"
+
+
+class PlanSource:
+    """Plans for calls: of one question, for any size of element, or one that was given.
+
+    `find` gives the plan of a question on this rank.
+    """
+
+    def __init__(self, asked: Question | RankPlan, find: Callable[[Question], RankPlan]) -> None:
+        self._asked = asked
+        self._find = find
+        self._known: dict[int, RankPlan] = {}
+        self.first = asked if isinstance(asked, RankPlan) else find(asked)
+
+    def of(self, element_bytes: int) -> RankPlan:
+        """A given plan is for one size of element; the executor refuses others."""
+        asked = self._asked
+        if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
+            return self.first
+        if element_bytes not in self._known:
+            problem = replace(asked.problem, element_bytes=element_bytes)
+            self._known[element_bytes] = self._find(replace(asked, problem=problem))
+        return self._known[element_bytes]
+
+    def plans(self) -> tuple[RankPlan, ...]:
+        """Those asked for so far."""
+        return (self.first, *self._known.values())
