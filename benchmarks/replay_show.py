@@ -39,7 +39,7 @@ LEAN_TIME = 1.05
 
 
 def show(report: dict[str, Any]) -> None:
-    rows: list[Row] = [row for row in report["rows"] if row["high_priority"]]
+    rows: list[Row] = [_renamed(row) for row in report["rows"] if row["high_priority"]]
     usual = mode([row["sms"] for row in rows]) if rows else 0
     rows = [row for row in rows if row["sms"] == usual]
     print(f"\n{report['what']}; {report['machine']}, {report['date']}, commit {report['commit']}")
@@ -52,6 +52,14 @@ def show(report: dict[str, Any]) -> None:
     _grouped([row for row in rows if row["table"] == "grouped"])
     for name, why in report["failed"].items():
         print(f"left out: {name}: {why}")
+
+
+def _renamed(row: Row) -> Row:
+    """Results that were stored before 0.2 call head slices heads at once."""
+    options = dict(row["options"])
+    if "heads_at_once" in options:
+        options["head_slices"] = options.pop("heads_at_once")
+    return row | {"options": options}
 
 
 def _settings(cluster: str, rows: Sequence[Row]) -> None:

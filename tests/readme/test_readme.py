@@ -1,6 +1,8 @@
-"""The README's commands and examples, executed: words that drift from the code fail here."""
+"""Commands and examples of README and docs, executed: words that drift from the code fail here."""
 
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,32 +13,51 @@ import pytest
 from mesh_attention.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/planning.md")}
+README, PLANNING = PAGES.values()
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
 def _commands() -> list[str]:
-    return [line for block in _blocks("bash") for line in block.splitlines() if line.strip()]
+    blocks = [block for page in PAGES.values() for block in _blocks(page, "bash")]
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line))
 
 
-def test_the_readme_opens_with_the_demonstration_and_an_example_for_torchrun() -> None:
-    assert README.index("make demo") < README.index("torchrun") < README.index("make test")
-    example = _blocks("python")[0]
-    assert len(example.strip().splitlines()) <= 16
+def test_the_readme_shows_use_then_the_picture_then_two_commands_and_where_to_read_on() -> None:
+    wanted = (
+        "pip install",
+        "torchrun",
+        "pictures/methods.png",
+        "make demo",
+        "make test",
+        "Read on",
+    )
+    places = [README.index(word) for word in wanted]
+    assert places == sorted(places)
+    example = _blocks(README, "python")[0].strip().splitlines()
+    use = [line for line in example if line and not line.startswith(("import", "from"))]
+    assert len(use) <= 7  # six, and the end of the process group
+
+
+def test_every_file_that_the_pages_name_exists() -> None:
+    for name, page in PAGES.items():
+        folder = (ROOT / name).parent
+        for path in re.findall(r"\]\(([\w/.]+)\)", page):
+            assert (folder / path).exists(), path
+    for path in re.findall(r"`((?:docs|examples|benchmarks)/[\w/.]*|[A-Z]+\.\w+)`", README):
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("command", [c for c in _commands() if c.startswith("mesh-attention")])
-def test_every_command_of_the_readme_works(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_pages_works(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 
 
-def test_make_commands_of_the_readme_are_targets_of_the_makefile() -> None:
+def test_make_commands_of_the_pages_are_targets_of_the_makefile() -> None:
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for command in _commands():
         if command.startswith("make "):
@@ -45,7 +66,7 @@ def test_make_commands_of_the_readme_are_targets_of_the_makefile() -> None:
 
 def test_the_torchrun_example_runs_on_four_ranks(tmp_path: Path) -> None:
     script = tmp_path / "step.py"
-    script.write_text(_blocks("python")[0])
+    script.write_text(_blocks(README, "python")[0])
     arguments = ["--nproc-per-node", "4", "--standalone", str(script)]
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -59,10 +80,20 @@ def test_the_torchrun_example_runs_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_the_planning_example_runs_without_torch() -> None:
-    code = _blocks("python")[1] + "\nimport sys; assert 'torch' not in sys.modules\n"
+    code = _blocks(PLANNING, "python")[0] + "\nimport sys; assert 'torch' not in sys.modules\n"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "mean" in run.stdout
+
+
+@pytest.mark.parametrize("name", ["slices", "tiles", "waiting"])
+def test_tables_of_stored_replays_can_be_printed_again(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = runpy.run_path(str(ROOT / "benchmarks" / "replay_show.py"))["show"]
+    results = ROOT / "benchmarks" / "results" / f"2026-11-15-replay-{name}-h200.json"
+    show(json.loads(results.read_text()))
+    assert "2x8" in capsys.readouterr().out
 
 
 def test_the_demonstration_is_exact_and_counts_what_the_paper_predicts(tmp_path: Path) -> None:
