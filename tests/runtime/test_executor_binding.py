@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,17 @@ def test_the_callers_tensors_are_let_go(direction: Direction) -> None:
     watched = [weakref.ref(x) for x in (*given.values(), *result.values())]
     del given, result
     assert [x for x in watched if x() is not None] == []
+
+
+def test_a_workspace_keeps_nothing_of_an_executor_that_is_gone(direction: Direction) -> None:
+    workspace = Workspace()
+    executor, plan, one = make(direction, workspace)
+    run_to_end(executor.run(inputs(plan, one)))
+    block = workspace.take(0, CALL_SHAPE.device)
+    assert len(block.bound) == 1
+    del executor
+    gc.collect()
+    assert len(block.bound) == 0
 
 
 def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:

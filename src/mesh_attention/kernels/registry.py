@@ -87,7 +87,10 @@ def _has_forward_only(kernel: Kernel, request: Request) -> bool:
 
 
 def register(kernel: Kernel, *, before: str | None = None) -> None:
-    """Add a kernel, preferred to all others or to those from `before` on."""
+    """Add a kernel, preferred to all others or to those from `before` on.
+
+    It is any object that answers as `Kernel` in `interface.py` says; no class has to be inherited.
+    """
     if isinstance(kernel, type) or not isinstance(getattr(kernel, "name", None), str):
         raise MeshAttentionError(f"{kernel!r} is not a kernel: give an object with a name")
     needs = getattr(kernel, "backward_needs", BackwardNeeds())

@@ -28,7 +28,7 @@ class Missing:
 
     out: Interval | None
     delta: Interval | None
-    lse: frozenset[Interval]
+    lse: tuple[Interval, ...]
 
     @classmethod
     def find(
@@ -37,7 +37,7 @@ class Missing:
         return cls(
             _hull([rows for needs, rows in calls if needs.out and not has_out]),
             _hull([rows for needs, rows in calls if needs.delta and not has_delta]),
-            frozenset(rows for needs, rows in calls if needs.finite_lse),
+            tuple(dict.fromkeys(rows for needs, rows in calls if needs.finite_lse)),
         )
 
     def num_bytes(
