@@ -42,12 +42,12 @@ class NewSetting(RingSetting):
 
 
 HELP = {
-    "laps": "--laps LAPS how often blocks go round (new)",
-    "pace": "--pace NAME blocks walk or run (new)",
-    "share": "--share X of the ring that is used (new)",
-    "grid": "--grid RxC rows and columns of blocks (new)",
-    "eager": "--eager blocks leave before they are asked for (new)",
-    "limit_bytes": "--limit-bytes BYTES the most that a block may hold (new)",
+    "laps": "--laps LAPS how often blocks go round",
+    "pace": "--pace walk|run blocks walk or run (default walk)",
+    "share": "--share X of the ring that is used (default 0.5)",
+    "grid": "--grid RxC rows and columns of blocks",
+    "eager": "--eager, --no-eager blocks leave before they are asked for (default no)",
+    "limit_bytes": "--limit-bytes BYTES the most that a block may hold",
 }
 
 
@@ -74,7 +74,8 @@ def test_a_new_option_is_a_flag_with_its_help(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", "--help"]) == 0
-    assert HELP[name] in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert HELP[name] in text[text.index("options of new: ") :]
 
 
 @pytest.mark.usefixtures("built")
@@ -145,4 +146,4 @@ def test_a_method_without_the_option_refuses_it(capsys: pytest.CaptureFixture[st
     with pytest.raises(PlanError, match="method ring has no option 'laps'; its options: layout"):
         make_plan(PROBLEM, 4, method="ring", laps=3)
     assert main(["plan", "--method", "ring", "--ranks", "4", "--tokens", "64", "--laps", "3"]) == 2
-    assert "method ring has no option 'laps'" in capsys.readouterr().err
+    assert "method ring has no option --laps; its options: --layout" in capsys.readouterr().err
