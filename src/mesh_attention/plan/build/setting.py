@@ -80,7 +80,7 @@ class Setting:
     stripe_block: int = option(1, "tokens of one stripe")
     gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
     ranks_per_node: int | None = option(
-        None, "for the mapping, and for the choices that depend on nodes"
+        None, "ranks that share a node: for the mapping, and for choices that depend on nodes"
     )
 
 
@@ -98,7 +98,10 @@ class TileSetting(CombineSetting):
     """Options of methods on a tile grid."""
 
     tile: tuple[int, int] | None = option(
-        None, "a x b, with a times b the number of ranks (of units of `ulysses` ranks)", "AxB"
+        None,
+        "a Q partitions by b KV partitions that a rank computes: a times b is the number of ranks "
+        "(of units of `ulysses` ranks); left out: chosen",
+        "AxB",
     )
     alpha: int | None = option(
         None, "a node is an alpha-wide patch of the tile grid (needs `ranks_per_node`)"
@@ -135,7 +138,8 @@ class CutSetting(Setting):
 
     chunks: tuple[int, int] | None = option(
         None,
-        "kq x kkv chunks that communication and computation overlap by; at most 16, 1x1 is uncut",
+        "kq x kkv chunks of a tile, so that communication hides behind computation: at most 16, "
+        "1x1 is uncut; left out together with slices: chosen by size",
         "KQxKKV",
     )
     backward_chunks: tuple[int, int] | None = option(
