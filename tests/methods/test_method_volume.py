@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from method_settings import Setting, shapes
@@ -225,8 +226,8 @@ def test_usp_backward_is_the_papers_4_0_gib_and_four_tensors_that_are_swapped_ag
 def test_with_8x32_tiles_the_causal_mesh_moves_2_4_gib_and_0_6_between_nodes_too() -> None:
     problem = Problem(1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=True))
     for alpha in (1, 2):
-        options = {"tile": (8, 32), "alpha": alpha, "ranks_per_node": 8}
-        plan = make_plan(problem, 256, method="mesh", directions=(Direction.FORWARD,), **options)
+        options: dict[str, Any] = {"tile": (8, 32), "chunks": (1, 1), "alpha": alpha}
+        plan = make_plan(problem, 256, directions=(Direction.FORWARD,), ranks_per_node=8, **options)
         numbers = count(plan)[Direction.FORWARD].to_json()
         found = [
             f"{numbers[key]['max'] / 2**30:.1f}"

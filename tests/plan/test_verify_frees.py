@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants import caught, random_places
 
-from mesh_attention.plan.program import Free, touched
+from mesh_attention.plan.program import Free
 
 
 def test_a_buffer_freed_early_is_caught_at_that_rank_where_it_is_used_or_freed() -> None:
@@ -14,7 +14,7 @@ def test_a_buffer_freed_early_is_caught_at_that_rank_where_it_is_used_or_freed()
         name = rng.choice(place.op.buffers)
         rest = tuple(n for n in place.op.buffers if n != name)
         later = (Free(rest),) if rest else ()
-        last_use = max(i for i in range(place.at) if name in touched(ops[i]))
+        last_use = max(i for i in range(place.at) if name in ops[i].touched)
         early = rng.randint(0, last_use)
         moved = (*ops[:early], Free((name,)), *ops[early : place.at], *later, *ops[place.at + 1 :])
         finding = caught(place, place.with_operations(moved))

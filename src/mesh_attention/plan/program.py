@@ -80,11 +80,23 @@ _FREE = Task("free")
 class _Named(Value):
     """What all operations have: a task, whose text is their name."""
 
-    __slots__ = ()
+    __slots__ = ("_touched",)
 
     @property
     def name(self) -> str:
         return str(self.task)  # type: ignore[attr-defined]
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Names of the buffers that it reads or writes, each once, in order; worked out once."""
+        try:
+            return self._touched  # type: ignore[attr-defined, no-any-return]
+        except AttributeError:
+            op: Operation = self  # type: ignore[assignment]
+            pieces = (*reads(op), *writes(op))
+            names = tuple(dict.fromkeys([piece.buffer for piece in pieces]))
+            object.__setattr__(self, "_touched", names)
+            return names
 
 
 @value
@@ -265,13 +277,6 @@ def writes(op: Operation) -> Iterator[Piece]:
 def written(op: Operation) -> tuple[str, ...]:
     """Names of the buffers an operation writes, each once, in order."""
     return tuple(dict.fromkeys([piece.buffer for piece in writes(op)]))
-
-
-def touched(op: Operation) -> tuple[str, ...]:
-    """Names of the buffers an operation reads or writes, each once, in order."""
-    names = [piece.buffer for piece in reads(op)]
-    names += [piece.buffer for piece in writes(op)]
-    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, slots=True)

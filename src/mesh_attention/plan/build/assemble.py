@@ -14,8 +14,6 @@ from mesh_attention.plan.program import (
     Free,
     Operation,
     Program,
-    SendRecv,
-    touched,
 )
 
 
@@ -39,17 +37,13 @@ class Assembler:
 
     def __init__(self, hold: int = 0) -> None:
         self._hold = hold
-        self._touched = cache(touched)
         self._ends: dict[tuple[tuple[tuple[str, ...], ...], tuple[int, ...]], _Ends] = {}
         self._free = cache(Free)
 
     def program(
         self, rank: int, operations: Sequence[Operation], buffers: Mapping[str, Buffer]
     ) -> Program:
-        # Each rank has transfers of its own, and shares all else.
-        names = tuple(
-            touched(op) if isinstance(op, SendRecv) else self._touched(op) for op in operations
-        )
+        names = tuple(op.touched for op in operations)
         attentions = (
             [at for at, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
             if self._hold

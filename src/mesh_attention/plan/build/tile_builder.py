@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
 
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
@@ -62,8 +61,7 @@ class MeshBuilder(TileBuilder):
         self._ordered_by = ordered_by
         self.capped = ordered_by == CAPPED
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
-        self._compute = cache(mesh.compute)
-        self._neutral_q, self._neutral_kv = cache(mesh.empty_q), cache(mesh.empty_kv)
+        self._tasks = schedule.order()
 
     @property
     def setting(self) -> dict[str, str]:
@@ -94,13 +92,13 @@ class MeshBuilder(TileBuilder):
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
         later: list[deque[list[Operation]]] = []  # parts of the tasks that have begun
-        for task in self.schedule.order():
+        for task in self._tasks:
             if task.kind == COMPUTE:
                 i, j = task.index
                 calls = self._calls_of(row, i, column, j)
                 if calls:
                     fresh = (i not in begun_q, j not in begun_kv)
-                    operations.append(self._compute(i, j, calls, *fresh))
+                    operations.append(mesh.compute(i, j, calls, *fresh))
                     begun_q.add(i)
                     begun_kv.add(j)
                 for parts in later:
@@ -109,9 +107,9 @@ class MeshBuilder(TileBuilder):
                 continue
             (index,) = task.index
             if task.kind == mesh.q_reduce_kind and index not in begun_q:
-                operations.append(self._neutral_q(index))
+                operations.append(mesh.empty_q(index))
             if task.kind == mesh.kv_reduce_kind and index not in begun_kv:
-                operations += self._neutral_kv(index)
+                operations += mesh.empty_kv(index)
             now, *rest = self._fragment(task, unit)
             operations += now
             if rest:

@@ -31,12 +31,14 @@ from mesh_attention.plan.program import (
 )
 
 ALL_UNITS = "all"
+Queries = dict[Kind, Piece]  # the query side of a task, by what is gathered of it
 
 
 class TilePass(ABC):
     """What forward and backward share: gathers of Q and KV, and the reductions."""
 
     direction: Direction
+    merge_rule: MergeRule  # of partial results of the Q side
     q_inputs: tuple[Kind, ...]  # what is gathered in the Q group
     q_reduce_kind: str  # task kinds of the reductions
     kv_reduce_kind: str | None
@@ -59,16 +61,8 @@ class TilePass(ABC):
         self.q_reduce_by = reduce_by if tile.a > 1 else ReduceBy.LOCAL
         kv_reduce_by = reduce_by if tile.rotation else ReduceBy.EXCHANGE
         self.kv_reduce_by = kv_reduce_by if tile.b > 1 else ReduceBy.LOCAL
-        self.q_piece = cache(self._q_piece)
-        self.kv_piece = cache(self._kv_piece)
-        self.q_partial = cache(self._q_partial)
-        self.kv_partial = cache(self._kv_partial)
-        self.fetch_kv = cache(self._fetch_kv)
-        self.gather_q = cache(self._gather_q)
-        self.q_reduction = cache(self._q_reduction)
-        self.kv_reduction = cache(self._kv_reduction)
         self.own_rows = cache(head_group.rows)
-        # Chunks of the same rows and other heads share their rows.
+        # Chunks of the same rows and other heads share their rows, and ranks of a row its buffers.
         self._q_rows = cache(self._gathered_q_rows)
         self._kv_rows = cache(self._gathered_kv_rows)
         self.row_buffers = cache(self._row_buffers)
@@ -90,9 +84,18 @@ class TilePass(ABC):
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]: ...
 
     @abstractmethod
-    def compute(
-        self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
-    ) -> Operation: ...
+    def attention(
+        self,
+        task: Task,
+        queries: Queries,
+        keys: tuple[Piece, Piece],
+        q_sums: tuple[Piece, ...],
+        kv_sums: tuple[Piece, ...],
+        calls: tuple[Call, ...],
+        fresh_q: bool,
+        fresh_kv: bool,
+    ) -> Operation:
+        """Of these queries (`q_inputs`) and keys, into their accumulators."""
 
     @abstractmethod
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]: ...
@@ -115,24 +118,42 @@ class TilePass(ABC):
             head_group.group_name(name): head_group.members(units) for name, units in groups.items()
         }
 
-    # Operands of a compute task.
+    # A compute task and its operands.
 
-    def _q_piece(self, stem: str, i: int) -> Piece:
+    def compute(
+        self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
+    ) -> Operation:
+        keys = self.kv_piece("k", j), self.kv_piece("v", j)
+        sums = self.q_sums(i), self.kv_sums(j)
+        return self.attention(
+            Task("C", (i, j)), self.queries(i), keys, *sums, calls, fresh_q, fresh_kv
+        )
+
+    def queries(self, i: int) -> Queries:
+        return {kind: self.q_piece(kind, i) for kind in self.q_inputs}
+
+    def q_sums(self, i: int) -> tuple[Piece, ...]:
+        return tuple(self.q_partial(stem, i) for stem, _ in self.q_partials())
+
+    def kv_sums(self, j: int) -> tuple[Piece, ...]:
+        return tuple(self.kv_partial(stem, j) for stem, _ in self.kv_partials())
+
+    def q_piece(self, stem: str, i: int) -> Piece:
         chunk = self.q_chunks[i]
         if self.tile.a == 1:
             return chunk.local(self.head_group.local(Kind(stem)))
         return Piece(f"{stem}.{i}", 0, self.tile.a * chunk.size)
 
-    def _kv_piece(self, stem: str, j: int) -> Piece:
+    def kv_piece(self, stem: str, j: int) -> Piece:
         chunk = self.kv_chunks[j]
         if self.tile.b == 1:
             return chunk.local(self.head_group.local(Kind(stem)))
         return Piece(f"{stem}.{j}", 0, self.tile.b * chunk.size)
 
-    def _q_partial(self, stem: str, i: int) -> Piece:
+    def q_partial(self, stem: str, i: int) -> Piece:
         return Piece(f"{stem}.{i}", 0, self.tile.a * self.q_chunks[i].size)
 
-    def _kv_partial(self, stem: str, j: int) -> Piece:
+    def kv_partial(self, stem: str, j: int) -> Piece:
         return Piece(f"{stem}.{j}", 0, self.tile.b * self.kv_chunks[j].size)
 
     def wire(self, partial: str) -> str:
@@ -160,7 +181,7 @@ class TilePass(ABC):
 
     # Communication fragments.
 
-    def _gather_q(self, row: int, i: int) -> AllGather:
+    def gather_q(self, row: int, i: int) -> AllGather:
         chunk = self.q_chunks[i]
         moves = tuple(
             Move(chunk.local(self.head_group.local(kind)), self.q_piece(kind, i), chunk.cuts)
@@ -168,7 +189,7 @@ class TilePass(ABC):
         )
         return AllGather(Task("AG-Q", (i,)), self.head_group.group_name(f"Q{row}"), moves)
 
-    def _fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
+    def fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
         """Cached by tile column with rotation (any unit of it will do), else by unit."""
         chunk = self.kv_chunks[j]
         task = Task("AG-KV", (j,))
@@ -201,12 +222,12 @@ class TilePass(ABC):
         """Units with the same key share the fragments of their KV side."""
         return self.tile.column(unit) if self.tile.rotation else unit
 
-    def _q_reduction(self, row: int, i: int) -> Reduction:
+    def q_reduction(self, row: int, i: int) -> Reduction:
         a = self.tile.a
         group = self.head_group.group_name(f"Q{row}")
         return Reduction(self.q_reduce_by, group, a, self.q_chunks[i], num_owners=a)
 
-    def _kv_reduction(self, unit: int, j: int) -> Reduction:
+    def kv_reduction(self, unit: int, j: int) -> Reduction:
         tile, chunk = self.tile, self.kv_chunks[j]
         if tile.rotation or tile.b == 1:
             group = self.head_group.group_name(f"KV{tile.column(unit)}")
@@ -223,17 +244,13 @@ class TilePass(ABC):
 
     def empty_q(self, i: int) -> Operation:
         """Neutral partials of a Q chunk of which this rank computes nothing."""
-        pieces = tuple(self.q_partial(stem, i) for stem, _ in self.q_partials())
-        rule = MergeRule.SOFTMAX if self.direction is Direction.FORWARD else MergeRule.SUM
-        return Merge(Task(self.q_reduce_kind, (i,), "empty"), rule, (), pieces)
+        task = Task(self.q_reduce_kind, (i,), "empty")
+        return Merge(task, self.merge_rule, (), self.q_sums(i))
 
     def empty_kv(self, j: int) -> list[Operation]:
         assert self.kv_reduce_kind is not None
         task = Task(self.kv_reduce_kind, (j,), "empty")
-        return [
-            Merge(task, MergeRule.SUM, (), (self.kv_partial(stem, j),))
-            for stem, _ in self.kv_partials()
-        ]
+        return [Merge(task, MergeRule.SUM, (), (total,)) for total in self.kv_sums(j)]
 
     # Buffers.
 

@@ -9,16 +9,17 @@ likewise).
 from __future__ import annotations
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.buffers import Kind
+from mesh_attention.plan.buffers import Kind, Piece
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import ReduceBy, Reduction, reduce_output, reduce_sum
-from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_pass import Queries, TilePass
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attend, AttendBackward, Call, Operation, Task
+from mesh_attention.plan.program import Attend, AttendBackward, Call, MergeRule, Operation, Task
 
 
 class TileForward(TilePass):
     direction = Direction.FORWARD
+    merge_rule = MergeRule.SOFTMAX
     q_inputs = (Kind.Q,)
     q_reduce_kind = "RS-Q"
     kv_reduce_kind = None
@@ -29,19 +30,19 @@ class TileForward(TilePass):
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
         return ()
 
-    def compute(
-        self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
+    def attention(
+        self,
+        task: Task,
+        queries: Queries,
+        keys: tuple[Piece, Piece],
+        q_sums: tuple[Piece, ...],
+        kv_sums: tuple[Piece, ...],
+        calls: tuple[Call, ...],
+        fresh_q: bool,
+        fresh_kv: bool,
     ) -> Operation:
-        return Attend(
-            Task("C", (i, j)),
-            q=self.q_piece("q", i),
-            k=self.kv_piece("k", j),
-            v=self.kv_piece("v", j),
-            out=self.q_partial("out", i),
-            lse=self.q_partial("lse", i),
-            calls=calls,
-            fresh=fresh_q,
-        )
+        out, lse = q_sums
+        return Attend(task, queries[Kind.Q], *keys, out, lse, calls, fresh_q)
 
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]:
         partial = (f"out.{i}", f"lse.{i}")
@@ -54,6 +55,7 @@ class TileForward(TilePass):
 
 class TileBackward(TilePass):
     direction = Direction.BACKWARD
+    merge_rule = MergeRule.SUM
     q_reduce_kind = "RS-dQ"
     kv_reduce_kind = "RS-dKV"
 
@@ -67,7 +69,6 @@ class TileBackward(TilePass):
         gather_out: bool,
         slices: tuple[int, ...] = (1,),
     ) -> None:
-        self.gather_out = gather_out
         rest = Kind.OUT if gather_out else Kind.DELTA
         self.q_inputs = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, rest)
         super().__init__(head_group, tile, chunks, reduce_by, slices=slices)
@@ -78,24 +79,32 @@ class TileBackward(TilePass):
     def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
         return (("grad_k", Kind.GRAD_K), ("grad_v", Kind.GRAD_V))
 
-    def compute(
-        self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
+    def attention(
+        self,
+        task: Task,
+        queries: Queries,
+        keys: tuple[Piece, Piece],
+        q_sums: tuple[Piece, ...],
+        kv_sums: tuple[Piece, ...],
+        calls: tuple[Call, ...],
+        fresh_q: bool,
+        fresh_kv: bool,
     ) -> Operation:
+        (grad_q,), (grad_k, grad_v) = q_sums, kv_sums
         return AttendBackward(
-            Task("C", (i, j)),
-            q=self.q_piece("q", i),
-            k=self.kv_piece("k", j),
-            v=self.kv_piece("v", j),
-            grad_out=self.q_piece("grad_out", i),
-            lse=self.q_piece("lse", i),
-            out=self.q_piece("out", i) if self.gather_out else None,
-            delta=None if self.gather_out else self.q_piece("delta", i),
-            grad_q=self.q_partial("grad_q", i),
-            grad_k=self.kv_partial("grad_k", j),
-            grad_v=self.kv_partial("grad_v", j),
-            calls=calls,
-            fresh_q=fresh_q,
-            fresh_kv=fresh_kv,
+            task,
+            queries[Kind.Q],
+            *keys,
+            queries[Kind.GRAD_OUT],
+            queries[Kind.LSE],
+            queries.get(Kind.OUT),
+            queries.get(Kind.DELTA),
+            grad_q,
+            grad_k,
+            grad_v,
+            calls,
+            fresh_q,
+            fresh_kv,
         )
 
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]:

@@ -24,7 +24,6 @@ from mesh_attention.plan.program import (
     Operation,
     ReduceScatter,
     Task,
-    touched,
 )
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.schedule import (
@@ -219,10 +218,10 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     touches: dict[Task, tuple[tuple[str, ...], ...]] = {}
     for communication in graph.communication:
         operations = fragment(mesh, 0, communication.task)
-        touches[communication.task] = tuple(tuple(touched(op)) for op in operations)
+        touches[communication.task] = tuple(op.touched for op in operations)
     for compute in graph.compute:
         op = mesh.compute(compute.q_chunk, compute.kv_chunk, whole, True, True)
-        touches[compute.task] = (tuple(touched(op)),)
+        touches[compute.task] = (op.touched,)
     held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
     return MemoryModel(
         held,

@@ -14,13 +14,7 @@ from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
-from mesh_attention.plan.build.key_ring import (
-    Gradients,
-    KeyRing,
-    KeySteps,
-    QueryPieces,
-    rotating_schedule,
-)
+from mesh_attention.plan.build.key_ring import Gradients, KeyRing, rotating_schedule
 from mesh_attention.plan.build.rotate import Rotation, double_ring, ring
 from mesh_attention.plan.build.setting import (
     DegreeSetting,
@@ -87,9 +81,7 @@ class KeyRingBuilder(TileBuilder):
         self._lowerings = lowerings
         self._gradients = gradients
         self._inner = inner
-        own = (mesh.head_group.local(Kind.K), mesh.head_group.local(Kind.V))
-        self._queries = query_pieces(mesh)
-        self._steps = KeySteps(own, mesh.head_group.size(Kind.K), self._queries)
+        self._shared: dict[object, list[Operation]] = {}
 
     @property
     def setting(self) -> dict[str, str]:
@@ -113,46 +105,27 @@ class KeyRingBuilder(TileBuilder):
         mesh, head_group = self._mesh, self.head_group
         row, column = mesh.tile.row(unit), mesh.tile.column(unit)
         members = mesh.tile.kv_group(column)
+        local = head_group.local
         keys = KeyRing(
+            mesh,
+            self._lowerings,
+            row,
             head_group.group_name(f"KV{column}"),
             self._rotation(members.index(unit), len(members)),
             lambda member: mesh.own_rows(Kind.K, members[member]),
-            head_group.heads(Kind.K),
-            mesh.q_spans(row, 0),
-            self._queries,
-            self._steps,
-            self._lowerings,
+            own=(local(Kind.K), local(Kind.V)),
+            results=(local(Kind.GRAD_K), local(Kind.GRAD_V)),
+            gradients=self._gradients,
+            shared=self._shared,
         )
         operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
-        if self.direction is Direction.FORWARD:
-            operations += keys.forward()
-        else:
-            results = (head_group.local(Kind.GRAD_K), head_group.local(Kind.GRAD_V))
-            operations += keys.backward(self._gradients, results)
-        operations += mesh.reduce_q(0, mesh.q_reduction(row, 0))
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(row, 0))]
         return Unit(
             operations, {**mesh.row_buffers(row), **mesh.stack_buffers(unit), **keys.buffers}
         )
 
     def _rotation(self, member: int, size: int) -> Rotation:
         return double_ring(member, size, self._inner) if self._inner else ring(member, size)
-
-
-def query_pieces(mesh: TilePass) -> QueryPieces:
-    """The query side of a mesh pass that is not chunked."""
-    q = mesh.q_piece("q", 0)
-    if mesh.direction is Direction.FORWARD:
-        return QueryPieces(q, mesh.q_partial("out", 0), mesh.q_partial("lse", 0))
-    has_out = Kind.OUT in mesh.q_inputs
-    return QueryPieces(
-        q,
-        out=q,
-        lse=mesh.q_piece("lse", 0),
-        grad_out=mesh.q_piece("grad_out", 0),
-        full_out=mesh.q_piece("out", 0) if has_out else None,
-        delta=None if has_out else mesh.q_piece("delta", 0),
-        grad_q=mesh.q_partial("grad_q", 0),
-    )
 
 
 def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_attention.plan.build.exchange import Unit
-from mesh_attention.plan.build.query_ring import QueryRing, QuerySteps
+from mesh_attention.plan.build.query_ring import QueryRing
 from mesh_attention.plan.build.setting import Setting, TileSetting
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
@@ -48,7 +48,6 @@ class QueryRingBuilder(TileBuilder):
         super().__init__(mesh)
         self._lowerings = lowerings
         self._travel = travel
-        self._steps = QuerySteps(mesh)
 
     @property
     def setting(self) -> dict[str, str]:
@@ -72,9 +71,9 @@ class QueryRingBuilder(TileBuilder):
 
     def unit(self, unit: int) -> Unit:
         mesh, key = self._mesh, self._mesh.fetch_key(unit)
-        queries = QueryRing(mesh, self._lowerings, self._steps, unit, self._travel)
+        queries = QueryRing(mesh, self._lowerings, unit, self._travel)
         operations: list[Operation] = [mesh.fetch_kv(key, 0)] if mesh.tile.b > 1 else []
-        operations += queries.operations()
+        operations += queries.operations
         if mesh.kv_reduce_kind:
             if not queries.has_key_gradients:
                 operations += mesh.empty_kv(0)

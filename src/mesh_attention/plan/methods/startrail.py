@@ -18,7 +18,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.build.chunks import stack_rows
 from mesh_attention.plan.build.exchange import Unit
-from mesh_attention.plan.build.key_ring import Gradients, KeyRing, KeySteps, rotating_schedule
+from mesh_attention.plan.build.key_ring import Gradients, KeyRing, rotating_schedule
 from mesh_attention.plan.build.reduce import Reduction, reduce_sum
 from mesh_attention.plan.build.rotate import ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
@@ -27,7 +27,6 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import plan_by, shared_options
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.methods.ring import query_pieces
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv, Task
@@ -105,9 +104,8 @@ class StarTrailBuilder(TileBuilder):
         self.lowerings = lowerings
         self.star = star
         self.gradients = gradients
-        self._queries = query_pieces(mesh)
         self._block = cache(self._block_rows)
-        self._steps = cache(self._steps_from)
+        self._shared: dict[object, list[Operation]] = {}
 
     @property
     def setting(self) -> dict[str, str]:
@@ -139,9 +137,6 @@ class StarTrailBuilder(TileBuilder):
     def _block_rows(self, team: int) -> Spans:
         return self.mesh.kv_rows_of(self.mesh.tile.q_group(team))
 
-    def _steps_from(self, own: tuple[str, str]) -> KeySteps:
-        return KeySteps(own, self.star.size * self.head_group.size(Kind.K), self._queries)
-
     def _places(self, unit: int) -> bool:
         """Does this member get its first block from another?"""
         return self.star.first_team(unit) != unit // self.star.size
@@ -149,16 +144,19 @@ class StarTrailBuilder(TileBuilder):
     def _ring(self, unit: int) -> KeyRing:
         star = self.star
         u, w, j = star.place(unit)
-        own = ("k.first", "v.first") if self._places(unit) else self._team_names()
+        places = self._places(unit)
+        end = "block" if places else "team"
         return KeyRing(
+            self.mesh,
+            self.lowerings,
+            unit // star.size,
             f"S{u}.{j}",
             ring(w, star.width),
             lambda member: self._block(star.team(u + j, member + star.shift)),
-            self.head_group.heads(Kind.K),
-            self.mesh.q_spans(unit // star.size, 0),
-            self._queries,
-            self._steps(own),
-            self.lowerings,
+            own=("k.first", "v.first") if places else self._team_names(),
+            results=(f"grad_k.{end}", f"grad_v.{end}"),
+            gradients=self.gradients,
+            shared=self._shared,
         )
 
     def _team_names(self) -> tuple[str, str]:
@@ -197,13 +195,9 @@ class StarTrailBuilder(TileBuilder):
             operations += [mesh.gather_q(team, 0), self._gather_kv(team)]
         if self._places(unit):
             operations.append(self._place(unit))
-        reduce_q = mesh.reduce_q(0, mesh.q_reduction(team, 0))
-        if self.direction is Direction.FORWARD:
-            return [*operations, *keys.forward(), *reduce_q]
-        suffix = "block" if self._places(unit) else "team"
-        results = (f"grad_k.{suffix}", f"grad_v.{suffix}")
-        operations += keys.backward(self.gradients, results)
-        return [*operations, *reduce_q, *self._reduce_gradients(unit)]
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(team, 0))]
+        backward = self.direction is Direction.BACKWARD
+        return operations + (self._reduce_gradients(unit) if backward else [])
 
     def _gather_kv(self, team: int) -> AllGather:
         chunk = self.head_group.chunks(Kind.K, 1)[0]
