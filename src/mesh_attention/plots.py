@@ -6,8 +6,6 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 
-__all__ = ["pyplot"]
-
 
 def pyplot() -> Any:
     """`matplotlib.pyplot` without a screen, or an error that says what to install."""

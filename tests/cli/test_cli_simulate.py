@@ -96,7 +96,7 @@ def test_best_is_at_least_as_fast_as_the_default(
     for direction in usual:
         assert best[direction]["runtime_seconds"] <= usual[direction]["runtime_seconds"]
         assert best[direction]["settings_tried"] >= 1
-    assert "best of" in output(f"{line} --best --pass forward", capsys)
+    assert "best of" in output(f"{line} --ranks 4 --best --pass forward", capsys)
 
 
 def test_best_keeps_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:

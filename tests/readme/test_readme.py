@@ -13,8 +13,10 @@ import pytest
 from mesh_attention.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/planning.md")}
-README, PLANNING = PAGES.values()
+PAGES = {
+    name: (ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/slices.md")
+}
+README, PLANNING, _ = PAGES.values()
 
 
 def _blocks(page: str, language: str) -> list[str]:

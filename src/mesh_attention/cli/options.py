@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, get_origin
 
 from mesh_attention.cli.command import UsageError
-from mesh_attention.cli.values import byte_size, count, cuts, fraction, one_of, pair, size, window
+from mesh_attention.cli.values import byte_size, count, fraction, one_of, pair, size, starts, window
 from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
@@ -41,8 +41,8 @@ _PROBLEM: tuple[tuple[str, str, Callable[[str], Any] | None, str, str], ...] = (
         *("--window", "window", window, "LEFT[:RIGHT]"),
         "keys around the query; RIGHT is 0 when left out, inf is no limit",
     ),
-    ("--documents", "documents", cuts, "CUTS", "packed documents: 0,...,tokens"),
-    ("--kv-documents", "kv_documents", cuts, "CUTS", "the same for keys, where they differ"),
+    ("--documents", "documents", starts, "STARTS", "packed documents: 0,...,tokens"),
+    ("--kv-documents", "kv_documents", starts, "STARTS", "the same for keys, where they differ"),
     ("--prefix", "prefix", count, "N", "first keys that all see (with --causal)"),
 )
 

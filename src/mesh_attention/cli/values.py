@@ -101,7 +101,7 @@ def window(text: str) -> tuple[int | None, int | None]:
     return first, second
 
 
-def cuts(text: str) -> tuple[int, ...]:
+def starts(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})+", text):
         raise ArgumentTypeError(f"{text!r} is not a list of document starts such as 0,100,400")
     return tuple(map(int, text.split(",")))

@@ -17,8 +17,6 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 
-__all__ = ["CASES", "NUM_RANKS", "Case", "Outcome", "run_cases"]
-
 NUM_RANKS = 9
 _TIMEOUT_SECONDS = 100
 _BATCH, _TOKENS, _HEADS, _HEAD_DIM = 1, 1152, 4, 32

@@ -1,24 +1,28 @@
-"""Runs the demonstration and writes its pictures; `mesh-attention demo` prints what it returns."""
+"""Runs the demonstration and draws its pictures; `mesh-attention demo` prints what it returns.
+
+Pictures need matplotlib (extra `plots`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.demo.pictures import draw_assignments, draw_schedule
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
-from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.draw.tasks import task_graph
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule.tasks import Costs
-
-__all__ = ["Row", "run_demo"]
+from mesh_attention.plan.schedule import TaskGraph, event_times
+from mesh_attention.plan.schedule.tasks import Costs, Schedule
+from mesh_attention.plots import pyplot
 
 TOLERANCE = 1e-10
+_COLOURS = {"AG-KV": "#8ecae6", "AG-Q": "#a8dadc", "C": "#ffb703"}
+_STREAMS = ("communication", "computation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,48 @@ def plan_at_gpu_size(case: Case) -> Plan:
     """The case as GPUs would run it: at the demonstration's size computing takes no time at all."""
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
     return make_plan(problem, NUM_RANKS, tile=case.tile, rotation=case.rotation, chunks=case.chunks)
+
+
+def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> None:
+    """Side by side: which rank computes each (Q partition, KV partition) cell."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.8), squeeze=False)
+    for axis, (title, matrix) in zip(axes[0], panels, strict=True):
+        size = len(matrix)
+        axis.imshow(matrix, cmap="tab10" if size <= 10 else "tab20", interpolation="nearest")
+        for i in range(size):
+            for j in range(size):
+                axis.text(j, i, str(matrix[i, j]), ha="center", va="center", color="white")
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel("KV partition")
+        axis.set_ylabel("Q partition")
+        axis.set_xticks(range(size))
+        axis.set_yticks(range(size))
+    figure.suptitle("The rank that computes each cell")
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) -> None:
+    """Both streams over time, each task starting when its own inputs are there (modelled costs)."""
+    plt = pyplot()
+    times = event_times(graph, schedule)
+    communication = {node.task for node in graph.communication}
+    figure, axis = plt.subplots(figsize=(12, 2.8))
+    scale = 1e3
+    for task, (start, stop) in times.items():
+        stream = 0 if task in communication else 1
+        colour = _COLOURS.get(task.kind, "#e5989b")
+        axis.barh(
+            stream, (stop - start) * scale, left=start * scale, color=colour, edgecolor="white"
+        )
+        middle = (start + stop) / 2 * scale
+        axis.text(middle, stream, str(task), ha="center", va="center", fontsize=7, rotation=90)
+    axis.set_yticks(range(len(_STREAMS)), _STREAMS)
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds, modelled: 40 GB/s of collectives, 500 TFLOP/s of attention")
+    axis.set_title(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
