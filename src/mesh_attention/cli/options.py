@@ -100,8 +100,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     if is_enum:
         reader = one_of(option.name.replace("_", " "), option.type)
     elif get_origin(option.type) is tuple:
-        example = option.metavar.replace("FIRST", "2").replace("MOST", "8")
-        example = re.sub("[A-Z]+", "2", example)
+        example = re.sub("[A-Z]+", "2", option.metavar)
         reader = pair(f"a pair such as {example} ({option.metavar})")
     elif option.type in (int, float):
         amount = byte_size if option.name.endswith("_bytes") else size
