@@ -26,7 +26,8 @@ def on_one_process(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def main() -> None:
-    gpu = torch.cuda.is_available()
+    # A GPU for each process, or none at all.
+    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
     torch.manual_seed(0)  # the same on all ranks

@@ -107,7 +107,8 @@ def model_and_optimizer(device: torch.device) -> tuple[Model, torch.optim.Optimi
 
 
 def main() -> None:
-    gpu = torch.cuda.is_available()
+    # A GPU for each process, or none at all.
+    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
     # Each token follows from the one before it, so there is something to learn.

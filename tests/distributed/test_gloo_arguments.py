@@ -28,7 +28,7 @@ WRONG_ARGUMENTS = {
     "method": ({"method": "telepathy"}, "unknown method 'telepathy'"),
     "layout": ({"layout": "diagonal"}, "layout='diagonal' is unknown; known: contiguous"),
     "combine": ({"combine": "hope"}, "combine='hope' is unknown"),
-    "chunks": ({"chunks": (5, 5)}, "chunks 5x5"),
+    "chunks": ({"chunks": (5, 5)}, "chunks=5x5"),
     "heads": ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     "length": ({"seq_len": 0}, "seq_len=0: must be a whole number of at least 1"),
     "keys": ({"kv_seq_len": 0}, "kv_seq_len=0: must be a whole number of at least 1"),

@@ -30,7 +30,7 @@ def run_example(rank: int, world_size: int, name: str) -> str:
     with (
         patch("torch.distributed.init_process_group"),
         patch("torch.distributed.destroy_process_group"),
-        patch.dict(os.environ, LOCAL_RANK=str(rank)),
+        patch.dict(os.environ, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)),
         contextlib.redirect_stdout(printed),
     ):
         main()
