@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from support.worker import Answer, Job, send
+from support.worker import Answer, Job, Lines, send
 
 __all__ = ["Ended", "WorkerError", "WorkerPool"]
 
@@ -155,6 +155,7 @@ class WorkerPool:
                     answer = pickle.loads(connection.recv_bytes())
                     assert answer.number == self._jobs
                     answers[rank] = answer
+                    add_coverage(answer.lines)
                     failed = answer.error is not None
                 except (EOFError, ConnectionResetError):
                     self._kill(rank)
@@ -182,3 +183,13 @@ class WorkerPool:
             self._server.wait()
         self._listener.close()
         self._folder.cleanup()
+
+
+def add_coverage(lines: Lines) -> None:
+    """What a worker ran counts as run by this process, where that is measured."""
+    if lines:
+        from slipcover import pytest_plugin
+
+        if pytest_plugin._slipcover_instance is not None:
+            for file, seen in lines.items():
+                pytest_plugin._slipcover_instance.all_seen[file].update(seen)

@@ -12,7 +12,9 @@ import pickle
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
@@ -20,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+Lines = dict[str, set[int]]  # of each file
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,12 @@ class Answer:
     number: int
     result: Any = None
     error: str | None = None
+    lines: Lines = field(default_factory=dict)  # run since the last answer
 
 
 def serve(address: str, store_port: int) -> None:
+    new_lines = measure_coverage()  # before anything that counts is imported
+
     import pytest  # noqa: F401
     import torch
     import torch.distributed.device_mesh
@@ -58,12 +66,37 @@ def serve(address: str, store_port: int) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             try:
-                work(Client(address, family="AF_UNIX"), int(line), store_port)
+                work(Client(address, family="AF_UNIX"), int(line), store_port, new_lines)
             finally:
                 os._exit(0)
 
 
-def work(pool: Connection, number: int, store_port: int) -> None:
+def measure_coverage() -> Callable[[], Lines]:
+    """Lines run since it was last asked; none, unless the tests run under SlipCover.
+
+    It measures the processes of pytest alone, so what these here run is told with their answers.
+    """
+    if "SLIPCOVER_ENABLED" not in os.environ:
+        return dict
+    import slipcover
+
+    sources, omit = (os.environ.get(f"SLIPCOVER_{x}", "").split(",") for x in ("SOURCE", "OMIT"))
+    measured = slipcover.Slipcover()
+    slipcover.ImportManager(measured, slipcover.FileMatcher(sources, omit)).__enter__()
+    told: Lines = defaultdict(set)
+
+    def new_lines() -> Lines:
+        new = {}
+        for file in {*measured.all_seen, *measured.newly_seen}:
+            seen = measured.all_seen[file] | measured.newly_seen[file]
+            new[file] = seen - told[file]
+            told[file] = seen
+        return {file: lines for file, lines in new.items() if lines}
+
+    return new_lines
+
+
+def work(pool: Connection, number: int, store_port: int, new_lines: Callable[[], Lines]) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
 
@@ -77,9 +110,11 @@ def work(pool: Connection, number: int, store_port: int) -> None:
             return
         sys.path[:] = job.search_path
         try:
-            answer = pickle.dumps(Answer(job.number, result=_run(job, store)))
+            result = _run(job, store)
+            answer = pickle.dumps(Answer(job.number, result, lines=new_lines()))
         except BaseException:
-            answer = pickle.dumps(Answer(job.number, error=traceback.format_exc()))
+            error = traceback.format_exc()
+            answer = pickle.dumps(Answer(job.number, error=error, lines=new_lines()))
         pool.send_bytes(answer)
         try:
             pool.recv_bytes()  # nobody leaves the group while another still talks to it
