@@ -18,8 +18,8 @@ round three times, by less than sqrt(3/2), and hardly from there on: it may exce
 by 15 % (measured: 13), and that of four ranks, the first to have a tile that is neither row nor
 column, by 10 %.
 
-The table is printed; see it with `pytest -rP`. A reduce-scatter adds in bfloat16 on the way: its
-row is in the table to be seen, and is not what the planner chooses inside a node.
+The tables are printed; see them with `pytest -rP`. A reduce-scatter adds in bfloat16 on the way:
+its error grows, so it is not what the planner chooses inside a node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from mesh_attention import Mask
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.testing import LocalResult, run_local
+from mesh_attention.testing import run_local
 from support.cases import Case
 from support.reference import Attention, attention
 
@@ -42,6 +42,8 @@ TENSORS = ("out", "grad_q", "grad_k", "grad_v")
 RANKS = (2, 4, 8, 16)
 MASKS = {"causal": Mask(causal=True), "full": Mask()}
 OVER_TWO_RANKS = {"blockwise": 1.1, "cpu_flash": 1.15}
+# Products of bfloat16 matrices, which blockwise avoids, take long where no hardware does them.
+TOKENS = {"blockwise": 512, "cpu_flash": 256}
 
 
 @dataclass(frozen=True)
@@ -78,26 +80,26 @@ def root_mean_square(x: Tensor) -> float:
     return x.pow(2).mean().sqrt().item()
 
 
-def case(ranks: int, mask: str, combine: Combine, tile: tuple[int, int]) -> Case:
+def case(ranks: int, mask: str, kernel: str, combine: Combine, tile: tuple[int, int]) -> Case:
     return Case(
-        ranks, 512, 512, heads=(4, 2), head_dims=(32, 32), mask=MASKS[mask], dtype=torch.bfloat16,
-        options={"combine": combine, "tile": tile, "layout": "zigzag"},
+        ranks, TOKENS[kernel], TOKENS[kernel], heads=(4, 2), head_dims=(32, 32), mask=MASKS[mask],
+        dtype=torch.bfloat16, options={"combine": combine, "tile": tile, "layout": "zigzag"},
     )  # fmt: skip
 
 
 @cache
-def truth(mask: str) -> Attention:
-    return attention(*case(1, mask, Combine.AUTO, (1, 1)).tensors(), MASKS[mask])
+def truth(mask: str, kernel: str) -> Attention:
+    return attention(*case(1, mask, kernel, Combine.AUTO, (1, 1)).tensors(), MASKS[mask])
 
 
-def errors(result: LocalResult, mask: str) -> dict[str, Errors]:
-    return {name: Errors.of(getattr(result, name), getattr(truth(mask), name)) for name in TENSORS}
+def errors(one: Case, mask: str, kernel: str) -> dict[str, Errors]:
+    result, true = run_local(one.plan(), *one.tensors(), kernel=kernel), truth(mask, kernel)
+    return {name: Errors.of(getattr(result, name), getattr(true, name)) for name in TENSORS}
 
 
 @cache
 def on_one_device(mask: str, kernel: str) -> dict[str, Errors]:
-    alone = case(1, mask, Combine.AUTO, (1, 1))
-    return errors(run_local(alone.plan(), *alone.tensors(), kernel=kernel), mask)
+    return errors(case(1, mask, kernel, Combine.AUTO, (1, 1)), mask, kernel)
 
 
 @cache
@@ -106,10 +108,21 @@ def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> dict[str, Err
     alone = on_one_device(mask, kernel)
     by_tile = []
     for tile in factorisations(ranks):
-        spread = case(ranks, mask, combine, tile)
-        found = errors(run_local(spread.plan(), *spread.tensors(), kernel=kernel), mask)
+        found = errors(case(ranks, mask, kernel, combine, tile), mask, kernel)
         by_tile.append({name: found[name].over(alone[name]) for name in TENSORS})
     return {name: Errors.worst([one[name] for one in by_tile]) for name in TENSORS}
+
+
+def show(kernel: str, mask: str, combine: Combine) -> None:
+    print(f"\n{kernel}, {mask}, {combine.value}: worst tile's error / error on one device")
+    print("rms over rows (median row, rms over elements, largest element)")
+    print("ranks" + "".join(f"{name:>25}" for name in TENSORS))
+    for ranks in RANKS:
+        cells = "".join(
+            f"{e.rows:7.2f} ({e.median:.2f}, {e.elements:.2f}, {e.largest:.1f})"
+            for e in worst(ranks, mask, kernel, combine).values()
+        )
+        print(f"{ranks:5}{cells}")
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -117,17 +130,7 @@ def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> dict[str, Err
 def test_bf16_error_is_at_most_twice_that_of_one_device_and_does_not_grow(
     kernel: str, mask: str
 ) -> None:
-    print(f"\n{kernel}, {mask}: worst tile's error / error on one device")
-    print("rms over rows (median row, rms over elements, largest element)")
-    print("ranks combine        " + "".join(f"{name:>25}" for name in TENSORS))
-    for combine in (Combine.EXCHANGE, Combine.REDUCE_SCATTER):
-        for ranks in RANKS:
-            row = worst(ranks, mask, kernel, combine)
-            cells = "".join(
-                f"{e.rows:7.2f} ({e.median:.2f}, {e.elements:.2f}, {e.largest:.1f})"
-                for e in row.values()
-            )
-            print(f"{ranks:5} {combine.value:15} {cells}")
+    show(kernel, mask, Combine.EXCHANGE)
     two, four = (worst(ranks, mask, kernel, Combine.EXCHANGE) for ranks in (2, 4))
     for ranks in RANKS:
         for name, found in worst(ranks, mask, kernel, Combine.EXCHANGE).items():
@@ -137,7 +140,16 @@ def test_bf16_error_is_at_most_twice_that_of_one_device_and_does_not_grow(
                 assert max(grown.rows, grown.median) <= limit, (ranks, name, grown)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", OVER_TWO_RANKS)
+def test_the_error_of_a_reduce_scatter_grows(kernel: str, mask: str) -> None:
+    show(kernel, mask, Combine.REDUCE_SCATTER)
+    two, sixteen = (worst(ranks, mask, kernel, Combine.REDUCE_SCATTER) for ranks in (2, 16))
+    assert sixteen["out"].rows > 1.3 * two["out"].rows
+
+
 def test_exchange_is_what_the_planner_chooses_without_nodes() -> None:
-    chosen = case(16, "causal", Combine.AUTO, (4, 4)).plan()
-    asked = case(16, "causal", Combine.EXCHANGE, (4, 4)).plan()
+    chosen = case(16, "causal", "blockwise", Combine.AUTO, (4, 4)).plan()
+    asked = case(16, "causal", "blockwise", Combine.EXCHANGE, (4, 4)).plan()
     assert chosen == asked
