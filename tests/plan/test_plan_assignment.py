@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -10,12 +11,11 @@ import pytest
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import (
+    Assignment,
     Tile,
     best_tile,
     factorisations,
-    footprint,
     patch_devices,
-    ring_assignment,
 )
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.count import PassCount, count
@@ -24,6 +24,26 @@ from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
 TILES = [(n, a, b) for n in (1, 2, 6, 7, 9, 12, 15, 16, 36) for a, b in factorisations(n)]
+
+
+def ring_assignment(num_ranks: int) -> Assignment:
+    """Rank i owns row i, as Ring-Attention does."""
+    return np.repeat(np.arange(num_ranks, dtype=np.int64)[:, None], num_ranks, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    q: frozenset[int]
+    kv: frozenset[int]
+    remote_q: frozenset[int]
+    remote_kv: frozenset[int]
+
+
+def footprint(assignment: Assignment, rank: int) -> Footprint:
+    """The partitions a rank touches, and those of them that it does not own."""
+    rows, columns = np.nonzero(assignment == rank)
+    q, kv = frozenset(rows.tolist()), frozenset(columns.tolist())
+    return Footprint(q, kv, q - {rank}, kv - {rank})
 
 
 def plan_forward(problem: Problem, ranks: int, setting: MeshSetting) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 from dense_oracle import dense_mask, padded_to, pairs_of_calls
 from plan_cases import random_layouts, random_mask, random_sizes
 
-from mesh_attention.plan.build.chunks import chunks_of, whole_spans
+from mesh_attention.plan.build.chunks import chunks_between, whole_rows
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower
 from mesh_attention.plan.mask import Mask
@@ -23,9 +23,10 @@ from mesh_attention.plan.rectangles import rectangles
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
     """A chunk of some ranks, in any order."""
-    chunk = rng.choice(chunks_of(layout, rng.randint(1, 3)))
+    chunk = rng.choice(chunks_between(layout.halves, rng.randint(1, 3)))
     ranks = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
-    return whole_spans(sorted(ranks) if rng.random() < 0.7 else ranks, chunk, layout.slots)
+    members = sorted(ranks) if rng.random() < 0.7 else ranks
+    return whole_rows([((r * layout.slots, (r + 1) * layout.slots),) for r in members], chunk)
 
 
 def calls_of(mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans) -> tuple[Call, ...]:

@@ -1,4 +1,4 @@
-"""Who computes what: tiles, KV rotation, groups, footprints and the node mapping.
+"""Who computes what: tiles, KV rotation, groups and the node mapping.
 
 algorithm.md, sections 1 to 3 and 6. The grid of (Q partition, KV partition) cells is cut into tiles
 of `a` rows by `b` columns; rank g sits at tile row `g // a`, tile column `g % a`. With rotation a
@@ -72,26 +72,6 @@ class Tile:
             q = self.q_group(self.row(rank))
             matrix[np.ix_(q, self.kv_partitions(self.column(rank)))] = rank
         return matrix
-
-
-def ring_assignment(num_ranks: int) -> Assignment:
-    """Rank i owns row i, as Ring-Attention does."""
-    return np.repeat(np.arange(num_ranks, dtype=np.int64)[:, None], num_ranks, axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    q: frozenset[int]
-    kv: frozenset[int]
-    remote_q: frozenset[int]
-    remote_kv: frozenset[int]
-
-
-def footprint(assignment: Assignment, rank: int) -> Footprint:
-    """The partitions a rank touches, and those of them that it does not own."""
-    rows, columns = np.nonzero(assignment == rank)
-    q, kv = frozenset(rows.tolist()), frozenset(columns.tolist())
-    return Footprint(q, kv, q - {rank}, kv - {rank})
 
 
 def factorisations(num_ranks: int) -> Iterator[tuple[int, int]]:

@@ -151,14 +151,13 @@ class RowRanges:
 
     __slots__ = (
         "_hi", "_hi_slope", "_lo", "_lo_slope", "_starts",
-        "kv_tokens", "q_tokens", "sees_everything", "segments",
+        "kv_tokens", "q_tokens", "segments",
     )  # fmt: skip
 
     def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
         self.segments = segments
         self.q_tokens = q_tokens
         self.kv_tokens = kv_tokens
-        self.sees_everything = segments == (Segment(0, q_tokens, 0, 0, kv_tokens, 0),)
         self._starts = np.array([s.start for s in segments], dtype=np.int64)
         self._lo = np.array([s.lo for s in segments], dtype=np.int64)
         self._lo_slope = np.array([s.lo_slope for s in segments], dtype=np.int64)

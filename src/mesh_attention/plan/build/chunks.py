@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.layout import Layout, Spans, joined, slice_spans
+from mesh_attention.plan.layout import Spans, joined, slice_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,9 @@ class Chunk:
         )
 
 
-def chunks_of(layout: Layout, count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of a partition, of nearly equal size; never more than there are slots."""
-    return chunks_between(layout.halves, count)
-
-
 def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
-    """The same for any rows whose parts `halves` a gather keeps apart."""
+    """`count` chunks of nearly equal size of rows whose parts `halves` a gather keeps apart; never
+    more than there are rows."""
     size = halves[-1]
     count = min(count, size)
     bounds = [i * size // count for i in range(count + 1)]
@@ -73,10 +69,6 @@ def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:
         for part, heads in enumerate(pairwise(bounds))
         for chunk in rows
     )
-
-
-def whole_spans(partitions: Sequence[int], chunk: Chunk, slots: int) -> Spans:
-    return whole_rows([((p * slots, (p + 1) * slots),) for p in partitions], chunk)
 
 
 def whole_rows(owners: Sequence[Spans], chunk: Chunk) -> Spans:
