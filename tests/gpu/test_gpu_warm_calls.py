@@ -18,7 +18,7 @@ from mesh_attention.runtime.call import CapturedCall
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.alone import AloneTransport
 from mesh_attention.runtime.transport.local import LocalWorld
-from mesh_attention.runtime.workspace import Workspace
+from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
 from mesh_attention.testing import _in_turns
 
 pytestmark = pytest.mark.gpu
@@ -169,7 +169,7 @@ def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: D
         return {f"{rank} {n}": x for rank, r in enumerate(run(by_rank)) for n, x in r.items()}
 
     named = {f"{rank} {n}": x for rank, given in enumerate(inputs) for n, x in given.items()}
-    captured = CapturedCall(flat, named, run)
+    captured = CapturedCall(flat, named, WorkspaceBlock(torch.empty(0, device="cuda")))
     replayed = captured(named)
     for rank, result in enumerate(first):
         for name, x in result.items():
@@ -222,3 +222,25 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     )
     assert found <= 1.02 * planned
     assert found >= 0.98 * planned
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_calls_on_several_streams_share_the_workspace_one_after_the_other(
+    one_rank: None, cuda_graph: bool
+) -> None:
+    """Two objects on one group have one workspace, and nothing but it orders their streams."""
+    with context(cuda_graph=cuda_graph) as first, context(causal=False) as second:
+        given = [tensors(seed) for seed in range(2)]
+        alone = [train(cp, x) for cp, x in zip((first, second), given, strict=True)]
+        streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for _ in range(5):
+            found = []
+            torch.cuda.synchronize()
+            for cp, x, stream in zip((first, second), given, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+                    found.append(train(cp, x))
+            torch.cuda.synchronize()
+            for have, want in zip(found, alone, strict=True):
+                for result, expected in zip(have, want, strict=True):
+                    torch.testing.assert_close(result, expected, rtol=0, atol=2e-2)

@@ -22,6 +22,7 @@ from mesh_attention.runtime.rank_plan import RankPlan
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.sizes import Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
+from mesh_attention.runtime.workspace import WorkspaceBlock
 
 
 @dataclass(frozen=True)
@@ -128,18 +129,18 @@ class CapturedCall:
     out. So the host's cost of a call does not depend on the number of its operations. What is
     captured must live on streams alone: NCCL does, gloo does not.
 
-    `memory` is what the call uses besides its tensors (the workspace): it must stay where it is
-    for as long as the graph is replayed.
+    `block` is the workspace that it was captured on: it must stay for as long as the graph is
+    replayed.
     """
 
     def __init__(
         self,
         call: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
         inputs: Mapping[str, Tensor],
-        memory: object,
+        block: WorkspaceBlock,
     ) -> None:
         self._inputs = {name: x.clone() for name, x in inputs.items()}
-        self._memory = memory
+        self._block = block
         call(self._inputs)  # kernels are compiled and connections made outside the capture
         self._graph = torch.cuda.CUDAGraph()
         # Other threads of the process may go on using CUDA meanwhile; NCCL's own does.
@@ -147,7 +148,8 @@ class CapturedCall:
             self._outputs = call(self._inputs)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        for name, x in self._inputs.items():
-            x.copy_(inputs[name])
-        self._graph.replay()
-        return {name: x.clone() for name, x in self._outputs.items()}
+        with self._block.in_use():
+            for name, x in self._inputs.items():
+                x.copy_(inputs[name])
+            self._graph.replay()
+            return {name: x.clone() for name, x in self._outputs.items()}

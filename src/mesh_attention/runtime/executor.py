@@ -119,6 +119,12 @@ class Executor:
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
         block = self._workspace.take(self.workspace_bytes, self.call_shape.device)
+        with block.in_use():
+            return (yield from self._run_on(block, inputs))
+
+    def _run_on(
+        self, block: WorkspaceBlock, inputs: Mapping[str, Tensor]
+    ) -> Generator[None, None, dict[str, Tensor]]:
         kept, works = block.bound.get(self) or self._bind(block)
         outputs = self._bindings.outputs()
         views = kept.with_passed(self._bindings.inputs(inputs) | outputs)

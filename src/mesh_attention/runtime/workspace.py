@@ -7,7 +7,8 @@ read before it was written turns the result into NaN; tests run that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,24 @@ class WorkspaceBlock:
     memory: Tensor
     # By whoever bound it, for as long as that lives.
     bound: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
+    _last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around a call. Calls share the memory, so one on another CUDA stream follows the one
+        before it. Those of one stream do so by themselves, and so does what a graph captures."""
+        if not self.memory.is_cuda or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(self.memory.device)
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+        try:
+            yield
+        finally:
+            event = torch.cuda.Event() if self._last is None else self._last[1]  # type: ignore[no-untyped-call]
+            event.record(stream)
+            self._last = stream, event
 
 
 class Workspace:
