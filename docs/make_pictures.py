@@ -22,7 +22,7 @@ RANKS = 16
 SIZES = (16, 64, 256)
 PANELS = {
     "ring": "Ring: a row of the query-key matrix\n(any number of ranks)",
-    "ulysses": "Ulysses: all of it, for some heads\n(no more ranks than KV heads)",
+    "ulysses": "Ulysses: all of it, for some heads\n(no more ranks than heads)",
     "mesh": "Mesh: a tile of it\n(any number of ranks)",
 }
 

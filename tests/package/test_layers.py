@@ -29,13 +29,12 @@ LAYERS = (
     ("replay",),
     ("runtime",),
     ("kernels",),
-    ("request",),
     ("cluster",),
     ("plan",),
     ("plots",),
     ("errors", "version"),
 )
-WITHOUT_TORCH = ("request", "cluster", "plan", "plots", "errors", "version")
+WITHOUT_TORCH = ("cluster", "plan", "plots", "errors", "version")
 ROOT = Path(mesh_attention.__path__[0])
 MODULES = sorted(
     info.name
