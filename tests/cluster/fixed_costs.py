@@ -23,7 +23,7 @@ class FixedCosts:
     ) -> None:
         self._compute, self._communication, self._flow = compute, communication, flow
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
+    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
         """All calls of an attention last equally long."""
         if not isinstance(op, Attend | AttendBackward):
             return ()

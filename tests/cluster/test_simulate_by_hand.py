@@ -11,7 +11,7 @@ from fixed_costs import FixedCosts, undisturbed
 from mesh_attention import Mask
 from mesh_attention.cluster import Overlap, load_cluster, simulate
 from mesh_attention.cluster.cluster import Disturbance
-from mesh_attention.cluster.timeline import Lane
+from mesh_attention.cluster.timeline import Stream
 from mesh_attention.plan.count import count
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
@@ -40,9 +40,9 @@ def test_a_ring_bound_by_communication_takes_its_hops_and_the_last_computation(r
     assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + 1.0)
     idle = 4.0 * (ranks - 1) + 1.0 - ranks
     assert timeline.exposed_communication_seconds == pytest.approx(idle)
-    for lanes in timeline.lanes:
-        assert lanes[Lane.COMPUTE].busy_seconds == pytest.approx(ranks)
-        assert lanes[Lane.COMMUNICATION].busy_seconds == pytest.approx(4.0 * (ranks - 1))
+    for streams in timeline.streams:
+        assert streams[Stream.COMPUTE].busy_seconds == pytest.approx(ranks)
+        assert streams[Stream.COMMUNICATION].busy_seconds == pytest.approx(4.0 * (ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -85,7 +85,7 @@ def test_flows_out_of_a_node_divide_what_it_can_send() -> None:
     assert shared.runtime_seconds == pytest.approx(8.0 * 2 + 1.0)
 
 
-def test_busy_lanes_slow_each_other() -> None:
+def test_busy_streams_slow_each_other() -> None:
     """2 s of work beside a transfer of 4 s: at half speed the work takes 4 s, and the transfer,
     at three quarters of its speed in that time, has 1 s left."""
     cluster = replace(undisturbed(), disturbance=Disturbance(0.5, 0.0, 0.25, 0.0, False))

@@ -25,11 +25,11 @@ from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.gantt import check_gantt, draw_gantt
 from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.order import Overlap
 from mesh_attention.cluster.planning import plan_on, setting_of
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.trace import trace_of
+from mesh_attention.cluster.waits import Overlap
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction

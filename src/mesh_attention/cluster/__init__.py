@@ -2,8 +2,8 @@
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.order import Overlap
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cluster.waits import Overlap
 
 __all__ = ["Cluster", "Overlap", "Timeline", "cluster_names", "load_cluster", "simulate"]

@@ -8,25 +8,24 @@ that helps, and the cut found with the next best shapes. What the caller gave st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
 from mesh_attention.cluster.load import a_cluster
-from mesh_attention.cluster.order import Overlap, an_overlap
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cluster.waits import Overlap, an_overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
+from mesh_attention.plan.build.slices import HeadSlices, usual_heads
+from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, a_direction
 from mesh_attention.plan.problem import Problem
-
-__all__ = ["Best", "find_best"]
 
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
 
@@ -172,3 +171,69 @@ def _climb(
         if found == best:
             return best, score
         best = found
+
+
+_NAMES = ("chunks", "head_slices")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`heads` None: all of the `held` KV heads at once."""
+
+    chunks: tuple[int, int]
+    heads: HeadSlices | None
+    held: int
+
+    @staticmethod
+    def of(setting: Mapping[str, Any], problem: Problem) -> Cut:
+        held = max(1, problem.kv_heads // (setting.get("ulysses") or 1))
+        return Cut(setting.get("chunks") or (1, 1), setting.get("head_slices"), held)
+
+    def options(self, free: Sequence[str]) -> dict[str, Any]:
+        """As options, of those names that are free to be chosen."""
+        whole = {"chunks": self.chunks, "head_slices": self.heads}
+        return {name: whole[name] for name in free if whole[name] is not None}
+
+    def neighbours(self) -> Iterator[Cut]:
+        """Twice or half as many, or moved from one side to the other."""
+        kq, kkv = self.chunks
+        for chunks in (
+            (2 * kq, kkv),
+            (kq, 2 * kkv),
+            (kq // 2, kkv),
+            (kq, kkv // 2),
+            (2 * kq, kkv // 2),
+            (kq // 2, 2 * kkv),
+        ):
+            if min(chunks) >= 1 and chunks[0] * chunks[1] <= MAX_TASKS:
+                yield Cut(chunks, self.heads, self.held)
+        first, most = self.heads or (self.held, self.held)
+        for heads in (
+            (2 * first, most),
+            (first // 2, most),
+            (first, 2 * most),
+            (first, most // 2),
+            (2 * first, 2 * most),
+            (first // 2, most // 2),
+            (first // 4, most // 2),
+        ):
+            if 1 <= heads[0] <= heads[1] <= self.held:
+                all_at_once = heads == (self.held, self.held)
+                yield Cut(self.chunks, None if all_at_once else heads, self.held)
+
+
+def free_names(options: Collection[str], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of a cut the method has and the caller did not give, for either pass."""
+    return tuple(
+        name
+        for name in _NAMES
+        if name in options and name not in given and f"backward_{name}" not in given
+    )
+
+
+def first_cuts(problem: Problem, shape: Mapping[str, Any]) -> tuple[Cut, ...]:
+    """Two to begin with: slices of heads, where there are several, and chunks of rows."""
+    held = Cut.of(shape, problem).held
+    heads = usual_heads(problem, problem.kv_heads // held)
+    chunks = Cut((2, 2), None, held)
+    return (chunks,) if heads is None else (Cut((1, 1), heads, held), chunks)

@@ -1,8 +1,8 @@
 """Simulated time: activities whose speed may change while they run.
 
 An activity has so many seconds of work left and a speed. Whoever changes a speed settles what was
-done so far; the clock then knows when each activity ends. Shared things (a NIC, the point-to-point
-capacity of a node) divide themselves equally among the activities that use them.
+done so far; the clock then knows when each activity ends. A capacity (a NIC, the rate of a node)
+is divided equally among the activities that use it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-__all__ = ["Activity", "Clock", "Shared"]
-
 
 class Activity:
-    """`alone` is its speed when it shares nothing; 1 does one second of work in a second."""
+    """`alone` is its speed when it shares nothing; 1 does one second of work in a second.
+    `uses` are the capacities that it shares with others."""
 
-    __slots__ = ("alone", "done", "left", "shares", "since", "speed", "version")
+    __slots__ = ("alone", "done", "left", "since", "speed", "uses", "version")
 
     def __init__(
-        self, seconds: float, done: Callable[[], None], shares: tuple[Shared, ...] = ()
+        self, seconds: float, done: Callable[[], None], uses: tuple[Capacity, ...] = ()
     ) -> None:
         self.left = seconds
         self.done = done
-        self.shares = shares
+        self.uses = uses
         self.alone = 1.0
         self.speed = 0.0
         self.since = 0.0
         self.version = 0
 
 
-class Shared:
-    """Something with room for `room` activities at full speed."""
+class Capacity:
+    """Room for `room` activities at full speed."""
 
     __slots__ = ("room", "users")
 
@@ -52,8 +51,8 @@ class Clock:
     def start(self, activity: Activity, speed: float = 1.0) -> None:
         activity.since = self.now
         activity.alone = speed
-        for shared in activity.shares:
-            shared.users.add(activity)
+        for capacity in activity.uses:
+            capacity.users.add(activity)
         self._adjust(activity)
         self._adjust_neighbours(activity)
 
@@ -70,14 +69,14 @@ class Clock:
                 continue  # its speed changed since
             self.now = at
             activity.version += 1
-            for shared in activity.shares:
-                shared.users.discard(activity)
+            for capacity in activity.uses:
+                capacity.users.discard(activity)
             self._adjust_neighbours(activity)
             activity.done()
 
     def _adjust_neighbours(self, activity: Activity) -> None:
-        for shared in activity.shares:
-            for other in shared.users:
+        for capacity in activity.uses:
+            for other in capacity.users:
                 if other is not activity:
                     self._adjust(other)
 
@@ -85,8 +84,8 @@ class Clock:
         activity.left -= (self.now - activity.since) * activity.speed
         activity.since = self.now
         speed = activity.alone
-        for shared in activity.shares:
-            speed = min(speed, activity.alone * shared.share())
+        for capacity in activity.uses:
+            speed = min(speed, activity.alone * capacity.share())
         activity.speed = speed
         activity.version += 1
         self._number += 1

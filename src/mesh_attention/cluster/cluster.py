@@ -13,18 +13,6 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind
 from mesh_attention.plan.schedule.tasks import Costs
 
-__all__ = [
-    "Cluster",
-    "CollectiveLink",
-    "Compute",
-    "Disturbance",
-    "Gpu",
-    "KernelRate",
-    "Network",
-    "Node",
-    "PeerLink",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -47,7 +35,7 @@ REFERENCE_HEADS = 64  # a call with fewer heads fills the GPU as fewer rows woul
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeRates:
     """`launch` is the host's time for a call, which a shorter kernel cannot hide."""
 
     forward: dict[CallKind, KernelRate]
@@ -102,7 +90,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """The part of its speed that each lane of a rank loses while both are busy.
+    """The part of its speed that each stream of a rank loses while both are busy.
 
     Communication takes SMs and memory from attention. Attention holds up the kernels that move
     data: collectives little, as they run on many channels; point-to-point flows, which have few,
@@ -133,7 +121,7 @@ class Cluster:
     description: str
     nodes: int
     gpu: Gpu
-    compute: Compute
+    compute: ComputeRates
     node: Node
     network: Network
     disturbance: Disturbance

@@ -16,8 +16,6 @@ from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
 from mesh_attention.plan.traffic import Flows
 
-__all__ = ["CommunicationCosts", "GroupShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:

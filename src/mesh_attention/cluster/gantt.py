@@ -1,4 +1,4 @@
-"""A Gantt chart of timelines: two lanes for each of the first ranks, with matplotlib."""
+"""A Gantt chart of timelines: two streams for each of the first ranks, with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.timeline import Event, Lane, Timeline, some_timelines
+from mesh_attention.cluster.timeline import Event, Stream, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plots import pyplot
-
-__all__ = ["check_gantt", "draw_gantt"]
 
 _FORMATS = (".png", ".svg")
 _WAIT = "waits for other ranks"
@@ -53,12 +51,12 @@ def draw_gantt(timelines: Sequence[Timeline], path: Path | str, num_ranks: int =
 
 
 def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
-    lanes = list(Lane)
+    streams = list(Stream)
     width = timeline.runtime_seconds * 1e3
     kinds: set[str] = set()
     for rank in range(shown):
         for event in timeline.events(rank):
-            row = rank * len(lanes) + lanes.index(event.lane)
+            row = rank * len(streams) + streams.index(event.stream)
             if event.start > event.issued:
                 kinds.add(_WAIT)
                 _bar(axis, row, event.issued, event.start, _WAIT)
@@ -66,12 +64,12 @@ def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
                 kinds.add(event.kind)
                 _bar(axis, row, event.start, event.end, event.kind)
                 _label(axis, row, event, width)
-    labels = [f"rank {rank} {lane.value}" for rank in range(shown) for lane in lanes]
+    labels = [f"rank {rank} {stream.value}" for rank in range(shown) for stream in streams]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.set_xlim(0, width or 1.0)
     for rank in range(1, shown):
-        axis.axhline(rank * len(lanes) - 0.5, color="#adb5bd", linewidth=0.6)
+        axis.axhline(rank * len(streams) - 0.5, color="#adb5bd", linewidth=0.6)
     axis.set_xlabel("milliseconds, modelled")
     axis.set_title(_title(timeline, shown), fontsize=10, loc="left")
     patches = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in _COLOURS.items() if k in kinds]

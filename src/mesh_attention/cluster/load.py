@@ -18,8 +18,6 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.program import CallKind
 
-__all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
-
 
 class ClusterError(MeshAttentionError, ValueError):
     """A cluster that does not exist, or a description of one that does not hold together."""

@@ -1,19 +1,33 @@
-"""Seconds of a plan's operations on a cluster when nothing disturbs them, as the simulator asks."""
+"""Seconds of a plan's operations when nothing disturbs them, as the simulator asks for them.
+
+Ranks whose buffers differ in nothing but the places of their rows are alike: an operation that they
+have in common costs the same on all of them, and is looked at once. Only row ranges depend on
+places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.communication_cost import CommunicationCosts
 from mesh_attention.cluster.compute_cost import ComputeCosts
-from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AllGather, AllToAll, Operation, ReduceScatter
-from mesh_attention.plan.traffic import Flows
-
-__all__ = ["ClusterCosts", "Collective", "OperationCosts"]
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    CallKind,
+    Free,
+    Operation,
+    ReduceScatter,
+)
+from mesh_attention.plan.split_calls import splits_wanted
+from mesh_attention.plan.traffic import Flows, TrafficMeter
 
 Collective = AllGather | ReduceScatter | AllToAll
 
@@ -21,8 +35,8 @@ Collective = AllGather | ReduceScatter | AllToAll
 class OperationCosts(Protocol):
     """Seconds of operations when nothing disturbs them. Tests put their own here."""
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
-        """Of its kernel calls in turn, with long ones cut into so many pieces."""
+    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
+        """Of its kernel calls in turn, with long ones split into so many."""
         ...
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
@@ -35,13 +49,85 @@ class ClusterCosts:
 
     def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
         self._compute = ComputeCosts(cluster, plan, one.direction)
-        self._communication = CommunicationCosts(cluster, plan, one)
+        communication = CommunicationCosts(cluster, plan, one)
+        self.collective, self.flow = communication.collective, communication.flow
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer], pieces: int) -> tuple[float, ...]:
-        return self._compute.seconds(op, table, pieces)
+    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
+        return self._compute.seconds(op, table, splits)
 
-    def collective(self, op: Collective, flows: Flows, member: int) -> float:
-        return self._communication.collective(op, flows, member)
 
-    def flow(self, source: int, target: int, num_bytes: int) -> float:
-        return self._communication.flow(source, target, num_bytes)
+def alike_ranks(one: Pass) -> list[int]:
+    """A number for each rank, equal for ranks that are alike."""
+    by_buffer: dict[Buffer, int] = {}
+    shapes: dict[tuple[object, ...], int] = {}
+    known: dict[tuple[int, ...], int] = {}
+    numbers = []
+    for program in one.programs:
+        table = []
+        for b in program.buffers:
+            shape = by_buffer.get(b)
+            if shape is None:
+                key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows)
+                shape = by_buffer[b] = shapes.setdefault(key, len(shapes))
+            table.append(shape)
+        numbers.append(known.setdefault(tuple(table), len(known)))
+    return numbers
+
+
+class RememberedCosts:
+    """Kernel calls and flows of each rank's operations, worked out once for ranks that are alike.
+
+    `apart`: call by call, split as the executor splits them; else all calls of a computation in
+    one.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        one: Pass,
+        costs: OperationCosts,
+        alike: Sequence[int],
+        *,
+        apart: bool,
+    ) -> None:
+        self._costs, self._apart = costs, apart
+        self._tables = [program.buffer_table() for program in one.programs]
+        self._splits = [splits_wanted(p) if apart else 1 for p in one.programs]
+        calls: dict[tuple[int, int], dict[Operation, tuple[float, ...]]] = {}
+        self._calls = [calls.setdefault(key, {}) for key in zip(alike, self._splits, strict=True)]
+        flows: dict[int, dict[Operation, Flows]] = {}
+        self._flows = [flows.setdefault(number, {}) for number in alike]
+        sizes: dict[int, dict[tuple[Piece, ...], int]] = {}
+        self._sizes = [sizes.setdefault(number, {}) for number in alike]
+        self._problem = problem
+
+    def calls(self, rank: int, op: Operation) -> tuple[float, ...]:
+        """Seconds of the calls in turn; nothing where there is nothing to do."""
+        if isinstance(op, Free):
+            return ()
+        known = self._calls[rank].get(op)
+        if known is None:
+            calls = self._costs.compute(op, self._tables[rank], self._splits[rank])
+            known = calls if self._apart else (sum(calls),)
+            known = tuple(seconds for seconds in known if seconds)
+            by_place = isinstance(op, Attend | AttendBackward) and any(
+                call.kind is CallKind.RANGE for call in op.calls
+            )
+            if not by_place:
+                self._calls[rank][op] = known
+        return known
+
+    def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
+        known = self._sizes[rank].get(pieces)
+        if known is None:
+            table = self._tables[rank]
+            known = sum(piece.num_bytes(table[piece.buffer], self._problem) for piece in pieces)
+            self._sizes[rank][pieces] = known
+        return known
+
+    def flows(self, rank: int, op: Collective) -> Flows:
+        known = self._flows[rank].get(op)
+        if known is None:
+            known = TrafficMeter(self._problem, self._tables[rank]).flows(op)
+            self._flows[rank][op] = known
+        return known

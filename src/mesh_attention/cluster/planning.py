@@ -14,8 +14,6 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 
-__all__ = ["plan_on", "setting_of"]
-
 
 def plan_on(
     cluster: Cluster | str | Path,

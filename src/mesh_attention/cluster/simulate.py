@@ -1,40 +1,38 @@
 """The simulator: discrete events over the real programs of all ranks (design.md, "five readers").
 
-Each rank has two lanes, as in the executor: computation in program order, communication in program
-order, and between them the dependencies that follow from buffers and workspace offsets. A
+Each rank has two streams, as in the executor: computation in program order, communication in
+program order, and between them the dependencies that follow from buffers and workspace offsets. A
 collective begins when its last member has come to it, a point-to-point flow when both ends have.
-While both lanes of a rank are busy each slows the other, as the cluster says; and where forward
+While both streams of a rank are busy each slows the other, as the cluster says; and where forward
 kernels hold the GPU until they end, a communication begins between two of their calls only.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mesh_attention.cluster.call_seconds import CallSeconds, meters_of
 from mesh_attention.cluster.clock import Activity, Clock
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.garbage import no_garbage_collection
-from mesh_attention.cluster.lanes import Lanes
 from mesh_attention.cluster.load import ClusterError, a_cluster
-from mesh_attention.cluster.operation_costs import ClusterCosts, Collective, OperationCosts
-from mesh_attention.cluster.order import Overlap, Waits, an_overlap
-from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.transfer import Shares, Transfer
-from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    ReduceScatter,
-    SendRecv,
+from mesh_attention.cluster.operation_costs import (
+    ClusterCosts,
+    Collective,
+    OperationCosts,
+    RememberedCosts,
+    alike_ranks,
 )
+from mesh_attention.cluster.state import Capacities, RankState, Transfer
+from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cluster.waits import Overlap, Waits, an_overlap
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter, SendRecv
 from mesh_attention.plan.traffic import traffic_of
-
-__all__ = ["simulate"]
 
 
 def simulate(
@@ -60,8 +58,21 @@ def simulate(
         )
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one)
-    with no_garbage_collection():
+    with _collector_paused():
         return _Simulation(plan, one, cluster, given, overlap).run()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A simulation makes hundreds of thousands of small objects, none of them garbage: looking for
+    cycles among them takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
@@ -69,7 +80,7 @@ _Place = tuple[int, int]  # rank, index of the operation
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _PendingCollective:
     """A collective that waits for its members."""
 
     arrived: list[_Place]
@@ -77,7 +88,7 @@ class _Meeting:
 
 
 @dataclass(slots=True)
-class _End:
+class _FlowEnd:
     """One end of a flow that waits for the other."""
 
     rank: int
@@ -96,36 +107,38 @@ class _Simulation:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        self._meters = list(meters_of(plan.problem, one))
         self._between_calls = cluster.disturbance.waits_for_calls(one.direction)
-        self._seconds = CallSeconds(one, costs, self._meters, apart=self._between_calls)
+        alike = alike_ranks(one)
+        self._remembered = RememberedCosts(
+            plan.problem, one, costs, alike, apart=self._between_calls
+        )
         self._member = {
             name: {rank: member for member, rank in enumerate(ranks)}
             for name, ranks in one.groups.items()
         }
-        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._pending: dict[tuple[str, int], _PendingCollective] = {}
         self._met: dict[tuple[str, int], int] = {}
-        self._senders: dict[_Flow, deque[_End]] = {}
-        self._receivers: dict[_Flow, deque[_End]] = {}
+        self._senders: dict[_Flow, deque[_FlowEnd]] = {}
+        self._receivers: dict[_Flow, deque[_FlowEnd]] = {}
         self._halves: dict[_Place, int] = {}
-        self._shares = Shares(cluster)
+        self._capacities = Capacities(cluster)
         self._received = [0] * plan.num_ranks
-        self._waits = waits = Waits(plan, one, overlap)
-        self._lanes = [
-            Lanes(rank, waits.of(rank), program.operations)
+        self._waits = waits = Waits(plan, one, overlap, alike)
+        self._ranks = [
+            RankState(rank, waits.of(rank), program.operations)
             for rank, program in enumerate(one.programs)
         ]
 
     def run(self) -> Timeline:
-        for lanes in self._lanes:
-            self._advance(lanes)
+        for state in self._ranks:
+            self._advance(state)
         self._clock.run()
-        stuck = [lanes.rank for lanes in self._lanes if not lanes.finished]
+        stuck = [state.rank for state in self._ranks if not state.finished]
         if stuck:
             raise ClusterError(
                 f"ranks {stuck[:4]} never finish: this plan waits for itself; `verify` says why"
             )
-        times = tuple(lanes.times for lanes in self._lanes)
+        times = tuple(state.times for state in self._ranks)
         return Timeline(
             self._plan,
             self._one,
@@ -136,108 +149,107 @@ class _Simulation:
             tuple(self._received),
         )
 
-    def _advance(self, lanes: Lanes) -> None:
-        """Begin whatever this rank can begin now, then let each lane know of the other."""
-        while self._begin_communication(lanes) or self._begin_computation(lanes):
+    def _advance(self, state: RankState) -> None:
+        """Begin whatever this rank can begin now, then let each stream know of the other."""
+        while self._begin_communication(state) or self._begin_computation(state):
             pass
         disturbance = self._cluster.disturbance
-        if lanes.computation is not None:
+        if state.computation is not None:
             # A communication kernel that waits for other ranks occupies its SMs too.
-            lost = disturbance.compute_slowdown if lanes.communicating else 0.0
-            self._clock.set_speed(lanes.computation, 1.0 - lost)
-        computing = lanes.computation is not None
-        if computing != lanes.known_computing:
-            lanes.known_computing = computing
-            for transfer in lanes.transfers:
+            lost = disturbance.compute_slowdown if state.communicating else 0.0
+            self._clock.set_speed(state.computation, 1.0 - lost)
+        computing = state.computation is not None
+        if computing != state.known_computing:
+            state.known_computing = computing
+            for transfer in state.transfers:
                 transfer.computing += 1 if computing else -1
                 self._clock.set_speed(transfer.activity, transfer.speed)
 
-    def _begin_communication(self, lanes: Lanes) -> bool:
-        if self._between_calls and lanes.computation is not None:
+    def _begin_communication(self, state: RankState) -> bool:
+        if self._between_calls and state.computation is not None:
             return False  # it finds no SM until the call is over
-        at = lanes.take_communication()
+        at = state.take_communication()
         if at is None:
             return False
-        self._arrive(lanes, at)
+        self._arrive(state, at)
         return True
 
-    def _begin_computation(self, lanes: Lanes) -> bool:
-        """The next kernel call of the computation under way, or the first of the next."""
-        if lanes.computation is not None:
+    def _begin_computation(self, state: RankState) -> bool:
+        """The next kernel call of the current computation, or the first of the next."""
+        if state.computation is not None:
             return False
-        if not lanes.calls:
-            at = lanes.take_computation()
+        if not state.calls:
+            at = state.take_computation()
             if at is None:
                 return False
-            lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
-            lanes.computing_at = at
-            lanes.calls = [*reversed(self._seconds.of(lanes.rank, lanes.operations[at]))]
-            if not lanes.calls:
-                lanes.finish(at, self._clock.now)
+            state.times.issued[at] = state.times.start[at] = self._clock.now
+            state.computing_at = at
+            state.calls = [*reversed(self._remembered.calls(state.rank, state.operations[at]))]
+            if not state.calls:
+                state.finish(at, self._clock.now)
                 return True
-        lanes.computation = Activity(lanes.calls.pop(), partial(self._computed, lanes))
-        self._clock.start(lanes.computation)
+        state.computation = Activity(state.calls.pop(), partial(self._computed, state))
+        self._clock.start(state.computation)
         return True
 
-    def _computed(self, lanes: Lanes) -> None:
-        lanes.computation = None
-        if not lanes.calls:
-            lanes.finish(lanes.computing_at, self._clock.now)
-        self._advance(lanes)
+    def _computed(self, state: RankState) -> None:
+        state.computation = None
+        if not state.calls:
+            state.finish(state.computing_at, self._clock.now)
+        self._advance(state)
 
-    def _arrive(self, lanes: Lanes, at: int) -> None:
-        op = lanes.operations[at]
-        lanes.communicating = True
-        lanes.times.issued[at] = lanes.times.start[at] = self._clock.now
+    def _arrive(self, state: RankState, at: int) -> None:
+        op = state.operations[at]
+        state.communicating = True
+        state.times.issued[at] = state.times.start[at] = self._clock.now
         if isinstance(op, SendRecv):
-            self._arrive_at_peers(lanes, at, op)
+            self._arrive_at_peers(state, at, op)
         else:
             assert isinstance(op, AllGather | ReduceScatter | AllToAll)
-            self._arrive_at_meeting(lanes, at, op)
+            self._arrive_at_collective(state, at, op)
 
-    def _arrive_at_meeting(self, lanes: Lanes, at: int, op: Collective) -> None:
-        rank = lanes.rank
+    def _arrive_at_collective(self, state: RankState, at: int, op: Collective) -> None:
+        rank = state.rank
         times = self._met.get((op.group, rank), 0)
         self._met[op.group, rank] = times + 1
-        meeting = self._meetings.setdefault((op.group, times), _Meeting([]))
+        pending = self._pending.setdefault((op.group, times), _PendingCollective([]))
         member = self._member[op.group][rank]
-        flows = self._meters[rank].flows(op)
+        flows = self._remembered.flows(rank, op)
         seconds = self._costs.collective(op, flows, member)
-        meeting.seconds = max(meeting.seconds, seconds)
+        pending.seconds = max(pending.seconds, seconds)
         size = len(self._one.groups[op.group])
         self._received[rank] += traffic_of(op, flows, member, size).received_bytes
-        meeting.arrived.append((rank, at))
-        if len(meeting.arrived) == size:
-            del self._meetings[op.group, times]
-            devices = [self._plan.devices[member] for member, _ in meeting.arrived]
+        pending.arrived.append((rank, at))
+        if len(pending.arrived) == size:
+            del self._pending[op.group, times]
+            devices = [self._plan.devices[member] for member, _ in pending.arrived]
             self._begin(
-                Activity(meeting.seconds, _nothing, self._shares.of_collective(devices)),
+                Activity(pending.seconds, _nothing, self._capacities.of_collective(devices)),
                 self._cluster.disturbance.collective_slowdown,
-                meeting.arrived,
+                pending.arrived,
                 self._communicated,
             )
 
-    def _arrive_at_peers(self, lanes: Lanes, at: int, op: SendRecv) -> None:
+    def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
         ranks = self._one.groups[op.group]
-        flows = self._meters[lanes.rank].flows(op)
-        sent = flows.sent[op.to_member] if op.sends else 0
-        received = flows.received[op.from_member][0] if op.receives else 0
-        self._halves[lanes.rank, at] = bool(op.sends) + bool(op.receives)
+        self._halves[state.rank, at] = bool(op.sends) + bool(op.receives)
         if op.sends:
-            key = (op.group, lanes.rank, ranks[op.to_member])
-            self._pair(key, _End(lanes.rank, at, sent), self._senders, self._receivers)
+            key = (op.group, state.rank, ranks[op.to_member])
+            sent = self._remembered.num_bytes(state.rank, op.sends)
+            self._pair(key, _FlowEnd(state.rank, at, sent), self._senders, self._receivers)
         if op.receives:
-            key = (op.group, ranks[op.from_member], lanes.rank)
-            self._pair(key, _End(lanes.rank, at, received), self._receivers, self._senders)
+            key = (op.group, ranks[op.from_member], state.rank)
+            received = self._remembered.num_bytes(state.rank, op.receives)
+            self._pair(key, _FlowEnd(state.rank, at, received), self._receivers, self._senders)
         if not op.sends and not op.receives:
-            self._communicated([(lanes.rank, at)])
+            self._communicated([(state.rank, at)])
 
     def _pair(
         self,
         key: _Flow,
-        end: _End,
-        own: dict[_Flow, deque[_End]],
-        others: dict[_Flow, deque[_End]],
+        end: _FlowEnd,
+        own: dict[_Flow, deque[_FlowEnd]],
+        others: dict[_Flow, deque[_FlowEnd]],
     ) -> None:
         waiting = others.get(key)
         if not waiting:
@@ -249,24 +261,24 @@ class _Simulation:
         seconds = self._costs.flow(devices[source], devices[target], end.num_bytes)
         self._received[target] += end.num_bytes
         ends = [(other.rank, other.at), (end.rank, end.at)]
-        shares = self._shares.of_flow(devices[source], devices[target])
-        held_up = self._cluster.disturbance.peer_slowdown(self._one.direction)
-        self._begin(Activity(seconds, _nothing, shares), held_up, ends, self._half_done)
+        uses = self._capacities.of_flow(devices[source], devices[target])
+        slowdown = self._cluster.disturbance.peer_slowdown(self._one.direction)
+        self._begin(Activity(seconds, _nothing, uses), slowdown, ends, self._half_done)
 
     def _begin(
         self,
         activity: Activity,
-        held_up: float,
+        slowdown: float,
         ends: list[_Place],
         done: Callable[[list[_Place]], None],
     ) -> None:
-        transfer = Transfer(activity, held_up)
+        transfer = Transfer(activity, slowdown)
         activity.done = partial(self._ended, transfer, ends, done)
         for rank, at in ends:
-            lanes = self._lanes[rank]
-            lanes.times.start[at] = self._clock.now
-            lanes.transfers.append(transfer)
-            transfer.computing += lanes.known_computing
+            state = self._ranks[rank]
+            state.times.start[at] = self._clock.now
+            state.transfers.append(transfer)
+            transfer.computing += state.known_computing
         self._clock.start(transfer.activity, transfer.speed)
 
     def _ended(
@@ -276,7 +288,7 @@ class _Simulation:
         done: Callable[[list[_Place]], None],
     ) -> None:
         for rank, _ in ends:
-            self._lanes[rank].transfers.remove(transfer)
+            self._ranks[rank].transfers.remove(transfer)
         done(ends)
 
     def _half_done(self, ends: list[_Place]) -> None:
@@ -290,8 +302,8 @@ class _Simulation:
 
     def _communicated(self, ends: list[_Place]) -> None:
         for rank, at in ends:
-            lanes = self._lanes[rank]
-            lanes.communicating = False
-            lanes.finish(at, self._clock.now)
+            state = self._ranks[rank]
+            state.communicating = False
+            state.finish(at, self._clock.now)
         for rank, _ in ends:
-            self._advance(self._lanes[rank])
+            self._advance(self._ranks[rank])

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.order import Overlap
+from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.dependencies import is_communication
@@ -21,10 +21,8 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Free
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["Event", "Lane", "LaneTimes", "RankTimes", "Timeline", "some_timelines"]
 
-
-class Lane(StrEnum):
+class Stream(StrEnum):
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
@@ -45,7 +43,7 @@ class RankTimes:
 @dataclass(frozen=True, slots=True)
 class Event:
     rank: int
-    lane: Lane
+    stream: Stream
     name: str
     kind: str
     issued: float
@@ -54,8 +52,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneTimes:
-    """Of one lane of one rank: at work, and idle or waiting for other ranks until the end."""
+class StreamTimes:
+    """Of one stream of one rank: at work, and idle or waiting for other ranks until the end."""
 
     busy_seconds: float
     waiting_seconds: float
@@ -92,10 +90,10 @@ class Timeline:
         for at, op in enumerate(self.one.programs[rank].operations):
             if isinstance(op, Free):
                 continue
-            lane = Lane.COMMUNICATION if is_communication(op) else Lane.COMPUTE
+            stream = Stream.COMMUNICATION if is_communication(op) else Stream.COMPUTE
             yield Event(
                 rank,
-                lane,
+                stream,
                 op.name,
                 type(op).__name__,
                 times.issued[at],
@@ -104,22 +102,22 @@ class Timeline:
             )
 
     @cached_property
-    def lanes(self) -> tuple[dict[Lane, LaneTimes], ...]:
+    def streams(self) -> tuple[dict[Stream, StreamTimes], ...]:
         """By rank."""
         result = []
         for rank in range(len(self.ranks)):
-            busy = dict.fromkeys(Lane, 0.0)
+            busy = dict.fromkeys(Stream, 0.0)
             for event in self.events(rank):
-                busy[event.lane] += event.end - event.start
+                busy[event.stream] += event.end - event.start
             total = self.runtime_seconds
-            result.append({lane: LaneTimes(b, total - b) for lane, b in busy.items()})
+            result.append({stream: StreamTimes(b, total - b) for stream, b in busy.items()})
         return tuple(result)
 
     @property
     def exposed_communication_seconds(self) -> float:
         """Time in which a rank computes nothing, as a mean over ranks: waiting for data, for other
         ranks, and at the end for the slowest one."""
-        idle = [lanes[Lane.COMPUTE].waiting_seconds for lanes in self.lanes]
+        idle = [streams[Stream.COMPUTE].waiting_seconds for streams in self.streams]
         return sum(idle) / len(idle)
 
     @cached_property
@@ -146,8 +144,8 @@ class Timeline:
         return self.workspace_bytes + kept
 
     def to_json(self) -> dict[str, Any]:
-        idle = [lanes[Lane.COMPUTE].waiting_seconds for lanes in self.lanes]
-        busy = [lanes[Lane.COMMUNICATION].busy_seconds for lanes in self.lanes]
+        idle = [streams[Stream.COMPUTE].waiting_seconds for streams in self.streams]
+        busy = [streams[Stream.COMMUNICATION].busy_seconds for streams in self.streams]
         received = self.received_bytes
         return {
             "method": self.plan.method,

@@ -1,8 +1,8 @@
 """Timelines in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process for each rank, a thread for each lane, microseconds. Every lane is filled from beginning
-to end: where it does not work it waits (for other ranks) or idles, so its durations add up to the
-runtime. Passes given together follow one another.
+A process for each rank, a thread for each stream, microseconds. Every stream is filled from the
+beginning to the end: where it does not work it waits (for other ranks) or idles, so its durations
+add up to the runtime. Passes given together follow one another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mesh_attention.cluster.timeline import Event, Lane, Timeline, some_timelines
+from mesh_attention.cluster.timeline import Event, Stream, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.program import (
     AllGather,
@@ -22,11 +22,9 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.plan.traffic import TrafficMeter
 
-__all__ = ["trace_of"]
-
 # Times are rounded to 1/1024 us, which binary floats hold exactly: sums of durations are exact too.
 _TICKS = 1024
-_THREADS = {lane: number for number, lane in enumerate(Lane)}
+_THREADS = {stream: number for number, stream in enumerate(Stream)}
 
 
 def trace_of(timelines: Sequence[Timeline], num_ranks: int = 16) -> dict[str, Any]:
@@ -58,9 +56,9 @@ def _headings(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     title = f"rank {rank} (device {device}, node {timeline.cluster.node_of(device)})"
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for lane, thread in _THREADS.items():
+    for stream, thread in _THREADS.items():
         place = {"ph": "M", "pid": rank, "tid": thread}
-        yield {**place, "name": "thread_name", "args": {"name": lane.value}}
+        yield {**place, "name": "thread_name", "args": {"name": stream.value}}
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
@@ -69,19 +67,19 @@ def _rank_events(timeline: Timeline, rank: int, begin: int) -> Iterator[dict[str
     meter = TrafficMeter(timeline.plan.problem, program.buffer_table())
     operations = [op for op in program.operations if not isinstance(op, Free)]
     end = begin + _ticks(timeline.runtime_seconds)
-    now = dict.fromkeys(Lane, begin)
+    now = dict.fromkeys(Stream, begin)
 
     def upto(event: Event, until: int, name: str, kind: str, **more: Any) -> Iterator[Any]:
-        start, now[event.lane] = now[event.lane], max(until, now[event.lane])
-        yield from _slice(rank, event.lane, start, now[event.lane], name, kind, more)
+        start, now[event.stream] = now[event.stream], max(until, now[event.stream])
+        yield from _slice(rank, event.stream, start, now[event.stream], name, kind, more)
 
     for op, event in zip(operations, timeline.events(rank), strict=True):
         yield from upto(event, begin + _ticks(event.issued), "idle", "idle")
         yield from upto(event, begin + _ticks(event.start), "wait", "wait", before=event.name)
         more = _arguments(timeline, rank, op, meter)
         yield from upto(event, begin + _ticks(event.end), event.name, event.kind, **more)
-    for lane, start in now.items():
-        yield from _slice(rank, lane, start, end, "idle", "idle", {})
+    for stream, start in now.items():
+        yield from _slice(rank, stream, start, end, "idle", "idle", {})
 
 
 def _arguments(timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter) -> dict[str, Any]:
@@ -98,13 +96,13 @@ def _arguments(timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter
 
 
 def _slice(
-    rank: int, lane: Lane, start: int, end: int, name: str, kind: str, more: dict[str, Any]
+    rank: int, stream: Stream, start: int, end: int, name: str, kind: str, more: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     if end > start:
         yield {
             "ph": "X",
             "pid": rank,
-            "tid": _THREADS[lane],
+            "tid": _THREADS[stream],
             "ts": start / _TICKS,
             "dur": (end - start) / _TICKS,
             "name": name,

@@ -53,7 +53,7 @@ def _parse_buffer(text: str) -> Buffer:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The text, line by line. Objects that ranks share are written out once and reused."""
+    """The text, line by line. What ranks have in common is written out once and reused."""
     yield _HEADER
     head = {
         "method": a_plan(plan).method,
@@ -64,12 +64,12 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         "devices": plan.devices,
     }
     yield json.dumps(head)
-    seen: dict[int, str] = {}
+    seen: dict[Buffer | Operation, str] = {}
 
     def once(item: Any, write: Callable[[Any], str]) -> str:
-        text = seen.get(id(item))
+        text = seen.get(item)
         if text is None:
-            text = seen[id(item)] = "  " + write(item)
+            text = seen[item] = "  " + write(item)
         return text
 
     for one in plan.passes:

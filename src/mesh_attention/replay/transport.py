@@ -31,13 +31,10 @@ class ReplayTransport:
     own_stream = True
 
     def __init__(self, program: Program, seconds: Sequence[float], holder: Holder) -> None:
-        # By identity: an operation belongs to one place of a program, and hashing one is slow.
-        self._seconds = {
-            id(op): lasts for op, lasts in zip(program.operations, seconds, strict=True)
-        }
+        self._seconds = dict(zip(program.operations, seconds, strict=True))
         self._table = program.buffer_table()
         self._holder = holder
 
     def prepare(self, op: Communication, view: View) -> Start:
         landings = [(self._table[piece.buffer], view(piece)) for piece in writes(op)]
-        return self._holder.prepare(landings, self._seconds[id(op)])
+        return self._holder.prepare(landings, self._seconds[op])

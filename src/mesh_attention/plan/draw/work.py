@@ -81,10 +81,10 @@ class Work:
 def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
     with a 1 for every cell the task spans, whatever the mask shows of it."""
-    known: dict[tuple[int, int, int], Rows] = {}
+    known: dict[tuple[Buffer, int, int], Rows] = {}
 
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> Rows:
-        key = (id(buffer), start, stop)  # the plan keeps its buffers alive
+        key = (buffer, start, stop)
         if key not in known:
             known[key] = Rows(layout, Piece(buffer.name, start, stop), buffer)
         return known[key]

@@ -84,8 +84,7 @@ class Atoms:
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
         self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
         self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
-        self._cells: dict[int, Cells] = {}
-        self._alive: list[Buffer] = []
+        self._cells: dict[Buffer, Cells] = {}
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
         by_head = np.repeat(seen.T, self.num_heads, axis=1)
@@ -97,7 +96,7 @@ class Atoms:
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
     def cells(self, buffer: Buffer) -> Cells:
-        found = self._cells.get(id(buffer))
+        found = self._cells.get(buffer)
         if found is None:
             key_side = buffer.kind.is_key_side
             side = self.kv if key_side else self.q
@@ -109,8 +108,7 @@ class Atoms:
                 heads = sorted({self.kv_head_of[h] for h in heads})
             labels = [(atom, head) for atom in atoms for head in heads]
             found = Cells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
-            self._cells[id(buffer)] = found
-            self._alive.append(buffer)  # ids stay unique while we hold the object
+            self._cells[buffer] = found
         return found
 
     def head_atom(self, buffer: Buffer, head: int) -> int:
@@ -121,20 +119,19 @@ class Atoms:
 
 def _pieces_by_buffer(one: Pass) -> Iterator[tuple[Buffer, set[Piece]]]:
     """Every buffer with the pieces of it that occur; what ranks share is looked at once."""
-    used_by: dict[int, dict[str, set[Piece]]] = {}
-    found: dict[int, tuple[Buffer, set[Piece]]] = {}
+    used_by: dict[Operation, dict[str, set[Piece]]] = {}
+    found: dict[Buffer, set[Piece]] = {}
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
-            used = used_by.get(id(op))
+            used = used_by.get(op)
             if used is None:
-                used = used_by[id(op)] = {}
+                used = used_by[op] = {}
                 for piece in (*reads(op), *writes(op), *_cut_parts(op)):
                     used.setdefault(piece.buffer, set()).add(piece)
             for name, pieces in used.items():
-                buffer = table[name]
-                found.setdefault(id(buffer), (buffer, set()))[1].update(pieces)
-    yield from found.values()
+                found.setdefault(table[name], set()).update(pieces)
+    yield from found.items()
 
 
 def _cut_parts(op: Operation) -> Iterator[Piece]:

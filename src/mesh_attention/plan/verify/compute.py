@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_attention.plan.buffers import Kind, Piece
+from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
@@ -23,8 +23,8 @@ class Compute:
         self._memory = memory
         self._calls = CallCheck(plan.problem.rows)
         self._maps: dict[tuple[int, Spans], RowMap] = {}
-        self._spans: dict[tuple[int, int, int], Spans] = {}
-        self._checked: dict[tuple[int, int, tuple[Call, ...]], str | None] = {}
+        self._spans: dict[tuple[Buffer, int, int], Spans] = {}
+        self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
 
     def attend(self, rank: int, op: Attend) -> None:
         self._check_calls(rank, op.q, op.k, op.calls)
@@ -127,7 +127,7 @@ class Compute:
 
     def _check_calls(self, rank: int, q: Piece, k: Piece, calls: tuple[Call, ...]) -> None:
         q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
-        key = (id(q_spans), id(k_spans), calls)
+        key = (q_spans, k_spans, calls)
         if key not in self._checked:
             labels = self._memory.labels(rank, q)
             if len(set(labels)) != len(labels):
@@ -143,7 +143,7 @@ class Compute:
 
     def _piece_spans(self, rank: int, piece: Piece) -> Spans:
         buffer = self._memory.buffer(rank, piece)
-        key = (id(buffer), piece.start, piece.stop)
+        key = (buffer, piece.start, piece.stop)
         if key not in self._spans:
             self._spans[key] = piece.spans(buffer)
         return self._spans[key]
