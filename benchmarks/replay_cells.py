@@ -23,7 +23,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.replay.share import Share, share_of
+from mesh_attention.replay.rank_plan import RankPlan, rank_plan_of
 
 __all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
 
@@ -140,7 +140,7 @@ def _tuned() -> Iterator[Cell]:
 
 
 def prepare(cell: Cell, folder: Path) -> Path:
-    """Plan, simulate, and store one rank's share; what is stored already stays."""
+    """Plan, simulate, and store one rank's part; what is stored already stays."""
     path = folder / f"{cell.name}.pickle.gz"
     if path.exists():
         return path
@@ -163,12 +163,12 @@ def prepare(cell: Cell, folder: Path) -> Path:
             **options,
         )
         timeline = simulate(plan, cluster, direction)
-    share = share_of(timeline)
+    rank_plan = rank_plan_of(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
-    share.predicted["setting"] = {key: str(value) for key, value in setting.items()}
+    rank_plan.predicted["setting"] = {key: str(value) for key, value in setting.items()}
     part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
     with gzip.open(part, "wb") as file:
-        pickle.dump(share, file)
+        pickle.dump(rank_plan, file)
     return part.rename(path)
 
 
@@ -182,7 +182,7 @@ def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
     return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})
 
 
-def load(cell: Cell, folder: Path) -> Share:
+def load(cell: Cell, folder: Path) -> RankPlan:
     with gzip.open(folder / f"{cell.name}.pickle.gz", "rb") as file:
-        share: Share = pickle.load(file)
-    return share
+        rank_plan: RankPlan = pickle.load(file)
+    return rank_plan

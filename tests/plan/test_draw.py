@@ -22,7 +22,7 @@ from mesh_attention.plan.draw import (
     draw_assignment,
     draw_steps,
     draw_summary,
-    steps,
+    schedule,
     summary,
     task_graph,
 )
@@ -212,7 +212,7 @@ def test_a_plan_of_one_direction_draws_that_one() -> None:
     assert "forward" not in draw_summary(plan)
 
 
-@pytest.mark.parametrize("module", [steps, summary])
+@pytest.mark.parametrize("module", [schedule, summary])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0

@@ -68,7 +68,7 @@ def test_rescaling_to_the_local_lse_instead_of_the_global_one_is_caught() -> Non
         assert finding.operation == "RS-Q-0"
 
 
-def test_gradients_of_k_that_come_home_as_gradients_of_v_are_caught() -> None:
+def test_gradients_of_k_that_are_reduced_as_gradients_of_v_are_caught() -> None:
     plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1)))
     for place in places(plan, lambda op: op.name == "RS-dKV-0.copy"):
         assert isinstance(place.op, Merge)

@@ -50,7 +50,7 @@ def test_a_duplicated_compute_task_is_caught_at_that_rank_and_task() -> None:
 
 
 def test_a_dropped_collective_is_caught() -> None:
-    """Its group waits for ever, or a reader finds nothing; which comes first is left open."""
+    """Its group deadlocks, or a reader finds nothing; which comes first is left open."""
     for _, place in random_places(3, is_collective):
         caught(place, place.put())
 
@@ -68,7 +68,7 @@ def swapped(place: Place, other: int) -> Plan:
 
 
 def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
-    """By the schedule at that rank, or, inside one task, because its group waits for ever; of two
+    """By the schedule at that rank, or, inside one task, because its group deadlocks; of two
     members that disagree about the parts of a task either may be named."""
     tried = 0
     for rng, place in random_places(5, is_collective):
@@ -107,7 +107,7 @@ def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_na
     for place in places(plan, lambda op: op.name == "RS-Q-0.lse"):
         names = [op.name for op in place.program.operations]
         findings = verify(swapped(place, names.index("RS-Q-0.lse-all")))
-        waiting = {f.rank: f.operation for f in findings if "waits for ever" in f.message}
+        waiting = {f.rank: f.operation for f in findings if "deadlocks" in f.message}
         assert waiting[place.rank] == "RS-Q-0.lse-all"
         group = next(
             g for name, g in place.one.groups.items() if name[0] == "Q" and place.rank in g

@@ -13,8 +13,7 @@ from mesh_attention.cli.values import count, one_of, rank_or, size
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.draw.summary import problem_text
-from mesh_attention.replay.result import Replayed
-from mesh_attention.replay.share import SLOWEST, Share, share_of
+from mesh_attention.replay.rank_plan import SLOWEST, RankPlan, Replayed, rank_plan_of
 
 BENCHMARKS = ("replay",)
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels
@@ -65,33 +64,33 @@ def run(args: argparse.Namespace) -> int:
     from mesh_attention.replay.measure import check_device, measure
 
     check_device(args.sms)  # before minutes of planning
-    shares = [_share(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
+    plans = [_rank_plan(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
     found = [
         measure(
-            share,
+            rank_plan,
             sms=args.sms,
             repeats=args.repeats,
             high_priority=not args.same_priority,
         )
-        for share in shares
+        for rank_plan in plans
     ]
     if args.json:
-        both = {one.share.one.direction.value: one.to_json() for one in found}
+        both = {one.rank_plan.one.direction.value: one.to_json() for one in found}
         print_json(both if len(both) > 1 else found[0].to_json())
         return 0
     print(_for_people(found))
     return 0
 
 
-def _share(one: Simulated, rank: int | str) -> Share:
-    share = share_of(one.timeline, rank)
-    share.predicted["setting"] = one.setting
-    return share
+def _rank_plan(one: Simulated, rank: int | str) -> RankPlan:
+    rank_plan = rank_plan_of(one.timeline, rank)
+    rank_plan.predicted["setting"] = one.setting
+    return rank_plan
 
 
 def _for_people(found: Sequence[Replayed]) -> str:
     first = found[0]
-    share = first.share
+    replayed = first.rank_plan
     numbers = [one.to_json() for one in found]
 
     def row(title: str, *cells: str) -> list[str]:
@@ -115,9 +114,9 @@ def _for_people(found: Sequence[Replayed]) -> str:
         row("  by the plan", *(bytes_text(one.planned_bytes) for one in found)),
     ]
     lines = [
-        f"{share.plan.method} on {share.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
+        f"{replayed.plan.method} on {replayed.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
         f"one of them replayed on {first.machine}",
-        problem_text(share.plan.problem),
+        problem_text(replayed.plan.problem),
         table(rows),
     ]
     for one, number in zip(found, numbers, strict=True):
@@ -126,8 +125,8 @@ def _for_people(found: Sequence[Replayed]) -> str:
     takes = f"take {first.sms} SMs" if first.sms else "take no SM but one warp, as copy engines do"
     lines += [
         f"Compute measured, network modelled: communications {takes} and last as simulated.",
-        "Time: median of "
-        f"{len(first.all_seconds)}; MFU of {share.peak_tflops:g} TFLOP/s by mask area. Peak memory "
+        f"Time: median of {len(first.all_seconds)}; "
+        f"MFU of {replayed.peak_tflops:g} TFLOP/s by mask area. Peak memory "
         "holds shards, results, workspace, kernel results and some MiB of the stand-ins.",
     ]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.draw.tasks import task_graph
+from mesh_attention.plan.draw.schedule import task_graph
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan

@@ -4,6 +4,10 @@ With `sms` > 0 a stand-in is one kernel of so many programs, each of which fills
 rings do. With `sms=0` it stands for copy engines: the driver copies the bytes (a kernel does where
 some heads of every row are written), and one warp waits. Either way it ends when the modelled time
 has passed since it really began, or when its bytes are written if that takes longer.
+
+1,024 threads of a program and tens of registers for each leave no room on an SM for a program of
+attention (a test asks the GPU), as a communication kernel of NCCL does. Time is that of the GPU's
+own clock, `%globaltimer`.
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from mesh_attention.replay.hold_kernel import hold_kernel, stamp_kernel, until_kernel
-from mesh_attention.replay.received import STOCK_BYTES, Stock
-from mesh_attention.replay.runs import Description, describe, runs_of
+from mesh_attention.replay.stand_in_data import (
+    STOCK_BYTES,
+    Stock,
+    WriteTable,
+    memory_runs,
+    write_table,
+)
 from mesh_attention.replay.transport import Landing
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
-
-__all__ = ["CudaHolder", "Mode"]
 
 WARPS = 32
 # Launching and draining a stand-in, taken off its time (found on an H200: 1.9 to 2.2 us).
@@ -45,7 +52,7 @@ class CudaHolder:
         self._device = device
         self._sms = sms
         self._stock = Stock(device)
-        self._tables: dict[Description, Tensor] = {}
+        self._tables: dict[WriteTable, Tensor] = {}
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property
@@ -60,7 +67,7 @@ class CudaHolder:
 
         def start(after: Marks) -> Handle:
             if self.mode is Mode.SILENT:
-                return _Done()
+                return _Skipped()
             with torch.cuda.stream(self.stream):
                 for mark in after:
                     self.stream.wait_event(mark)
@@ -71,8 +78,8 @@ class CudaHolder:
         return start
 
     def _filling(self, landings: Sequence[Landing]) -> Callable[[int], object]:
-        pieces = [runs_of(x, self._stock.of(buffer, x.dtype)) for buffer, x in landings]
-        found = describe(pieces)
+        pieces = [memory_runs(x, self._stock.of(buffer, x.dtype)) for buffer, x in landings]
+        found = write_table(pieces)
         # The caller's tensors come anew with every call, most often where they were before.
         if found not in self._tables:
             self._tables[found] = torch.tensor(
@@ -115,8 +122,87 @@ class _Held:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _Done:
+class _Skipped:
     def ready(self) -> bool:
         return True
 
     def wait(self) -> None: ...
+
+
+@triton.jit
+def _now() -> tl.tensor:
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _later() -> tl.tensor:
+    """The time after a short rest, so that waiting takes no issue slots or power to speak of."""
+    return tl.inline_asm_elementwise(
+        "nanosleep.u32 100; mov.u64 $0, %globaltimer;",
+        "=l",
+        [],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# Numbers that change from one message to the next must not compile anything anew.
+@triton.jit(do_not_specialize=["num_pieces", "nanoseconds"])
+def hold_kernel(
+    pieces: tl.tensor,
+    num_pieces: tl.int32,
+    nanoseconds: tl.int64,
+    WORD: tl.constexpr,
+    STOCK_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> None:
+    """`pieces` holds for each piece: target, stock (addresses), words, words of a run, stride.
+
+    A piece is runs of words, one stride apart. Each program writes every n-th block of it, then
+    waits until `nanoseconds` have passed since it began.
+    """
+    begin = _now()
+    run = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    for piece in range(num_pieces):
+        entry = pieces + piece * 5
+        target = tl.load(entry).to(tl.pointer_type(WORD))
+        stock = tl.load(entry + 1).to(tl.pointer_type(WORD))
+        words, length, stride = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+        if ALIGNED:
+            target = tl.multiple_of(target, 16)
+            stock = tl.multiple_of(stock, 16)
+            stride = tl.multiple_of(stride, 16)
+            length = tl.multiple_of(length, 16)
+            words = tl.multiple_of(words, 16)
+        across = tl.cdiv(length, COLUMNS)
+        down = tl.cdiv(tl.cdiv(words, length), ROWS)
+        for block in range(tl.program_id(0), across * down, tl.num_programs(0)):
+            rows = (block // across) * ROWS + run
+            columns = (block % across) * COLUMNS + column
+            inside = (columns < length) & (rows * length + columns < words)
+            start = tl.multiple_of((block * (ROWS * COLUMNS)) % STOCK_WORDS, ROWS * COLUMNS)
+            number = tl.load(stock + start + run * COLUMNS + column)
+            tl.store(target + rows * stride + columns, number, inside)
+    now = begin
+    while now - begin < nanoseconds:
+        now = _later()
+
+
+@triton.jit
+def stamp_kernel(stamp: tl.tensor) -> None:
+    tl.store(stamp, _now())
+
+
+@triton.jit(do_not_specialize=["nanoseconds"])
+def until_kernel(stamp: tl.tensor, nanoseconds: tl.int64) -> None:
+    """One warp: as near to taking no SM as a kernel can be."""
+    begin = tl.load(stamp)
+    now = begin
+    while now - begin < nanoseconds:
+        now = _later()

@@ -1,4 +1,4 @@
-"""Runs one rank's share on the GPU at hand and measures it.
+"""Runs one rank of a plan on the GPU at hand and measures it.
 
 The program runs in turns with stand-ins in place of its communications, and alone: the same
 kernels in the same order with silent communications, which no network could beat.
@@ -14,14 +14,11 @@ from collections.abc import Callable
 import torch
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.replay.received import inputs_of
-from mesh_attention.replay.result import Replayed
-from mesh_attention.replay.share import Share
+from mesh_attention.replay.rank_plan import RankPlan, Replayed
+from mesh_attention.replay.stand_in_data import inputs_of
 from mesh_attention.replay.transport import ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.workspace import Workspace
-
-__all__ = ["check_device", "measure"]
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -43,7 +40,7 @@ def check_device(sms: int) -> torch.device:
 
 
 def measure(
-    share: Share,
+    rank_plan: RankPlan,
     *,
     sms: int,
     repeats: int,
@@ -57,17 +54,17 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     there_before = torch.cuda.memory_allocated(device)  # libraries keep workspaces of their own
-    call_shape = CallShape(1, _DTYPES[share.plan.problem.element_bytes], device)
+    call_shape = CallShape(1, _DTYPES[rank_plan.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    inputs = inputs_of(share.program, share.plan, call_shape)
+    inputs = inputs_of(rank_plan.program, rank_plan.plan, call_shape)
     executor = Executor(
-        share.plan,
-        share.one,
-        0,  # the share holds one program, whatever its rank is
-        ReplayTransport(share.program, share.seconds, holder),
+        rank_plan.plan,
+        rank_plan.one,
+        0,  # there is one program, whatever its rank is
+        ReplayTransport(rank_plan.program, rank_plan.seconds, holder),
         Workspace(),
         call_shape,
-        softmax_scale=float(share.plan.problem.head_dim) ** -0.5,
+        softmax_scale=float(rank_plan.plan.problem.head_dim) ** -0.5,
     )
 
     def seconds(mode: Mode) -> float:
@@ -89,7 +86,7 @@ def measure(
             break
     return Replayed(
         machine=torch.cuda.get_device_name(device),
-        share=share,
+        rank_plan=rank_plan,
         sms=sms,
         high_priority=high_priority,
         seconds=statistics.median(replayed),

@@ -1,6 +1,6 @@
 """A transport that keeps time in place of a network.
 
-Every communication begins after its marks, on a lane of its own, and what it would receive is
+Every communication begins after its marks, on a stream of its own, and what it would receive is
 written into its target pieces. How it keeps time is the holder's business.
 """
 
@@ -15,14 +15,12 @@ from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Communication, Program, writes
 from mesh_attention.runtime.transport.interface import Start, View
 
-__all__ = ["Holder", "Landing", "ReplayTransport"]
-
 Landing = tuple[Buffer, Tensor]  # where a message lands: (rows, batch, heads, width)
 
 
 class Holder(Protocol):
     def prepare(self, landings: Sequence[Landing], seconds: float) -> Start:
-        """Something that lasts so long on the communication lane and fills these tensors."""
+        """Something that lasts so long on the communication stream and fills these tensors."""
         ...
 
 

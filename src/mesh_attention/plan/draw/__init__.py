@@ -4,11 +4,14 @@ Every function here is pure and returns a string or plain data; nothing is colou
 printed, so the same text serves terminals, golden files and reports.
 """
 
-from mesh_attention.plan.draw.cells import Cells, computed_cells
-from mesh_attention.plan.draw.matrix import draw_assignment
-from mesh_attention.plan.draw.steps import draw_steps
+from mesh_attention.plan.draw.matrix import Cells, computed_cells, draw_assignment
+from mesh_attention.plan.draw.schedule import (
+    ScheduleComparison,
+    compare_schedulers,
+    draw_steps,
+    task_graph,
+)
 from mesh_attention.plan.draw.summary import bytes_text, draw_summary
-from mesh_attention.plan.draw.tasks import ScheduleComparison, compare_schedulers, task_graph
 from mesh_attention.plan.draw.work import Balance, balance
 
 __all__ = [

@@ -1,14 +1,78 @@
-"""The assignment matrix as a grid of rank numbers."""
+"""The assignment matrix as the programs have it (algorithm.md, section 1), as a grid of ranks.
+
+A builder starts from an assignment; this reads one back from the tasks that ranks really hold, so
+a drawing shows what will run and not what was meant.
+"""
 
 from __future__ import annotations
 
-from mesh_attention.plan.draw.cells import NOBODY, SEVERAL, computed_cells, visible_cells
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.draw.work import work_of
 from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.runs import visible_pairs
 
-__all__ = ["MOST_PARTITIONS", "draw_assignment"]
-
+NOBODY, SEVERAL = -1, -2
 MOST_PARTITIONS = 64  # a grid of more does not fit on a screen; then a corner of it is drawn
 _CORNER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """`ranks[i, j]` computes Q partition i against KV partition j, or NOBODY, or SEVERAL do."""
+
+    ranks: NDArray[np.int64]
+    several: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> list[list[int | list[int] | None]]:
+        """Nested lists: a rank, a list of ranks, or null where nothing is computed."""
+        rows: list[list[int | list[int] | None]] = [
+            [None if rank == NOBODY else rank for rank in row] for row in self.ranks.tolist()
+        ]
+        for (i, j), ranks in self.several.items():
+            rows[i][j] = list(ranks)
+        return rows
+
+
+def computed_cells(
+    plan: Plan, one: Pass, *, whole_tasks: bool = False, first: int | None = None
+) -> Cells:
+    """Cells of the first `first` partitions (None: all) in which a rank computes visible pairs.
+
+    `whole_tasks` counts every cell that a rank's tasks span, also those that the mask empties.
+    """
+    size = plan.num_ranks if first is None else min(first, plan.num_ranks)
+    ranks = np.full((size, size), NOBODY, dtype=np.int64)
+    several: dict[tuple[int, int], set[int]] = {}
+    for work in work_of(plan, one, whole_tasks=whole_tasks):
+        rows, columns = work.q < size, work.kv < size
+        q, kv = work.q[rows], work.kv[columns]
+        index = np.ix_(q, kv)
+        there = ranks[index]
+        mine = work.pairs[np.ix_(rows, columns)] > 0
+        shared = mine & (there != NOBODY) & (there != work.rank)
+        for x, y in np.argwhere(shared).tolist():
+            cell = (int(q[x]), int(kv[y]))
+            several.setdefault(cell, {int(there[x, y])}).add(work.rank)
+        ranks[index] = np.where(shared, SEVERAL, np.where(mine, work.rank, there))
+    return Cells(ranks, {cell: tuple(sorted(found)) for cell, found in several.items()})
+
+
+def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
+    """Which cells of the first partitions hold any visible pair at all."""
+    sides = []
+    for layout in (plan.q_layout, plan.kv_layout):
+        by_partition = [layout.runs(g * layout.slots, (g + 1) * layout.slots) for g in range(first)]
+        starts = np.cumsum([0, *(len(runs) for runs in by_partition[:-1])])
+        sides.append(([run for runs in by_partition for run in runs], starts))
+    (q_runs, q_starts), (k_runs, k_starts) = sides
+    pairs = visible_pairs(q_runs, k_runs, plan.problem.rows)
+    per_cell = np.add.reduceat(np.add.reduceat(pairs, q_starts, axis=0), k_starts, axis=1)
+    visible: NDArray[np.bool_] = per_cell > 0
+    return visible
 
 
 def draw_assignment(

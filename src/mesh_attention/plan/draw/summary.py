@@ -11,8 +11,6 @@ from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.text import digest
 
-__all__ = ["bytes_text", "draw_summary", "problem_text"]
-
 
 def bytes_text(num_bytes: float) -> str:
     """

@@ -19,12 +19,10 @@ from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Task
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["Balance", "Work", "balance", "pairs_of_tasks", "work_of"]
-
 Array = NDArray[np.int64]
 
 
-class Rows:
+class OwnedRows:
     """Some rows of a buffer, by the partition that owns them."""
 
     def __init__(self, layout: Layout, piece: Piece, buffer: Buffer) -> None:
@@ -45,7 +43,7 @@ class Rows:
         """Rows of each partition."""
         return self._add_up(np.array([b - a for a, b in self._stretches], dtype=np.int64))
 
-    def visible_pairs(self, keys: Rows, mask: RowRanges) -> Array:
+    def visible_pairs(self, keys: OwnedRows, mask: RowRanges) -> Array:
         """Between each partition of these rows and each of the keys'."""
         q_runs, q_starts = self._runs()
         k_runs, k_starts = keys._runs()
@@ -81,12 +79,12 @@ class Work:
 def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
     with a 1 for every cell the task spans, whatever the mask shows of it."""
-    known: dict[tuple[Buffer, int, int], Rows] = {}
+    known: dict[tuple[Buffer, int, int], OwnedRows] = {}
 
-    def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> Rows:
+    def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
         key = (buffer, start, stop)
         if key not in known:
-            known[key] = Rows(layout, Piece(buffer.name, start, stop), buffer)
+            known[key] = OwnedRows(layout, Piece(buffer.name, start, stop), buffer)
         return known[key]
 
     for program in one.programs:

@@ -4,7 +4,7 @@
 which (query, key) pairs a partial result has seen. See `machine.py` for what is proven.
 """
 
-from mesh_attention.plan.verify.finding import Finding
 from mesh_attention.plan.verify.machine import verify
+from mesh_attention.plan.verify.structure import Finding
 
 __all__ = ["Finding", "verify"]

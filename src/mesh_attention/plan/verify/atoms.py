@@ -21,11 +21,9 @@ from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, Operation, ReduceScatter, reads, writes
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["Atoms", "Cells", "Side"]
-
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class BufferCells:
     """The cells of a buffer: what each is meant to hold, token atom by token atom."""
 
     labels: list[tuple[int, int]]  # (token atom, head atom)
@@ -84,7 +82,7 @@ class Atoms:
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
         self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
         self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
-        self._cells: dict[Buffer, Cells] = {}
+        self._cells: dict[Buffer, BufferCells] = {}
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
         by_head = np.repeat(seen.T, self.num_heads, axis=1)
@@ -95,7 +93,7 @@ class Atoms:
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
-    def cells(self, buffer: Buffer) -> Cells:
+    def cells(self, buffer: Buffer) -> BufferCells:
         found = self._cells.get(buffer)
         if found is None:
             key_side = buffer.kind.is_key_side
@@ -107,7 +105,7 @@ class Atoms:
             if key_side:
                 heads = sorted({self.kv_head_of[h] for h in heads})
             labels = [(atom, head) for atom in atoms for head in heads]
-            found = Cells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
+            found = BufferCells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
             self._cells[buffer] = found
         return found
 

@@ -16,8 +16,6 @@ from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.runs import Run, visible_pairs
 
-__all__ = ["CallCheck", "RowMap"]
-
 
 class RowMap:
     """Positions of the rows of a piece, without writing them all down."""

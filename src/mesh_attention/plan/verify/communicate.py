@@ -16,10 +16,7 @@ from mesh_attention.plan.program import (
     SendRecv,
 )
 from mesh_attention.plan.verify.compute import check_scaled, check_summable, union
-from mesh_attention.plan.verify.finding import Broken
-from mesh_attention.plan.verify.memory import Memory, Partial, Value
-
-__all__ = ["communicate"]
+from mesh_attention.plan.verify.memory import Broken, Content, Memory, Partial
 
 
 def communicate(memory: Memory, members: Sequence[int], operations: list[Communication]) -> None:
@@ -59,7 +56,7 @@ def _rows(part: Piece, start: int, stop: int) -> Piece:
 
 def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGather]) -> None:
     for at, move in enumerate(operations[0].moves):
-        values: list[Value] = []
+        values: list[Content] = []
         labels: list[tuple[int, int]] = []
         for member, a, b in _owners_in_whole(move, len(members)):
             rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
@@ -68,7 +65,7 @@ def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGath
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
             have, want = memory.buffer(members[0], move.part), memory.buffer(rank, whole)
-            memory.expect_same_form(members[0], have, rank, want)
+            memory.expect_same_kind(members[0], have, rank, want)
             if memory.labels(rank, whole) != labels:
                 raise Broken(rank, f"gathers other tokens or heads than {whole.buffer} holds")
             memory.write(rank, whole, values)
@@ -83,7 +80,7 @@ def _reduce_scatter(
         part_buffer = memory.buffer(members[0], move.part)
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
-            memory.expect_same_form(rank, memory.buffer(rank, whole), members[0], part_buffer)
+            memory.expect_same_kind(rank, memory.buffer(rank, whole), members[0], part_buffer)
             if memory.labels(rank, whole) != labels:
                 raise Broken(
                     rank, f"{whole.buffer} holds other tokens or heads than rank {members[0]}'s"
@@ -106,9 +103,9 @@ def _reduce_scatter(
 
 
 def _sums(
-    memory: Memory, owner: int, target: Piece, contributions: list[list[Value]]
-) -> list[Value]:
-    sums: list[Value] = []
+    memory: Memory, owner: int, target: Piece, contributions: list[list[Content]]
+) -> list[Content]:
+    sums: list[Content] = []
     check_summable(owner, memory.buffer(owner, target).kind)
     for values in zip(*contributions, strict=True):
         partials = [value for value in values if isinstance(value, Partial)]

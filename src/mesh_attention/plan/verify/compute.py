@@ -10,13 +10,10 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
 from mesh_attention.plan.verify.atoms import Atoms
 from mesh_attention.plan.verify.calls import CallCheck, RowMap
-from mesh_attention.plan.verify.finding import Broken
-from mesh_attention.plan.verify.memory import DATA, Memory, Partial, Value
-
-__all__ = ["Compute", "union"]
+from mesh_attention.plan.verify.memory import DATA, Broken, Content, Memory, Partial
 
 
-class Compute:
+class SymbolicCompute:
     def __init__(self, plan: Plan, atoms: Atoms, memory: Memory) -> None:
         self._plan = plan
         self._atoms = atoms
@@ -33,7 +30,7 @@ class Compute:
         self._same_rows(rank, (op.q, op.out, op.lse))
         old_out = self._accumulated(rank, op.out, op.fresh, Kind.OUT)
         old_lse = self._accumulated(rank, op.lse, op.fresh, Kind.LSE)
-        new: list[Value] = []
+        new: list[Content] = []
         labels = self._memory.labels(rank, op.q)
         for (atom, head), out, lse in zip(labels, old_out, old_lse, strict=True):
             if out != lse or out.scaled_to is not None:
@@ -63,7 +60,7 @@ class Compute:
         labels = self._memory.labels(rank, op.q)
         old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
         queries: dict[int, int] = {}
-        new: list[Value] = []
+        new: list[Content] = []
         for (atom, head), before in zip(labels, old, strict=True):
             kv_head = atoms.kv_head_of[head]
             bit = 1 << (atom * atoms.num_heads + head)
@@ -72,7 +69,7 @@ class Compute:
             new.append(union(rank, op.grad_q.buffer, (before, added)))
         self._memory.write(rank, op.grad_q, new, accumulates=not op.fresh_q)
         for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
-            sums: list[Value] = []
+            sums: list[Content] = []
             before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
             key_labels = self._memory.labels(rank, piece)
             for (atom, head), before in zip(key_labels, before_all, strict=True):
@@ -94,7 +91,7 @@ class Compute:
         if op.rule is MergeRule.DELTA:
             if any(value is not DATA for values in inputs for value in values):
                 raise Broken(rank, "takes delta of something that is not final")
-            results: list[Value] = [DATA] * size
+            results: list[Content] = [DATA] * size
         elif op.rule is MergeRule.SOFTMAX:
             for out, lse in zip(inputs[::2], inputs[1::2], strict=True):
                 if out != lse or any(isinstance(v, Partial) and v.scaled_to for v in out):
@@ -116,8 +113,8 @@ class Compute:
             self._memory.write(rank, piece, results, accumulates=piece in op.inputs)
 
     def _union_all(
-        self, rank: int, name: str, inputs: Sequence[list[Value]], size: int
-    ) -> list[Value]:
+        self, rank: int, name: str, inputs: Sequence[list[Content]], size: int
+    ) -> list[Content]:
         if not inputs:
             return [Partial(0)] * size
         return [
@@ -202,7 +199,7 @@ def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:
     return Partial(cover, parts[0].scaled_to)
 
 
-def check_scaled(rank: int, values: Sequence[Value]) -> None:
+def check_scaled(rank: int, values: Sequence[Content]) -> None:
     if any(isinstance(v, Partial) and v.cover and v.scaled_to is None for v in values):
         raise Broken(rank, "adds partial outputs that were not rescaled to the global LSE")
 
@@ -212,7 +209,7 @@ def check_summable(rank: int, kind: Kind) -> None:
         raise Broken(rank, "adds LSEs, which combine by log-sum-exp only")
 
 
-def _partial(rank: int, name: str, value: Value) -> Partial:
+def _partial(rank: int, name: str, value: Content) -> Partial:
     if not isinstance(value, Partial):
         raise Broken(rank, f"{name}: treats input data as a partial result")
     return value

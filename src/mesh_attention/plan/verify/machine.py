@@ -2,7 +2,7 @@
 
 Proven, for each pass: every unmasked (query, key) pair is computed exactly once and combined at its
 owner exactly once; nothing is used before it arrives or after it is freed; all members of a group
-meet in the same operations in the same order; and nobody waits for ever.
+meet in the same operations in the same order; and no rank deadlocks.
 
 Ranks are run one operation at a time and block in every communication until all its members are
 there. Real runs only have fewer constraints (communication overlaps computation), so a plan that
@@ -16,25 +16,19 @@ from collections.abc import Callable, Iterator
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.plan import Pass, Plan, a_plan
 from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
     Attend,
     AttendBackward,
     Communication,
     Free,
     Merge,
     Operation,
-    ReduceScatter,
-    SendRecv,
+    Task,
 )
 from mesh_attention.plan.verify.atoms import Atoms
 from mesh_attention.plan.verify.communicate import communicate
-from mesh_attention.plan.verify.compute import Compute
-from mesh_attention.plan.verify.finding import Broken, Finding
-from mesh_attention.plan.verify.memory import Memory, Partial, Value
-from mesh_attention.plan.verify.structure import structure_findings
-
-__all__ = ["verify"]
+from mesh_attention.plan.verify.compute import SymbolicCompute
+from mesh_attention.plan.verify.memory import Broken, Content, Memory, Partial
+from mesh_attention.plan.verify.structure import Finding, structure_findings
 
 Progress = Callable[[int, int], None]
 _MOST_FINDINGS = 20
@@ -70,13 +64,13 @@ class _Machine:
         self.atoms = Atoms(plan, one)
         self.head_bits = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
         self.memory = Memory(plan.problem, one, self.atoms)
-        self.compute = Compute(plan, self.atoms, self.memory)
+        self.compute = SymbolicCompute(plan, self.atoms, self.memory)
 
     def run(self) -> Iterator[None]:
         """Yields once for every operation done; stops at the first that breaks."""
         programs = self.one.programs
         at = [0] * len(programs)
-        arrived: dict[tuple[type, str, str], set[int]] = {}
+        arrived: dict[tuple[type, Task, str], set[int]] = {}
         runnable = list(range(len(programs)))
         try:
             while runnable:
@@ -84,8 +78,8 @@ class _Machine:
                 operations = programs[rank].operations
                 while at[rank] < len(operations):
                     op = operations[at[rank]]
-                    if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
-                        here = arrived.setdefault((type(op), op.name, op.group), set())
+                    if isinstance(op, Communication):
+                        here = arrived.setdefault((type(op), op.task, op.group), set())
                         here.add(rank)
                         members = self.one.groups[op.group]
                         if len(here) < len(members):
@@ -111,7 +105,7 @@ class _Machine:
         operations: list[Communication] = []
         for member in members:
             op = self.one.programs[member].operations[at[member]]
-            assert isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv)
+            assert isinstance(op, Communication)
             operations.append(op)
         communicate(self.memory, members, operations)
 
@@ -147,14 +141,14 @@ class _Machine:
             if at[rank] < len(programs[rank].operations)
         }
         for rank, op in waiting.items():
-            assert isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv)
+            assert isinstance(op, Communication)
             absent = []
             for member in self.one.groups[op.group]:
                 there = waiting.get(member)
-                same = there is not None and (type(there), there.name) == (type(op), op.name)
+                same = there is not None and (type(there), there.task) == (type(op), op.task)
                 if not same:
                     absent.append(f"rank {member} is at {there.name if there else 'its end'}")
-            self._add(rank, op.name, "waits for ever: " + ", ".join(absent[:4]))
+            self._add(rank, op.name, "deadlocks: " + ", ".join(absent[:4]))
         return bool(waiting)
 
     def _check_ends(self, at: list[int]) -> None:
@@ -169,7 +163,7 @@ class _Machine:
                     self._report(rank, at, f"{buffer.name}, {places}: {wrong}")
                     break
 
-    def _wrong_end(self, kind: Kind, atom: int, head: int, value: Value | None) -> str | None:
+    def _wrong_end(self, kind: Kind, atom: int, head: int, value: Content | None) -> str | None:
         if not isinstance(value, Partial):
             return "is never written" if value is None else "holds something else"
         if kind.is_key_side:

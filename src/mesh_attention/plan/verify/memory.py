@@ -14,10 +14,16 @@ from typing import TypeVar, cast
 from mesh_attention.plan.buffers import Buffer, Piece, Role
 from mesh_attention.plan.plan import Pass
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify.atoms import Atoms, Cells
-from mesh_attention.plan.verify.finding import Broken
+from mesh_attention.plan.verify.atoms import Atoms, BufferCells
 
-__all__ = ["DATA", "Memory", "Partial", "Value"]
+
+class Broken(Exception):  # noqa: N818 - it never leaves the verifier
+    """An operation cannot go on; carries the rank whose fault it shows."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class _Data:
 
 
 DATA = _Data()
-Value = Partial | _Data
+Content = Partial | _Data
 Where = slice | tuple[int, ...]
 T = TypeVar("T")
 
@@ -48,11 +54,11 @@ class Entry:
 
     __slots__ = ("buffer", "cells", "freed", "values")
 
-    def __init__(self, buffer: Buffer, cells: Cells) -> None:
+    def __init__(self, buffer: Buffer, cells: BufferCells) -> None:
         self.buffer = buffer
         self.cells = cells
         self.freed = False
-        self.values: list[Value | None] | None = None
+        self.values: list[Content | None] | None = None
 
 
 class Memory:
@@ -77,12 +83,12 @@ class Memory:
         entry = self._entries[rank][piece.buffer]
         return _take(entry.cells.labels, self._where(entry, piece))
 
-    def read(self, rank: int, piece: Piece) -> list[Value]:
+    def read(self, rank: int, piece: Piece) -> list[Content]:
         entry = self._entries[rank][piece.buffer]
         return self._read(rank, entry, piece, self._where(entry, piece))
 
     def write(
-        self, rank: int, piece: Piece, values: list[Value], *, accumulates: bool = False
+        self, rank: int, piece: Piece, values: list[Content], *, accumulates: bool = False
     ) -> None:
         """`accumulates`: the operation read the old values; otherwise nothing may be lost."""
         entry = self._entries[rank][piece.buffer]
@@ -93,7 +99,7 @@ class Memory:
         have = self._entries[source][taken.buffer]
         want = self._entries[target][given.buffer]
         here, there = self._where(have, taken), self._where(want, given)
-        self.expect_same_form(source, have.buffer, target, want.buffer)
+        self.expect_same_kind(source, have.buffer, target, want.buffer)
         if _take(have.cells.labels, here) != _take(want.cells.labels, there):
             raise Broken(
                 target,
@@ -101,7 +107,7 @@ class Memory:
             )
         self._write(target, want, there, self._read(source, have, taken, here), False)
 
-    def expect_same_form(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
+    def expect_same_kind(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
         # fp32 and fp64 tensors accumulate in their own precision: there the two are one.
         sizes = (have.precision.num_bytes(self._problem), want.precision.num_bytes(self._problem))
         if have.kind is not want.kind or sizes[0] != sizes[1]:
@@ -127,7 +133,7 @@ class Memory:
             if entry.values is not None and entry.buffer.role is Role.WORKSPACE
         ]
 
-    def outputs(self, rank: int) -> Iterator[tuple[Buffer, tuple[int, int], Value | None]]:
+    def outputs(self, rank: int) -> Iterator[tuple[Buffer, tuple[int, int], Content | None]]:
         """Every cell of every output: the buffer, what it should hold, and what it holds."""
         for entry in self._entries[rank].values():
             if entry.buffer.role is Role.OUTPUT:
@@ -145,7 +151,7 @@ class Memory:
         wanted = [i for i, head in enumerate(entry.cells.heads) if low <= head < high]
         return tuple(at * width + i for at in range(first, last) for i in wanted)
 
-    def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Value]:
+    def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Content]:
         name = piece.buffer
         if entry.values is None:
             raise Broken(
@@ -156,10 +162,10 @@ class Memory:
             raise Broken(
                 rank, f"uses rows {piece.start}:{piece.stop} of {name} before they arrived"
             )
-        return cast(list[Value], values)
+        return cast(list[Content], values)
 
     def _write(
-        self, rank: int, entry: Entry, where: Where, values: list[Value], accumulates: bool
+        self, rank: int, entry: Entry, where: Where, values: list[Content], accumulates: bool
     ) -> None:
         name, role = entry.buffer.name, entry.buffer.role
         if role is Role.INPUT:

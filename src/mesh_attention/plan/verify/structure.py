@@ -1,8 +1,11 @@
-"""Form, before meaning: names that exist, pieces inside their buffers, groups with this rank."""
+"""What `verify` reports, and what it looks at before it runs anything: names that exist, pieces
+inside their buffers, groups with this rank, tasks in the order of the schedule."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from mesh_attention.plan.buffers import Kind, Precision, Role
 from mesh_attention.plan.layout import Spans
@@ -22,9 +25,27 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.verify.finding import Finding
 
-__all__ = ["structure_findings"]
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The rank and the operation at which a plan breaks, and how."""
+
+    direction: str
+    rank: int
+    operation: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.direction}, rank {self.rank}, {self.operation}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "pass": self.direction,
+            "rank": self.rank,
+            "operation": self.operation,
+            "message": self.message,
+        }
 
 
 def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
@@ -154,12 +175,12 @@ def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] |
         if any(not 0 <= start < stop <= places for start, stop in buffer.rows):
             return buffer.name, f"has rows outside the {places} places of all ranks"
     sizes = {name: (b.num_rows, b.num_heads) for name, b in table.items()}
-    names: set[str] = set()
+    tasks: set[Task] = set()
     for op in program.operations:
         fault = _piece_fault(op, sizes)
-        if fault is None and isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
-            fault = "occurs twice" if op.name in names else _group_fault(one, program.rank, op)
-            names.add(op.name)
+        if fault is None and isinstance(op, Communication):
+            fault = "occurs twice" if op.task in tasks else _group_fault(one, program.rank, op)
+            tasks.add(op.task)
         if fault:
             return op.name, fault
     return None

@@ -1,8 +1,9 @@
-"""The task graph of a plan, read back from its programs, to say how good its schedule is.
+"""The schedule of a plan: as a table of steps, and beside the best order that can be found.
 
-Tasks are the names in the schedule; an operation `RS-Q-0.merge` belongs to task `RS-Q-0`. What a
-task needs follows from the buffers it reads, what it costs from its bytes and visible pairs,
-averaged over all ranks. So any method's plan can be compared with the best order found.
+For the comparison the graph of its tasks is read back from the programs: an operation
+`RS-Q-0.merge` belongs to task `RS-Q-0`, what a task needs follows from the buffers it reads, what
+it costs from its bytes and visible pairs, averaged over all ranks. So any method's plan can be
+compared with the best order found.
 """
 
 from __future__ import annotations
@@ -14,16 +15,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Program,
-    ReduceScatter,
-    SendRecv,
-    Task,
-    reads,
-    writes,
-)
+from mesh_attention.plan.program import Communication, Program, Task, reads, writes
 from mesh_attention.plan.schedule import (
     CommunicationTask,
     ComputeTask,
@@ -31,11 +23,30 @@ from mesh_attention.plan.schedule import (
     event_makespan,
     search,
 )
-from mesh_attention.plan.schedule.tasks import Costs
+from mesh_attention.plan.schedule.tasks import Costs, Schedule
 from mesh_attention.plan.traffic import TrafficMeter
 
+_HEADS = ("step", "communication", "compute")
 # The order in which builders name kinds, which settles ties (algorithm.md, section 5).
 _KINDS = ("AG-KV", "AG-Q", "RS-Q", "RS-dQ", "RS-dKV")
+
+
+def draw_steps(schedule: Schedule) -> str:
+    """One row a step, with the paper's names; an idle stream is a dash.
+
+    >>> print(draw_steps(Schedule.parse("1 AG-Q-0 + C-0-0\\n2 compute only C-1-0")))
+    step  communication  compute
+       1  AG-Q-0         C-0-0
+       2  -              C-1-0
+    """
+    rows = [
+        (str(number), str(step.communication or "-"), " ".join(map(str, step.compute)) or "-")
+        for number, step in enumerate(schedule.steps, 1)
+    ]
+    width = max(len(_HEADS[1]), *(len(row[1]) for row in rows)) if rows else len(_HEADS[1])
+    lines = [f"{_HEADS[0]}  {_HEADS[1]:<{width}}  {_HEADS[2]}"]
+    lines += [f"{number:>4}  {left:<{width}}  {right}" for number, left, right in rows]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,7 @@ def _add_needs(
     compute: set[Task],
     needs: dict[Task, dict[Task, None]],
 ) -> None:
-    """A task needs the tasks of the other lane that wrote rows it reads.
+    """A task needs the tasks of the other stream that wrote rows it reads.
 
     Compute tasks that share an accumulator may swap places; transfers that feed each other may not.
     """
@@ -159,7 +170,7 @@ def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[Task, fl
     for program in one.programs:
         meter = TrafficMeter(plan.problem, program.buffer_table())
         for op in program.operations:
-            if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
+            if isinstance(op, Communication):
                 members = member_of[op.group]
                 traffic = meter.traffic(op, members[program.rank], len(members))
                 task = op.task.whole

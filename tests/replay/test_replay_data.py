@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention.replay.runs import BLOCK_WORDS, Description, describe, runs_of
+from mesh_attention.replay.stand_in_data import (
+    BLOCK_WORDS,
+    WriteTable,
+    memory_runs,
+    write_table,
+)
 
 
-def follow(found: Description) -> None:
+def follow(found: WriteTable) -> None:
     """What the kernel does with its table, word by word: sets every byte to 1."""
     for address, _, words, length, stride in found.numbers:
         assert found.columns * found.rows == BLOCK_WORDS
@@ -20,8 +25,8 @@ def follow(found: Description) -> None:
             ctypes.memset(address + first // length * stride * found.word_bytes, 1, size)
 
 
-def check(cuts: list[Tensor], wholes: list[Tensor]) -> Description:
-    found = describe([runs_of(cut, cut) for cut in cuts])
+def check(cuts: list[Tensor], wholes: list[Tensor]) -> WriteTable:
+    found = write_table([memory_runs(cut, cut) for cut in cuts])
     follow(found)
     for cut, whole in zip(cuts, wholes, strict=True):
         assert int(cut.ne(0).sum()) == cut.numel()
@@ -58,4 +63,4 @@ def test_rows_of_usual_size_are_written_in_long_vectors() -> None:
 
 
 def test_nothing_to_write_is_a_table_without_pieces() -> None:
-    assert describe([]).numbers == ()
+    assert write_table([]).numbers == ()

@@ -1,0 +1,152 @@
+"""One rank of a simulated plan, ready for a replay, and what the replay found.
+
+Nothing of the other ranks, no torch and no GPU: it is small and can be stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.program import Communication, Program
+from mesh_attention.plan.workspace import workspace_map
+
+SLOWEST = "slowest"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """`one` holds the program of this rank alone. `seconds` goes by operation: the simulated
+    duration of communications, 0 for everything else. `flops` is 1/n of the whole by mask area."""
+
+    plan: Plan
+    one: Pass
+    rank: int
+    seconds: tuple[float, ...]
+    flops: float
+    peak_tflops: float
+    predicted: dict[str, Any]
+
+    @property
+    def program(self) -> Program:
+        return self.one.programs[0]
+
+
+def rank_of(timeline: Timeline, asked: int | str) -> int:
+    """A rank by its number, or the one that ends last (the first of several)."""
+    num_ranks = timeline.plan.num_ranks
+    if asked == SLOWEST:
+        return max(range(num_ranks), key=lambda rank: (_end(timeline, rank), -rank))
+    if not isinstance(asked, int) or not 0 <= asked < num_ranks:
+        raise MeshAttentionError(
+            f"rank={asked}: the plan has ranks 0 to {num_ranks - 1}; or give {SLOWEST}"
+        )
+    return asked
+
+
+def rank_plan_of(timeline: Timeline, asked: int | str = SLOWEST) -> RankPlan:
+    rank = rank_of(timeline, asked)
+    one, times = timeline.one, timeline.ranks[rank]
+    program = one.programs[rank]
+    seconds = tuple(
+        end - start if isinstance(op, Communication) else 0.0
+        for op, start, end in zip(program.operations, times.start, times.end, strict=True)
+    )
+    own = {name: members for name, members in one.groups.items() if rank in members}
+    alone = replace(one, programs=(program,), groups=own)
+    return RankPlan(
+        plan=replace(timeline.plan, passes=(alone,)),
+        one=alone,
+        rank=rank,
+        seconds=seconds,
+        flops=timeline.flops / timeline.plan.num_ranks,
+        peak_tflops=timeline.cluster.gpu.peak_tflops,
+        predicted=timeline.to_json() | {"rank_seconds": _end(timeline, rank)},
+    )
+
+
+def _end(timeline: Timeline, rank: int) -> float:
+    return max(timeline.ranks[rank].end, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """`seconds` is the median of `all_seconds`; `compute_seconds` that of the program alone.
+
+    `peak_bytes` is all that was allocated at once on the GPU: shards, results, workspace, what
+    kernel calls return, and `stand_in_bytes` of random numbers for the stand-ins to write (a few
+    MiB; with copy engines as much as the largest message).
+    """
+
+    machine: str
+    rank_plan: RankPlan
+    sms: int
+    high_priority: bool
+    seconds: float
+    all_seconds: tuple[float, ...]
+    compute_seconds: float
+    peak_bytes: int
+    planned_scratch_bytes: int
+    stand_in_bytes: int
+    kernels: tuple[str, ...]
+
+    @property
+    def mfu_percent(self) -> float:
+        return self._mfu(self.seconds)
+
+    @property
+    def compute_mfu_percent(self) -> float:
+        """The bound: what is left if every communication is hidden and disturbs nothing."""
+        return self._mfu(self.compute_seconds)
+
+    def _mfu(self, seconds: float) -> float:
+        return 100.0 * self.rank_plan.flops / (self.rank_plan.peak_tflops * 1e12 * seconds)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.seconds - self.compute_seconds
+
+    @property
+    def planned_bytes(self) -> int:
+        """Workspace, shards and results by the program, and what kernel calls return at most."""
+        problem, program = self.rank_plan.plan.problem, self.rank_plan.program
+        kept = sum(b.num_bytes(problem) for b in program.buffers if b.role is not Role.WORKSPACE)
+        workspace = workspace_map(program, problem).total_bytes
+        return workspace + kept + self.planned_scratch_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        given, predicted = self.rank_plan, self.rank_plan.predicted
+        return {
+            "compute": "measured",
+            "network": "modelled",
+            "machine": self.machine,
+            "method": given.plan.method,
+            "direction": given.one.direction.value,
+            "ranks": given.plan.num_ranks,
+            "rank": given.rank,
+            "cluster": predicted["cluster"],
+            "setting": predicted["setting"],
+            "sms": self.sms,
+            "high_priority": self.high_priority,
+            "seconds": self.seconds,
+            "all_seconds": list(self.all_seconds),
+            "mfu_percent": self.mfu_percent,
+            "peak_tflops": given.peak_tflops,
+            "compute_seconds": self.compute_seconds,
+            "compute_mfu_percent": self.compute_mfu_percent,
+            "exposed_seconds": self.exposed_seconds,
+            "communication_seconds": sum(given.seconds),
+            "peak_bytes": self.peak_bytes,
+            "planned_bytes": self.planned_bytes,
+            "stand_in_bytes": self.stand_in_bytes,
+            "kernels": list(self.kernels),
+            "predicted_seconds": predicted["runtime_seconds"],
+            "predicted_rank_seconds": predicted["rank_seconds"],
+            "predicted_mfu_percent": predicted["mfu_percent"],
+            "predicted_exposed_seconds": predicted["exposed_communication_seconds"],
+            "predicted_peak_bytes": predicted["peak_bytes"],
+        }
