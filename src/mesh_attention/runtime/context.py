@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -89,7 +89,8 @@ class Context:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
-        self.transports = Transports(self.groups, self._look_around)
+        look_around = WeakMethod(self._look_around)  # contexts go when they are dropped
+        self.transports = Transports(self.groups, lambda: (look_around() or _nothing)())
         self.plans: Latest[Question, RankPlan] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
@@ -319,10 +320,15 @@ class Share:
             self.context.leave()
 
 
+def _nothing() -> None: ...
+
+
 def context_of(parent: dist.ProcessGroup) -> Context:
     """The context of a process group, one for all who ask."""
     for group in [group for group in _CONTEXTS if not is_registered(group)]:
-        _CONTEXTS.pop(group).release()
+        dropped = _CONTEXTS.pop(group)
+        dropped.release_function()
+        dropped.release()
     if parent not in _CONTEXTS:
         _CONTEXTS[parent] = Context(parent)
     return _CONTEXTS[parent]

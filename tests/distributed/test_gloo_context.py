@@ -1,0 +1,226 @@
+"""A context outlives plans: a mask that is new with every batch makes a new plan, nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention import ContextParallel, Mask, mesh_attention, release
+from mesh_attention.runtime import context as contexts
+from mesh_attention.runtime.context import Latest
+from mesh_attention.runtime.transport.groups import default_store
+from support.cases import Case
+from support.gloo_case import attend, context, whole
+from support.pool import WorkerPool
+from support.reference import attention, errors, tolerance
+
+TIMES = 200
+CASE = Case(4, 45, 45, mask=Mask(causal=True), options={"tile": (2, 2)})
+
+
+def resources() -> dict[str, int]:
+    """What this process holds of the system and of the job's store, when no rank is busy."""
+    dist.barrier()
+    found = {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "keys": default_store().num_keys(),
+    }
+    dist.barrier()
+    return found
+
+
+def batch(number: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Another length and other documents with every number, alike on all ranks."""
+    tokens = world_size * (4 + number % 50)
+    cut = 1 + number % (tokens - 1)
+    source = torch.Generator().manual_seed(number)
+    q, k, v = (torch.randn(1, tokens, 1, 4, generator=source) for _ in range(3))
+    return [q, k, v], {"mask": Mask(causal=True, documents=(0, cut, tokens)), "causal": True}
+
+
+def by_function(number: int, world_size: int) -> None:
+    tensors, given = batch(number, world_size)
+    mine = [x.chunk(world_size, 1)[dist.get_rank()].clone().requires_grad_() for x in tensors]
+    out = mesh_attention(*mine, layout="contiguous", **given)
+    if number % 4 == 0:
+        out.sum().backward()  # type: ignore[union-attr]
+
+
+def by_object(number: int, world_size: int) -> None:
+    """Dropped without being closed."""
+    tensors, given = batch(number, world_size)
+    sizes = {"seq_len": tensors[0].shape[1], "num_heads": 1, "head_dim": 4}
+    cp = ContextParallel(**sizes, dtype=torch.float32, **given)
+    mine = [cp.shard(x, 1).requires_grad_() for x in tensors]
+    out = cp.attention(*mine)
+    if number % 4 == 0:
+        out.sum().backward()  # type: ignore[union-attr]
+
+
+def many_kinds(rank: int, world_size: int, way: str) -> tuple[Any, ...]:
+    use = by_function if way == "function" else by_object
+    for number in range(8):
+        use(number, world_size)
+    begin = resources()
+    for number in range(8, TIMES):
+        use(number, world_size)
+    end = resources()
+    assert dist.group.WORLD is not None
+    shared = contexts.context_of(dist.group.WORLD)
+    kept = (len(shared.plans), len(shared._calls), len(shared.asked))
+    gc.collect()
+    return begin, end, kept, len(shared._living_calls)
+
+
+@pytest.mark.parametrize("way", ["function", "objects"])
+def test_200_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
+    pool: WorkerPool, way: str
+) -> None:
+    for begin, end, kept, living in pool.run(many_kinds, 2, way):
+        assert end == begin
+        assert kept == (64, 64, 64 if way == "function" else 0)
+        assert living == 64
+
+
+def two_objects(rank: int, world_size: int) -> dict[str, Any]:
+    first, second = context(CASE), context(CASE)
+    with context(replace(CASE, q_tokens=61, kv_tokens=61)) as third:
+        attend(first, CASE)
+        before, rounds = resources(), first._share.context.handshake._rounds
+        attend(second, CASE)
+        warm = first._share.context.handshake._rounds == rounds
+        attend(third, replace(CASE, q_tokens=61, kv_tokens=61))
+        during = resources()
+        moved = [cp.traffic["forward"].total for cp in (first, second)]
+        first.close()
+        second.close()
+        part = attend(third, replace(CASE, q_tokens=61, kv_tokens=61))
+        seen = {
+            "shared": first._share.context is second._share.context is third._share.context,
+            "warm": warm,
+            "grown": {name: during[name] - before[name] for name in before},
+            "groups": len(third._share.context.groups),
+            "counted apart": moved[0] == moved[1] and moved[0].sent_bytes > 0,
+            "part": part,
+        }
+    seen["left"] = len(third._share.context.groups)
+    return seen
+
+
+def test_objects_on_one_group_share_its_process_groups_and_kinds_of_call(pool: WorkerPool) -> None:
+    found = pool.run(two_objects, 4)
+    for seen in found:
+        assert seen["shared"]
+        assert seen["warm"]
+        assert seen["grown"] == {"groups": 0, "threads": 0, "descriptors": 0, "keys": 0}
+        assert seen["groups"] == 2
+        assert seen["counted apart"]
+        assert seen["left"] == 0
+    longer = replace(CASE, q_tokens=61, kv_tokens=61)
+    truth = attention(*longer.tensors(), longer.mask)
+    distances = errors(whole([seen["part"] for seen in found], longer), truth)
+    assert max(distances.values()) <= tolerance(CASE.dtype)
+
+
+def held_backward(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    """(gradients as if called at once, their kind of call was let go, and goes with the graph)"""
+    case = replace(CASE, ranks=world_size, options={})
+    with context(case) as cp:
+        at_once = attend(cp, case)
+        tensors = case.tensors()
+        leaves = [cp.shard(x, 1).requires_grad_() for x in tensors[:3]]
+        out = cp.attention(*leaves)
+        assert isinstance(out, Tensor)
+        shared = cp._share.context
+        (call,) = shared.calls(cp._source.plans(), cp._options)
+        held = weakref.ref(call)
+        del call
+        for number in range(100):
+            by_function(number, world_size)
+        gone = not shared.calls(cp._source.plans(), cp._options)
+        grads = torch.autograd.grad(out, leaves, cp.shard(tensors[3], 1))
+        names = ("grad_q", "grad_k", "grad_v")
+        same = all(torch.equal(g, at_once.tensors[n]) for g, n in zip(grads, names, strict=True))
+        alive = held() is not None
+        del out, grads
+        gc.collect()
+        release()
+        return same, gone and alive, held() is None
+
+
+def test_a_backward_pass_runs_after_100_other_kinds_of_call(pool: WorkerPool) -> None:
+    assert pool.run(held_backward, 2) == [(True, True, True)] * 2
+
+
+def dropped(rank: int, world_size: int) -> list[dict[str, int]]:
+    found = []
+    for _ in range(6):
+        attend(context(CASE), CASE)
+        found.append(resources())
+    return found
+
+
+def test_objects_that_are_dropped_without_close_hold_one_context(pool: WorkerPool) -> None:
+    for found in pool.run(dropped, 4):
+        assert found[0]["groups"] == 3
+        assert found[1:] == [found[1]] * 5
+        assert {**found[0], "keys": 0} == {**found[1], "keys": 0}
+
+
+def closed_on_one_rank(rank: int, world_size: int) -> str:
+    cp = context(CASE)
+    attend(cp, CASE)
+    if rank == 1:
+        cp.close()
+    try:
+        context(CASE)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_context_that_one_rank_has_released_is_named(pool: WorkerPool) -> None:
+    for said in pool.run(closed_on_one_rank, 4):
+        assert "rank 1 of the group [0, 1, 2, 3] disagrees" in said
+        assert "number of releases of this group is 1 there, 0 elsewhere" in said
+
+
+def test_the_latest_are_kept_in_the_order_of_their_use() -> None:
+    latest: Latest[int, str] = Latest(2)
+    made: list[int] = []
+
+    def make(key: int) -> str:
+        made.append(key)
+        return str(key)
+
+    assert [latest.find(key, lambda key=key: make(key)) for key in (1, 2, 1, 3, 1, 2)] == [  # type: ignore[misc]
+        "1", "2", "1", "3", "1", "2",
+    ]  # fmt: skip
+    assert made == [1, 2, 3, 2]
+    assert [key for key, _ in latest.items()] == [1, 2]
+    assert latest.get(3) is None
+
+
+def other_timeouts(rank: int, world_size: int) -> list[int]:
+    """Process groups of a context whose users wait for each other for different times."""
+    found = []
+    with context(CASE) as first, context(CASE, timeout=timedelta(seconds=30)) as second:
+        for cp in (first, second, first, second):
+            attend(cp, CASE)
+            found.append(len(cp._share.context.groups))
+    return found
+
+
+def test_another_timeout_needs_groups_of_its_own(pool: WorkerPool) -> None:
+    assert pool.run(other_timeouts, 4) == [[2, 4, 4, 4]] * 4
