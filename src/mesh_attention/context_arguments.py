@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,10 +79,15 @@ def _problem(
     )
 
 
+@cache
+def _method_options() -> frozenset[str]:
+    found = (option for method in METHODS.values() for option in method.options())
+    return frozenset({"method", *found})
+
+
 def _refuse_near_names(options: Mapping[str, Any]) -> None:
     """An option that is nearly the name of an argument was meant as one."""
-    known = {option for one in METHODS.values() for option in one.options()} | {"method"}
-    for name in sorted(options.keys() - known):
+    for name in sorted(options.keys() - _method_options()):
         close = [argument for argument in _OWN if name in argument]
         close += get_close_matches(name, _OWN, n=1, cutoff=0.7)
         if close:

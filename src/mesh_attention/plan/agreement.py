@@ -51,7 +51,8 @@ def meetings(plan: Plan, rank: int) -> dict[str, Meetings]:
     for one in plan.passes:
         program = one.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
-        orders: dict[str, list[str]] = {}
+        # Also those in which this rank never communicates, as the others may.
+        orders: dict[str, list[str]] = {n: [] for n, ranks in one.groups.items() if rank in ranks}
         balances: dict[str, int] = {}
         for op in program.operations:
             if not isinstance(op, Communication):

@@ -240,15 +240,19 @@ def _odd_statement(said: dict[int, Statement]) -> str:
 
 
 def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
-    odd = disagreements(
+    told = []
+    for name, odd in disagreements(
         {rank: {name: Meetings(*one) for name, one in own.items()} for rank, own in said.items()}
-    )
-    if not odd:
+    ).items():
+        others = [rank for rank, own in said.items() if name in own and rank not in odd]
+        tie = f" (or {others})" if len(others) == len(odd) else ""
+        told.append(f"ranks {odd}{tie} in group {name}")
+    if not told:
         return ""
-    told = "; ".join(f"ranks {ranks} in group {name}" for name, ranks in odd.items())
     return (
         "the plans of the ranks do not fit together, although they answer the same question: "
-        f"collectives differ in order, kind or size on {told}; give all ranks the same plan"
+        f"collectives differ in order, kind or size on {'; '.join(told)}; "
+        "give all ranks the same plan"
     )
 
 

@@ -1,0 +1,263 @@
+"""The plan is an argument: made, searched or parsed, and compared by all ranks before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mesh_attention import ContextParallel, Mask, Plan, make_plan
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.plan import Direction, Programs
+from mesh_attention.plan.program import AllGather, AllToAll, Attend, Program
+from mesh_attention.plan.text import parse_plan, plan_text
+from mesh_attention.testing import run_local
+from support.cases import Case
+from support.gloo_case import Part, attend, context, expected_bytes, whole
+from support.heard import Heard, all_heard, listen
+from support.pool import WorkerPool
+from support.reference import NAMES, attention, errors, tolerance
+
+CASE = Case(4, 45, 45, heads=(4, 2), batch=2, mask=Mask(causal=True), dtype=torch.float32)
+CLUSTER = "hgx-h100"
+
+
+def made(case: Case) -> Plan:
+    return case.plan()
+
+
+def searched(case: Case) -> Plan:
+    """The setting with the shortest simulated time, with both passes."""
+    best = find_best(case.problem, case.ranks, CLUSTER, method="ring")
+    return plan_on(CLUSTER, case.problem, case.ranks, method="ring", **best.options)
+
+
+def parsed(case: Case) -> Plan:
+    return parse_plan(plan_text(case.plan()))
+
+
+SOURCES = {"made": made, "searched": searched, "parsed": parsed}
+
+
+def by_plan(rank: int, world_size: int, source: str, case: Case) -> tuple[Part, Any]:
+    plan = SOURCES[source](case)
+    with ContextParallel(plan=plan, softmax_scale=0.3) as cp:
+        cp._share.context.transports.poison = True
+        assert cp.plan is plan
+        cp.verify()
+        return attend(cp, case), cp.transports()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_plan_can_be_given_and_is_exact(pool: WorkerPool, source: str) -> None:
+    case = replace(CASE, options={"chunks": (2, 2)} if source != "searched" else {})
+    parts = [part for part, _ in pool.run(by_plan, case.ranks, source, case)]
+    truth = attention(*case.tensors(), case.mask, 0.3)
+    assert max(errors(whole(parts, case), truth).values()) <= tolerance(case.dtype)
+    if source != "searched":
+        assert [part.traffic for part in parts] == [expected_bytes(case)[p.rank] for p in parts]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_run_local_takes_any_plan(source: str) -> None:
+    q, k, v, grad_out = CASE.tensors()
+    result = run_local(SOURCES[source](CASE), q, k, v, grad_out)
+    found = {name: getattr(result, name) for name in NAMES}
+    truth = attention(q, k, v, grad_out, CASE.mask)
+    assert max(errors(found, truth).values()) <= tolerance(CASE.dtype)
+
+
+def construct(rank: int, world_size: int, given: dict[str, Any]) -> Heard:
+    return listen(lambda: ContextParallel(plan=made(CASE), **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"seq_len": 45}, "seq_len: the plan says this already"),
+        ({"causal": True, "head_dim": 8}, "head_dim, causal: the plan says this already"),
+        ({"method": "mesh", "tile": (2, 2)}, "method, tile: the plan says this already"),
+        ({"dtype": torch.float32}, "dtype: the plan says this already"),
+        ({"scheduler": "greedy"}, "scheduler: the plan says this already"),
+        ({"kernel": "abacus"}, "no kernel is named 'abacus'"),
+    ],
+)
+def test_what_the_plan_says_is_not_given_again(
+    pool: WorkerPool, given: dict[str, Any], told: str
+) -> None:
+    heard = pool.run(construct, 4, given)
+    all_heard(heard)
+    assert all(told in one.error for one in heard)
+
+
+def missing(rank: int, world_size: int) -> Heard:
+    return listen(lambda: ContextParallel(seq_len=12, head_dim=8))
+
+
+def test_without_a_plan_what_is_missing_is_named(pool: WorkerPool) -> None:
+    heard = pool.run(missing, 2)
+    all_heard(heard)
+    assert all("num_heads, causal: missing; give seq_len" in one.error for one in heard)
+
+
+def changed(plan: Plan, rank: int, change: Callable[[Program], Program]) -> Plan:
+    """The plan with another forward program on one rank."""
+    one = plan.forward
+    programs = [change(p) if p.rank == rank else p for p in one.programs]
+    forward = replace(one, programs=tuple(programs))
+    return replace(plan, passes=(forward, *plan.passes[1:]))
+
+
+def without(kind: type[Any]) -> Callable[[Program], Program]:
+    """The first operation of a kind left out."""
+
+    def change(program: Program) -> Program:
+        at = next(i for i, op in enumerate(program.operations) if isinstance(op, kind))
+        operations = program.operations[:at] + program.operations[at + 1 :]
+        return replace(program, operations=operations)
+
+    return change
+
+
+def wrong_plans(rank: int, world_size: int) -> list[Heard]:
+    wrong: list[Any] = [
+        replace(CASE, ranks=6).plan(), replace(made(CASE), devices=(0, 1, 2, 2)), "a plan",
+    ]  # fmt: skip
+    return [listen(partial(ContextParallel, plan=plan)) for plan in wrong]
+
+
+def test_plans_of_other_ranks_or_no_plans_are_refused(pool: WorkerPool) -> None:
+    for heard in pool.run(wrong_plans, 4):
+        all_heard(heard)
+        assert "the plan is for 6 ranks, and the process group has 4" in heard[0].error
+        assert "the plan's devices (0, 1, 2, 2) are not the ranks" in heard[1].error
+        assert "str is not a Plan; make one with make_plan(...)" in heard[2].error
+
+
+def odd_plan(rank: int, world_size: int, odd: int) -> Heard:
+    plan = replace(CASE, options={"tile": (4, 1) if rank == odd else (2, 2)}).plan()
+    return listen(lambda: ContextParallel(plan=plan))
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_another_plan_on_one_rank_is_refused_and_the_rank_named(pool: WorkerPool, odd: int) -> None:
+    heard = pool.run(odd_plan, 4, odd)
+    all_heard(heard)
+    for one in heard:
+        assert f"rank {odd} of the group [0, 1, 2, 3] disagrees: plan is" in one.error
+
+
+@pytest.mark.parametrize("others", ["parsed", "made"])
+@pytest.mark.parametrize("kind", [Attend, AllGather, AllToAll])
+def test_a_damaged_plan_on_one_rank_is_refused_and_the_rank_named(
+    pool: WorkerPool, kind: type[Any], others: str
+) -> None:
+    """Whether the others parsed the text as well or made the plan themselves."""
+    case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
+    heard = pool.run(damaged, 4, case, kind, others)
+    all_heard(heard)
+    for one in heard:
+        assert "rank 2 of the group [0, 1, 2, 3] disagrees: programs is" in one.error
+
+
+def damaged(rank: int, world_size: int, case: Case, kind: type[Any], others: str) -> Heard:
+    plan = SOURCES[others](case)
+    given = changed(plan, 2, without(kind)) if rank == 2 else plan
+    return listen(lambda: ContextParallel(plan=given))
+
+
+def half_made(rank: int, world_size: int, case: Case) -> Part:
+    """One rank has made the plan and the others were sent its text."""
+    with ContextParallel(plan=made(case) if rank == 0 else parsed(case)) as cp:
+        return attend(cp, case)
+
+
+def test_ranks_that_made_a_plan_and_ranks_that_read_it_agree(pool: WorkerPool) -> None:
+    parts = pool.run(half_made, 4, CASE)
+    distances = errors(whole(parts, CASE), attention(*CASE.tensors(), CASE.mask))
+    assert max(distances.values()) <= tolerance(CASE.dtype)
+
+
+def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Heard:
+    """Damage that the plan itself does not show: its programs look as if the method made them."""
+    plan = made(case)
+    if rank == 2:
+        one = changed(plan, 2, without(kind)).forward
+        forward = replace(one, programs=Programs(4, list(one.programs).__getitem__))
+        plan = replace(plan, passes=(forward, *plan.passes[1:]))
+    with ContextParallel(plan=plan) as cp:
+        inputs = [cp.shard(x, 1) for x in case.tensors()[:3]]
+        return listen(lambda: cp.attention(*inputs), cp)
+
+
+@pytest.mark.parametrize("kind", [AllGather, AllToAll])
+def test_collectives_that_do_not_fit_together_are_named_by_group(
+    pool: WorkerPool, kind: type[Any]
+) -> None:
+    case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
+    heard = pool.run(disguised, 4, case, kind)
+    all_heard(heard)
+    groups = [name for name, members in made(case).forward.groups.items() if 2 in members]
+    for one in heard:
+        assert "the plans of the ranks do not fit together" in one.error
+        assert any(f"in group forward {name}" in one.error for name in groups)
+        assert "2" in one.error.partition("on ranks")[2]
+
+
+def call(rank: int, world_size: int, directions: tuple[Direction, ...], dtype: torch.dtype) -> Any:
+    plan = make_plan(CASE.problem, 4, directions=directions)
+    with ContextParallel(plan=plan) as cp:
+        inputs = [cp.shard(x, 1).to(dtype).requires_grad_() for x in CASE.tensors()[:3]]
+        heard = listen(lambda: cp.attention(*inputs), cp)
+        with torch.no_grad():
+            right = [x.float() for x in inputs]
+            out = cp.attention(*right)
+        assert isinstance(out, Tensor)
+        return heard, out.shape
+
+
+@pytest.mark.parametrize(
+    ("directions", "dtype", "told"),
+    [
+        ((Direction.FORWARD,), torch.float32, "this plan has no backward pass; it has: forward"),
+        (tuple(Direction), torch.bfloat16, "the plan is for 4-byte elements, but the tensors are"),
+    ],
+)
+def test_what_the_plan_cannot_do_is_refused_by_name(
+    pool: WorkerPool, directions: tuple[Direction, ...], dtype: torch.dtype, told: str
+) -> None:
+    results = pool.run(call, 4, directions, dtype)
+    all_heard([heard for heard, _ in results])
+    assert all(told in heard.error for heard, _ in results)
+
+
+def own_programs(rank: int, world_size: int, case: Case, training: bool) -> dict[str, list[int]]:
+    """The programs that this rank has made for a call, by pass."""
+    with context(case) as cp:
+        inputs = [cp.shard(x, 1).requires_grad_(training) for x in case.tensors()[:3]]
+        out = cp.attention(*inputs)
+        assert isinstance(out, Tensor)
+        if training:
+            out.sum().backward()  # type: ignore[no-untyped-call]
+        cp.transports()
+        found = {}
+        for one in cp.plan.passes:
+            assert isinstance(one.programs, Programs)
+            made = one.programs._made
+            found[one.direction.value] = [r for r, p in enumerate(made) if p is not None]
+        assert cp.rank == rank
+        return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("method", ["mesh", "ring", "ulysses"])
+def test_a_rank_makes_its_own_programs_only(pool: WorkerPool, method: str, training: bool) -> None:
+    case = replace(CASE, heads=(4, 4), options={"method": method})
+    for rank, found in enumerate(pool.run(own_programs, 4, case, training)):
+        assert found == {"forward": [rank], "backward": [rank] if training else []}
