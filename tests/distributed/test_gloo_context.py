@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention import ContextParallel, Mask, mesh_attention, release
+from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
+from mesh_attention.kernels import unregister
+from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime import context as contexts
 from mesh_attention.runtime.context import Latest
 from mesh_attention.runtime.transport.groups import default_store
@@ -224,3 +226,33 @@ def other_timeouts(rank: int, world_size: int) -> list[int]:
 
 def test_another_timeout_needs_groups_of_its_own(pool: WorkerPool) -> None:
     assert pool.run(other_timeouts, 4) == [[2, 4, 4, 4]] * 4
+
+
+class Counting(Reference):
+    """A kernel that is registered again and again under one name."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, *tensors: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return super().forward(*tensors, **given)
+
+
+def register_again(rank: int, world_size: int) -> list[bool]:
+    found = []
+    with context(CASE):
+        for _ in range(2):
+            kernel = Counting()
+            register_kernel(kernel)
+            with context(CASE, kernel="counting") as cp:
+                attend(cp, CASE)
+            unregister("counting")
+            found.append(kernel.calls > 0)
+    return found
+
+
+def test_objects_made_after_a_kernel_was_registered_anew_use_the_new_one(pool: WorkerPool) -> None:
+    assert pool.run(register_again, 4) == [[True, True]] * 4

@@ -23,6 +23,7 @@ from mesh_attention.kernels.registry import (
     choose,
     kernel_names,
     register,
+    table_version,
     unregister,
 )
 from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
@@ -47,5 +48,6 @@ __all__ = [
     "kernel_names",
     "kind_of",
     "register",
+    "table_version",
     "unregister",
 ]

@@ -29,6 +29,8 @@ _KERNELS: list[Kernel] = [
     Reference(),
 ]
 
+_version = 0
+
 _METHODS = ("refuses", "scratch_bytes", "forward")
 
 
@@ -48,6 +50,11 @@ class Choice:
 
 def kernel_names() -> tuple[str, ...]:
     return tuple(kernel.name for kernel in _KERNELS)
+
+
+def table_version() -> int:
+    """Another whenever a kernel has come or gone, also one of the same name."""
+    return _version
 
 
 def choose(request: Request, *, force: str | None = None) -> Choice:
@@ -107,11 +114,15 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
         raise UnknownKernelError(
             f"a kernel named {kernel.name!r} is registered already; unregister it first"
         )
+    global _version
     _KERNELS.insert(0 if before is None else _index(before), kernel)
+    _version += 1
 
 
 def unregister(name: str) -> None:
+    global _version
     del _KERNELS[_index(name)]
+    _version += 1
 
 
 def _index(name: str) -> int:

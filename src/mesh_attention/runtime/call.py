@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.handshake import Statement
@@ -35,6 +36,7 @@ class CallOptions:
     cuda_graph: bool = False
     nvtx: bool = False
     timeout: timedelta | None = None
+    kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
 
 
 class Call:
