@@ -62,7 +62,7 @@ def by_function(number: int, world_size: int) -> None:
 def by_object(number: int, world_size: int) -> None:
     """Dropped without being closed."""
     tensors, given = batch(number, world_size)
-    sizes = {"seq_len": tensors[0].shape[1], "num_heads": 1, "head_dim": 4}
+    sizes: dict[str, Any] = {"seq_len": tensors[0].shape[1], "num_heads": 1, "head_dim": 4}
     cp = ContextParallel(**sizes, dtype=torch.float32, **given)
     mine = [cp.shard(x, 1).requires_grad_() for x in tensors]
     out = cp.attention(*mine)
