@@ -7,6 +7,7 @@ thread when it forks.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -60,6 +61,8 @@ def serve(address: str, store_port: int) -> None:
     import mesh_attention.testing  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # and so the children share what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
     while line := sys.stdin.readline():
         if os.fork() == 0:
