@@ -46,6 +46,7 @@ class _History:
 def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
     """For each operation, the indices of the operations it waits for, ascending."""
     history: dict[str, _History] = defaultdict(_History)
+    places: list[tuple[int, int, _History]] = []  # of all workspace buffers met so far
     result: list[tuple[int, ...]] = []
     communicates = [is_communication(op) for op in program.operations]
     for at, op in enumerate(program.operations):
@@ -53,7 +54,12 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
         taken, given = tuple(reads(op)), tuple(writes(op))
         for piece in given:
             if piece.buffer in memory.offsets and piece.buffer not in history:
-                waits |= _former_users(piece.buffer, memory, history)
+                start = memory.offsets[piece.buffer]
+                stop = start + memory.sizes[piece.buffer]
+                for other_start, other_stop, used in places:
+                    if start < other_stop and other_start < stop:
+                        waits.update(i for _, i in (*used.reads, *used.writes))
+                places.append((start, stop, history[piece.buffer]))
         for piece in taken:
             waits.update(i for other, i in history[piece.buffer].writes if _overlap(piece, other))
         for piece in given:
@@ -66,15 +72,6 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
             history[piece.buffer].write(piece, at)
         result.append(tuple(sorted(i for i in waits if communicates[i] or communicates[at])))
     return tuple(result)
-
-
-def _former_users(name: str, memory: WorkspaceMap, history: dict[str, _History]) -> set[int]:
-    return {
-        at
-        for other, used in history.items()
-        if other in memory.offsets and memory.overlap(name, other)
-        for _, at in (*used.reads, *used.writes)
-    }
 
 
 def _inside(one: Piece, other: Piece) -> bool:

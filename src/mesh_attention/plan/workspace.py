@@ -21,11 +21,6 @@ class WorkspaceMap:
     sizes: dict[str, int]
     total_bytes: int
 
-    def overlap(self, one: str, other: str) -> bool:
-        """Do two buffers share memory (at different times)?"""
-        a, b = self.offsets[one], self.offsets[other]
-        return a < b + self.sizes[other] and b < a + self.sizes[one]
-
 
 def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
     lifetimes = _lifetimes(program)
