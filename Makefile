@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: demo test test-slow test-gpu lint format clean
+.PHONY: demo test test-slow test-gpu mutants lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -20,6 +20,11 @@ test-slow: $(STAMP)
 # On a machine with a CUDA device and its own torch: no virtual environment.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
+mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-mutation.txt
+	$(BIN)/python benchmarks/mutants.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,8 +11,12 @@ from __future__ import annotations
 import ast
 import json
 import mmap
+import os
 import random
+import resource
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ from typing import Any
 import pytest
 
 PACKAGE = Path("src/mesh_attention")
+MEMORY_BYTES = 24 << 30  # of addresses: some mutants grow without end
+Touch = dict[str, dict[str, Any]]  # of each test: its seconds, the numbers of what it touches
 MARKS = '''"""Marks of the statements that were run."""
 import mmap
 from pathlib import Path
@@ -144,3 +150,66 @@ class InOrder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._output.write_text(report.nodeid)
+
+
+def recorded(
+    work: Path,
+    tree: Path,
+    files: list[str],
+    folders: list[str],
+    workers: int,
+    max_seconds: float,
+) -> tuple[dict[str, list[Statement]], Touch]:
+    """What statements the files of `tree` have, and which of them the tests in `folders` run: from
+    an earlier run in the folder `work`, or by running each test file for `max_seconds` or less."""
+    trees = [work / f"marked-{worker}" for worker in range(workers)]
+    statements: dict[str, list[Statement]] = {}
+    for each in trees:
+        shutil.rmtree(each, ignore_errors=True)
+        shutil.copytree(tree, each)
+        statements = mark_statements(each, files)
+    (work / "touched").mkdir(exist_ok=True)
+    outputs = {
+        f"tests/{folder}/{path.name}": work / "touched" / f"{folder}-{path.stem}.json"
+        for folder in folders
+        for path in sorted((tree / "tests" / folder).glob("test_*.py"))
+    }
+    jobs = {name: path for name, path in outputs.items() if not path.exists()}
+    running: dict[int, Path] = {}
+    for done, (name, path) in enumerate(jobs.items()):
+        if not trees:
+            trees.append(running.pop(os.wait()[0]))
+        place = trees.pop()
+        running[start(place, [name], Recorder(place, path, max_seconds))] = place
+        print(f"\rrecorded {done} of {len(jobs)} test files", end="", flush=True)
+    while running:
+        del running[os.wait()[0]]
+    touched: Touch = {}
+    for path in outputs.values():
+        if path.exists():
+            touched |= json.loads(path.read_text())
+    return statements, touched
+
+
+def start(tree: Path, arguments: list[str], plugin: object) -> int:
+    """Forks a process that runs pytest in a copy of the tree: what this one has imported is there
+    already."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setsid()
+            os.chdir(tree)
+            output = os.open(tree / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            os.environ["PYTHONPATH"] = str(tree / "src")
+            sys.path.insert(0, str(tree / "src"))
+            options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(tree)]
+            code = int(pytest.main([*options, *arguments], plugins=[plugin]))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    return pid

@@ -1,0 +1,82 @@
+"""The report of `count` on plans that are counted by hand: two and four ranks of a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mesh_attention.plan.count import count
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.ring import RingSetting, plan_ring
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attend, AttendBackward
+
+
+def report(
+    n: int, *, causal: bool = False, group: int = 1, ranks_per_node: int | None = None
+) -> dict[Direction, dict[str, Any]]:
+    """A ring over 16 tokens a rank, two KV heads of 8 numbers, two bytes each, with `group` query
+    heads to each of them."""
+    problem = Problem(16 * n, 2 * group, 8, num_kv_heads=2, mask=Mask(causal=causal))
+    setting = RingSetting(layout=LayoutKind.CONTIGUOUS, ranks_per_node=ranks_per_node)
+    return {
+        d: one.to_json()
+        for d, one in count(plan_ring(problem, n, setting, tuple(Direction))).items()
+    }
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_without_a_mask_a_ring_has_a_kernel_call_for_each_block(direction: Direction) -> None:
+    for n in (1, 2, 3, 5):
+        assert report(n)[direction]["kernel_calls_per_rank"] == {"mean": n, "max": n}
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_under_a_causal_mask_a_contiguous_ring_calls_for_the_blocks_up_to_its_own(
+    direction: Direction,
+) -> None:
+    """1 + 2 + ... + n calls over n ranks."""
+    for n in (1, 2, 3, 4):
+        found = report(n, causal=True)[direction]["kernel_calls_per_rank"]
+        assert found == {"mean": (n + 1) / 2, "max": n}
+
+
+def test_kernel_calls_of_a_rank_are_those_in_its_program() -> None:
+    problem = Problem(96, 2, 8, mask=Mask(causal=True))
+    plan = plan_ring(problem, 4, RingSetting(), tuple(Direction))
+    for direction, one in count(plan).items():
+        programs = next(each for each in plan.passes if each.direction is direction).programs
+        for rank, program in zip(one.ranks, programs, strict=True):
+            attends = [op for op in program.operations if isinstance(op, Attend | AttendBackward)]
+            assert rank.num_kernel_calls == sum(len(op.calls) for op in attends) > 0
+
+
+def test_a_whole_mean_is_an_integer_and_any_other_keeps_its_fraction() -> None:
+    calls = {n: report(n, causal=True)[Direction.FORWARD]["kernel_calls_per_rank"] for n in (2, 3)}
+    assert repr(calls[2]) == "{'mean': 1.5, 'max': 2}"
+    assert repr(calls[3]) == "{'mean': 2, 'max': 3}"
+
+
+def test_whole_units_are_an_integer_and_others_keep_their_fraction() -> None:
+    """One step of a ring of two moves K and V twice: a unit each, or an eighth of one."""
+    assert repr(report(2)[Direction.FORWARD]["units_total"]) == "4"
+    assert repr(report(2, group=8)[Direction.FORWARD]["units_total"]) == "0.5"
+
+
+def test_every_number_of_the_report_of_a_ring_of_four_on_two_nodes_is_as_counted_by_hand() -> None:
+    """K and V of a partition are 16 * 2 * 8 * 2 * 2 bytes = 1 KiB; each of three steps brings one.
+
+    A node's first rank gets each of its three from the other node, its second none.
+    """
+    forward = report(4, ranks_per_node=2)[Direction.FORWARD]
+    assert forward["bytes_per_rank"] == {"mean": 3072, "max": 3072}
+    assert forward["inter_node_bytes_per_rank"] == {"mean": 1536, "max": 1536}
+    assert forward["statistics_bytes_per_rank"] == {"mean": 0, "max": 0}
+    assert forward["bytes_per_rank_by_operation"] == {"SendRecv": {"mean": 3072, "max": 3072}}
+    assert forward["communications_per_rank"] == {"mean": 3, "max": 3}
+    assert forward["kernel_calls_per_rank"] == {"mean": 4, "max": 4}
+    assert forward["units_total"] == 24
+    assert isinstance(forward["inter_node_bytes_per_rank"]["mean"], int)
