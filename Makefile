@@ -24,7 +24,7 @@ test-gpu:
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-mutation.txt
-	$(BIN)/python benchmarks/mutants.py
+	$(BIN)/python benchmarks/run_mutants.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Mutation testing: one small change of the code at a time, and whether a test of its folder fails.
 
     make mutants                                    # 300 of them, about an hour on two cores
-    python benchmarks/mutants.py --count 20 --workers 8 --json results.json
+    python benchmarks/run_mutants.py --count 20 --workers 8 --json results.json
 
 The sample (`mutations.py`) is always the same for a seed. Each mutant meets the tests of its own
 folder that run the changed statement (`touched.py`), the fastest first, until one fails. All of it
