@@ -12,14 +12,13 @@ from functools import lru_cache
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.rotate import Rotation, hop
-from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_pass import Pair, Pieces, TilePass
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Merge, MergeRule, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Step
 
-Pair = tuple[Piece, Piece]  # of K and of V, or of their gradients
 _KEYS, _GRADS = (Kind.K, Kind.V), (Kind.GRAD_K, Kind.GRAD_V)
 _EMPTY = Task("C", stage="empty")
 
@@ -83,13 +82,13 @@ class KeyRing:
                 self._declare(self._keys(step + 1), _KEYS, step + 1)
                 task = Task("KV", (step + 1,))
                 operations.append(hop(task, self._group, self._rotation, step + 1, self._keys))
-            sums = self._pair(f"{step}") if backward else ()
+            sums: Pieces = self._pair(f"{step}") if backward else ()
             if calls:
                 key: object = (step, self._own, calls, begun)
                 if key not in self._shared:
-                    task, keys = Task("C", (0, step)), self._keys(step)
-                    operands = (task, queries, keys, q_sums, sums, calls, not begun, True)
-                    self._shared[key] = [mesh.attention(*operands)]
+                    task, fresh = Task("C", (0, step)), (not begun, True)
+                    operands = (queries, self._keys(step), q_sums + sums, calls, fresh)
+                    self._shared[key] = [mesh.attention(task, *operands)]
                 operations += self._shared[key]
                 begun = True
             if backward:
@@ -109,7 +108,7 @@ class KeyRing:
 
     def _declare(
         self,
-        pieces: tuple[Piece, ...],
+        pieces: Pieces,
         kinds: tuple[Kind, Kind],
         step: int,
         precision: Precision = Precision.ELEMENT,

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.rotate import hop, ring
-from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_pass import Pieces, TilePass
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, SendRecv, Task
-
-Pieces = tuple[Piece, ...]
 
 
 class QueryRing:
@@ -29,7 +27,7 @@ class QueryRing:
         self._rotation = ring(members.index(unit), len(members))
         self._group = head_group.group_name(f"Q{tile.row(unit)}")
         self._rows = [mesh.own_rows(Kind.Q, members[m]) for m in self._rotation.blocks]
-        self._kinds = tuple(kind for _, kind in mesh.q_partials())  # of a partial result
+        self._kinds = mesh.q_partials  # of a partial result
         self._results = self._pieces(map(head_group.local, self._kinds))
         keys = lowerings.keys(mesh.kv_spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
@@ -40,7 +38,6 @@ class QueryRing:
 
     def _make(self) -> list[Operation]:
         mesh, rotation = self._mesh, self._rotation
-        keys = (mesh.kv_piece("k", 0), mesh.kv_piece("v", 0))
         operations: list[Operation] = []
         begun = False
         for step, calls in enumerate(self._calls):
@@ -52,10 +49,9 @@ class QueryRing:
             self._declare(sums, self._kinds, step, lambda _: Precision.ACCUMULATE)
             if calls:
                 queries = dict(zip(mesh.q_inputs, self._queries(step), strict=True))
-                task, kv_sums = Task("C", (step, 0)), mesh.kv_sums(0)
-                operations.append(
-                    mesh.attention(task, queries, keys, sums, kv_sums, calls, True, not begun)
-                )
+                operands = (queries, mesh.keys(0), sums + mesh.kv_sums(0), calls)
+                task, fresh = Task("C", (step, 0)), (True, not begun)
+                operations.append(mesh.attention(task, *operands, fresh))
                 begun = True
             else:
                 operations.append(Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums))

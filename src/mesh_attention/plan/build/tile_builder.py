@@ -98,7 +98,7 @@ class MeshBuilder(TileBuilder):
                 calls = self._calls_of(row, i, column, j)
                 if calls:
                     fresh = (i not in begun_q, j not in begun_kv)
-                    operations.append(mesh.compute(i, j, calls, *fresh))
+                    operations.append(mesh.compute(i, j, calls, fresh))
                     begun_q.add(i)
                     begun_kv.add(j)
                 for parts in later:

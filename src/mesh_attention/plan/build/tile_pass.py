@@ -32,6 +32,10 @@ from mesh_attention.plan.program import (
 
 ALL_UNITS = "all"
 Queries = dict[Kind, Piece]  # the query side of a task, by what is gathered of it
+Pair = tuple[Piece, Piece]  # of K and of V, or of their gradients
+Pieces = tuple[Piece, ...]
+Calls = tuple[Call, ...]
+Fresh = tuple[bool, bool]  # accumulators of the queries and of the keys
 
 
 class TilePass(ABC):
@@ -40,6 +44,8 @@ class TilePass(ABC):
     direction: Direction
     merge_rule: MergeRule  # of partial results of the Q side
     q_inputs: tuple[Kind, ...]  # what is gathered in the Q group
+    q_partials: tuple[Kind, ...]  # accumulators of a Q chunk
+    kv_partials: tuple[Kind, ...] = ()
     q_reduce_kind: str  # task kinds of the reductions
     kv_reduce_kind: str | None
 
@@ -77,25 +83,11 @@ class TilePass(ABC):
     # What a subclass says.
 
     @abstractmethod
-    def q_partials(self) -> tuple[tuple[str, Kind], ...]:
-        """Accumulators of a Q chunk: (stem, kind)."""
-
-    @abstractmethod
-    def kv_partials(self) -> tuple[tuple[str, Kind], ...]: ...
-
-    @abstractmethod
     def attention(
-        self,
-        task: Task,
-        queries: Queries,
-        keys: tuple[Piece, Piece],
-        q_sums: tuple[Piece, ...],
-        kv_sums: tuple[Piece, ...],
-        calls: tuple[Call, ...],
-        fresh_q: bool,
-        fresh_kv: bool,
+        self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
     ) -> Operation:
-        """Of these queries (`q_inputs`) and keys, into their accumulators."""
+        """Of these queries (`q_inputs`) and keys, into `sums`: those of the queries (`q_partials`),
+        then those of the keys (`kv_partials`), of which either may hold nothing yet (`fresh`)."""
 
     @abstractmethod
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]: ...
@@ -120,23 +112,23 @@ class TilePass(ABC):
 
     # A compute task and its operands.
 
-    def compute(
-        self, i: int, j: int, calls: tuple[Call, ...], fresh_q: bool, fresh_kv: bool
-    ) -> Operation:
-        keys = self.kv_piece("k", j), self.kv_piece("v", j)
-        sums = self.q_sums(i), self.kv_sums(j)
-        return self.attention(
-            Task("C", (i, j)), self.queries(i), keys, *sums, calls, fresh_q, fresh_kv
-        )
+    def compute(self, i: int, j: int, calls: Calls, fresh: Fresh) -> Operation:
+        keys, sums = self.keys(j), self.q_sums(i) + self.kv_sums(j)
+        return self.attention(Task("C", (i, j)), self.queries(i), keys, sums, calls, fresh)
 
     def queries(self, i: int) -> Queries:
         return {kind: self.q_piece(kind, i) for kind in self.q_inputs}
 
-    def q_sums(self, i: int) -> tuple[Piece, ...]:
-        return tuple(self.q_partial(stem, i) for stem, _ in self.q_partials())
+    def keys(self, j: int) -> Pair:
+        return self.kv_piece("k", j), self.kv_piece("v", j)
 
-    def kv_sums(self, j: int) -> tuple[Piece, ...]:
-        return tuple(self.kv_partial(stem, j) for stem, _ in self.kv_partials())
+    def q_sums(self, i: int) -> Pieces:
+        rows = self.tile.a * self.q_chunks[i].size
+        return tuple(Piece(f"{kind}.{i}", 0, rows) for kind in self.q_partials)
+
+    def kv_sums(self, j: int) -> Pieces:
+        rows = self.tile.b * self.kv_chunks[j].size
+        return tuple(Piece(f"{kind}.{j}", 0, rows) for kind in self.kv_partials)
 
     def q_piece(self, stem: str, i: int) -> Piece:
         chunk = self.q_chunks[i]
@@ -149,12 +141,6 @@ class TilePass(ABC):
         if self.tile.b == 1:
             return chunk.local(self.head_group.local(Kind(stem)))
         return Piece(f"{stem}.{j}", 0, self.tile.b * chunk.size)
-
-    def q_partial(self, stem: str, i: int) -> Piece:
-        return Piece(f"{stem}.{i}", 0, self.tile.a * self.q_chunks[i].size)
-
-    def kv_partial(self, stem: str, j: int) -> Piece:
-        return Piece(f"{stem}.{j}", 0, self.tile.b * self.kv_chunks[j].size)
 
     def wire(self, partial: str) -> str:
         """The buffer in which a partial travels: itself where the precision is the same."""
@@ -264,10 +250,10 @@ class TilePass(ABC):
             rows = self.q_spans(row, chunk.index)
             for kind in self.q_inputs if self.tile.a > 1 else ():
                 self._add(made, f"{kind}.{chunk.index}", kind, rows, chunk)
-            for stem, kind in self.q_partials():
-                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows, chunk)
+            for kind in self.q_partials:
+                self._add_partial(made, f"{kind}.{chunk.index}", kind, rows, chunk)
                 if self.q_reduce_by is ReduceBy.REDUCE_SCATTER and kind is Kind.LSE:
-                    self._add(made, f"{stem}.{chunk.index}.all", kind, rows, chunk)
+                    self._add(made, f"{kind}.{chunk.index}.all", kind, rows, chunk)
         return made
 
     def _column_buffers(self, column: int) -> dict[str, Buffer]:
@@ -276,8 +262,8 @@ class TilePass(ABC):
             rows = self.kv_spans(column, chunk.index)
             for kind in (Kind.K, Kind.V) if self.tile.b > 1 else ():
                 self._add(made, f"{kind}.{chunk.index}", kind, rows, chunk)
-            for stem, kind in self.kv_partials():
-                self._add_partial(made, f"{stem}.{chunk.index}", kind, rows, chunk)
+            for kind in self.kv_partials:
+                self._add_partial(made, f"{kind}.{chunk.index}", kind, rows, chunk)
         return made
 
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
@@ -286,16 +272,16 @@ class TilePass(ABC):
         own_q, own_kv = (self.own_rows(kind, unit) for kind in (Kind.Q, Kind.K))
         for chunk in self.q_chunks:
             q_rows = stack_rows(own_q, self.tile.a, chunk)
-            for stem, kind in self.q_partials() if self.q_reduce_by is not ReduceBy.LOCAL else ():
+            for kind in self.q_partials if self.q_reduce_by is not ReduceBy.LOCAL else ():
                 if self.q_reduce_by is ReduceBy.EXCHANGE or kind is Kind.LSE:
-                    name = f"{stem}.{chunk.index}"
+                    name = f"{kind}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
                     self._add(made, f"{name}.in", kind, q_rows, chunk)
         for chunk in self.kv_chunks if self.kv_reduce_by is ReduceBy.EXCHANGE else ():
             copies = self.kv_reduction(self.fetch_key(unit), chunk.index).num_copies
             kv_rows = stack_rows(own_kv, copies, chunk)
-            for stem, kind in self.kv_partials():
-                self._add(made, f"{self.wire(f'{stem}.{chunk.index}')}.in", kind, kv_rows, chunk)
+            for kind in self.kv_partials:
+                self._add(made, f"{self.wire(f'{kind}.{chunk.index}')}.in", kind, kv_rows, chunk)
         return made
 
     def _add_partial(

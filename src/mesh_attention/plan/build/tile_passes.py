@@ -9,40 +9,27 @@ likewise).
 from __future__ import annotations
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.buffers import Kind, Piece
+from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import ReduceBy, Reduction, reduce_output, reduce_sum
-from mesh_attention.plan.build.tile_pass import Queries, TilePass
+from mesh_attention.plan.build.tile_pass import Calls, Fresh, Pair, Pieces, Queries, TilePass
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attend, AttendBackward, Call, MergeRule, Operation, Task
+from mesh_attention.plan.program import Attend, AttendBackward, MergeRule, Operation, Task
 
 
 class TileForward(TilePass):
     direction = Direction.FORWARD
     merge_rule = MergeRule.SOFTMAX
     q_inputs = (Kind.Q,)
+    q_partials = (Kind.OUT, Kind.LSE)
     q_reduce_kind = "RS-Q"
     kv_reduce_kind = None
 
-    def q_partials(self) -> tuple[tuple[str, Kind], ...]:
-        return (("out", Kind.OUT), ("lse", Kind.LSE))
-
-    def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
-        return ()
-
     def attention(
-        self,
-        task: Task,
-        queries: Queries,
-        keys: tuple[Piece, Piece],
-        q_sums: tuple[Piece, ...],
-        kv_sums: tuple[Piece, ...],
-        calls: tuple[Call, ...],
-        fresh_q: bool,
-        fresh_kv: bool,
+        self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
     ) -> Operation:
-        out, lse = q_sums
-        return Attend(task, queries[Kind.Q], *keys, out, lse, calls, fresh_q)
+        out, lse = sums
+        return Attend(task, queries[Kind.Q], *keys, out, lse, calls, fresh[0])
 
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]:
         partial = (f"out.{i}", f"lse.{i}")
@@ -56,6 +43,8 @@ class TileForward(TilePass):
 class TileBackward(TilePass):
     direction = Direction.BACKWARD
     merge_rule = MergeRule.SUM
+    q_partials = (Kind.GRAD_Q,)
+    kv_partials = (Kind.GRAD_K, Kind.GRAD_V)
     q_reduce_kind = "RS-dQ"
     kv_reduce_kind = "RS-dKV"
 
@@ -73,48 +62,24 @@ class TileBackward(TilePass):
         self.q_inputs = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, rest)
         super().__init__(head_group, tile, chunks, reduce_by, slices=slices)
 
-    def q_partials(self) -> tuple[tuple[str, Kind], ...]:
-        return (("grad_q", Kind.GRAD_Q),)
-
-    def kv_partials(self) -> tuple[tuple[str, Kind], ...]:
-        return (("grad_k", Kind.GRAD_K), ("grad_v", Kind.GRAD_V))
-
     def attention(
-        self,
-        task: Task,
-        queries: Queries,
-        keys: tuple[Piece, Piece],
-        q_sums: tuple[Piece, ...],
-        kv_sums: tuple[Piece, ...],
-        calls: tuple[Call, ...],
-        fresh_q: bool,
-        fresh_kv: bool,
+        self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
     ) -> Operation:
-        (grad_q,), (grad_k, grad_v) = q_sums, kv_sums
-        return AttendBackward(
-            task,
-            queries[Kind.Q],
-            *keys,
-            queries[Kind.GRAD_OUT],
-            queries[Kind.LSE],
-            queries.get(Kind.OUT),
-            queries.get(Kind.DELTA),
-            grad_q,
-            grad_k,
-            grad_v,
-            calls,
-            fresh_q,
-            fresh_kv,
-        )
+        grad_q, grad_k, grad_v = sums
+        q, grad_out, lse = (queries[kind] for kind in (Kind.Q, Kind.GRAD_OUT, Kind.LSE))
+        out, delta = queries.get(Kind.OUT), queries.get(Kind.DELTA)
+        inputs = (q, *keys, grad_out, lse, out, delta)
+        return AttendBackward(task, *inputs, grad_q, grad_k, grad_v, calls, *fresh)
 
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]:
-        partial = f"grad_q.{i}"
-        tensors = ((partial, self.wire(partial), self.head_group.local(Kind.GRAD_Q)),)
-        return reduce_sum(Task(self.q_reduce_kind, (i,)), reduction, tensors)
+        task = Task(self.q_reduce_kind, (i,))
+        return reduce_sum(task, reduction, self._tensors(self.q_partials, i))
 
     def reduce_kv(self, j: int, reduction: Reduction) -> list[Operation]:
-        tensors = tuple(
-            (f"{stem}.{j}", self.wire(f"{stem}.{j}"), self.head_group.local(kind))
-            for stem, kind in self.kv_partials()
-        )
-        return reduce_sum(Task(self.kv_reduce_kind, (j,)), reduction, tensors)
+        task = Task(self.kv_reduce_kind, (j,))
+        return reduce_sum(task, reduction, self._tensors(self.kv_partials, j))
+
+    def _tensors(self, kinds: tuple[Kind, ...], index: int) -> tuple[tuple[str, str, str], ...]:
+        """Accumulator, what travels, and result of each."""
+        local, wire = self.head_group.local, self.wire
+        return tuple((f"{x}.{index}", wire(f"{x}.{index}"), local(x)) for x in kinds)

@@ -220,7 +220,7 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
         operations = fragment(mesh, 0, communication.task)
         touches[communication.task] = tuple(op.touched for op in operations)
     for compute in graph.compute:
-        op = mesh.compute(compute.q_chunk, compute.kv_chunk, whole, True, True)
+        op = mesh.compute(compute.q_chunk, compute.kv_chunk, whole, (True, True))
         touches[compute.task] = (op.touched,)
     held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
     return MemoryModel(
