@@ -133,7 +133,7 @@ def _in_turns(
         if len(results) == len(runs):
             return [results[rank] for rank in range(len(runs))]
         if turn > most:
-            raise MeshAttentionError("the ranks wait for each other for ever; verify the plan")
+            raise MeshAttentionError("the ranks deadlock; verify the plan")
         for rank, run in runs.items():
             if rank not in results:
                 try:

@@ -17,7 +17,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 
-__all__ = ["CELLS", "Cell", "Counted", "count_cell", "paper_table"]
+__all__ = ["CELLS", "Cell", "CountedCell", "count_cell", "paper_table"]
 
 GIB = 2**30
 
@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedCell:
     cell: Cell
     total_gib: float
     inter_node_gib: float
@@ -87,7 +87,7 @@ def _cells() -> tuple[Cell, ...]:
 CELLS = _cells()
 
 
-def count_cell(cell: Cell) -> Counted:
+def count_cell(cell: Cell) -> CountedCell:
     problem = Problem(q_tokens=1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=cell.causal))
     plan = make_plan(
         problem,
@@ -98,14 +98,14 @@ def count_cell(cell: Cell) -> Counted:
         **cell.options,
     )
     numbers = count(plan)[cell.direction].to_json()
-    return Counted(
+    return CountedCell(
         cell,
         numbers["bytes_per_rank"]["max"] / GIB,
         numbers["inter_node_bytes_per_rank"]["max"] / GIB,
     )
 
 
-def paper_table(progress: Callable[[int, int], None] | None = None) -> list[Counted]:
+def paper_table(progress: Callable[[int, int], None] | None = None) -> list[CountedCell]:
     counted = []
     for done, cell in enumerate(CELLS, start=1):
         counted.append(count_cell(cell))

@@ -35,7 +35,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TaskNode:
     """A task in the graph, with its cost and the tasks of the other kind that it needs."""
 
     task: Task
@@ -44,7 +44,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class CommunicationTask(Node):
+class CommunicationTask(TaskNode):
     """One collective, such as AG-KV-0; `needs` are compute tasks."""
 
     @property
@@ -57,7 +57,7 @@ class CommunicationTask(Node):
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeTask(Node):
+class ComputeTask(TaskNode):
     """One Q chunk against one KV chunk, such as C-0-1; `needs` are communication tasks."""
 
     @property
@@ -89,7 +89,7 @@ class TaskGraph:
         _check_needs(self.compute, communication, "communication")
         _check_no_cycle(tasks)
 
-    def tasks(self) -> tuple[Node, ...]:
+    def tasks(self) -> tuple[TaskNode, ...]:
         return (*self.communication, *self.compute)
 
     def kinds(self) -> tuple[str, ...]:
@@ -182,14 +182,14 @@ def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> Non
             done.add(task)
 
 
-def _check_needs(nodes: Sequence[Node], known: frozenset[Task], kind: str) -> None:
+def _check_needs(nodes: Sequence[TaskNode], known: frozenset[Task], kind: str) -> None:
     for node in nodes:
         for need in node.needs:
             if need not in known:
                 raise ValueError(f"task {node.task} needs {need}, which is no {kind} task")
 
 
-def _check_no_cycle(nodes: Sequence[Node]) -> None:
+def _check_no_cycle(nodes: Sequence[TaskNode]) -> None:
     waiting = list(nodes)
     done: set[Task] = set()
     while waiting:
