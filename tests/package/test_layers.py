@@ -88,6 +88,8 @@ def upward(root: Path, layers: tuple[tuple[str, ...], ...]) -> list[str]:
 
 def test_imports_point_down_only() -> None:
     assert upward(ROOT, LAYERS) == []
+    there = {top(file, ROOT) for file in ROOT.rglob("*.py")}
+    assert there == {name for names in LAYERS for name in names}
 
 
 @pytest.mark.parametrize(
