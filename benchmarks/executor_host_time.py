@@ -27,7 +27,15 @@ from tile_options import add_tile_options
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import BackwardNeeds, BlockSize, Request, register, unregister
+from mesh_attention.kernels import (
+    BackwardInputs,
+    BackwardNeeds,
+    Block,
+    BlockSize,
+    Request,
+    register,
+    unregister,
+)
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Free
@@ -56,11 +64,11 @@ class NoWork:
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         return 0
 
-    def forward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return tensors[0], tensors[0]
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        return block.q, block.q
 
-    def backward(self, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return tensors[1], tensors[2], tensors[3]
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        return block.q, block.k, block.v
 
     def merge_into(self, *tensors: Tensor, fresh: bool) -> None: ...
 

@@ -32,8 +32,8 @@ from tile_options import add_tile_options
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import BlockMask, Causal, Full
-from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.kernels import BackwardInputs, Block, BlockMask, Causal, Full
+from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
@@ -155,13 +155,13 @@ def one_kernel(problem: Problem, rows: int, direction: Direction) -> Callable[[]
         for _ in range(5)
     )
     mask: BlockMask = Causal() if problem.mask.causal else Full()
-    scale = problem.head_dim**-0.5
+    block = Block(q, k, v, mask, problem.head_dim**-0.5)
     kernel = Cudnn()
     if direction is Direction.FORWARD:
-        return lambda: kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
-    _, lse = kernel.forward(q, k, v, mask=mask, softmax_scale=scale)
-    state = (out, lse.contiguous(), None)
-    return lambda: kernel.backward(grad, q, k, v, *state, mask=mask, softmax_scale=scale)
+        return lambda: kernel.forward(block)
+    _, lse = kernel.forward(block)
+    given = BackwardInputs(grad, out, lse.contiguous(), None)
+    return lambda: kernel.backward(block, given)
 
 
 def measure(

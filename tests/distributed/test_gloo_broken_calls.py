@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, mesh_attention, register_kernel
+from mesh_attention.kernels import BackwardInputs, Block
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime.handshake import DisagreementError
 from support.cases import Case
@@ -44,13 +45,13 @@ class Failing(Reference):
         if self.left < 0:
             raise FOREIGN[self.how]
 
-    def forward(self, *tensors: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         self._count()
-        return super().forward(*tensors, **given)
+        return super().forward(block)
 
-    def backward(self, *tensors: Any, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         self._count()
-        return super().backward(*tensors, **given)
+        return super().backward(block, given)
 
 
 def said(action: Any) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
-from mesh_attention.kernels import unregister
+from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime import context as contexts
 from mesh_attention.runtime.context import Latest
@@ -236,9 +236,9 @@ class Counting(Reference):
     def __init__(self) -> None:
         self.calls = 0
 
-    def forward(self, *tensors: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        return super().forward(*tensors, **given)
+        return super().forward(block)
 
 
 def register_again(rank: int, world_size: int) -> list[bool]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from mesh_attention import Mask, Problem
 from mesh_attention.cluster import load_cluster, simulate
 from mesh_attention.cluster.planning import plan_on
-from mesh_attention.kernels import Full
-from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.kernels import Block, Full
+from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Precision
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Direction
@@ -86,7 +86,7 @@ def test_bytes_are_written_at_the_speed_of_memory(megabytes: int) -> None:
 
 def attention(rows: int = 8192) -> Callable[[], object]:
     q, k, v = (torch.randn(1, rows, 64, 128, device=DEVICE).bfloat16() for _ in range(3))
-    return lambda: Cudnn().forward(q, k, v, mask=Full(), softmax_scale=0.1)
+    return lambda: Cudnn().forward(Block(q, k, v, Full(), 0.1))
 
 
 def beside(start: Start, work: Callable[[], object]) -> float:

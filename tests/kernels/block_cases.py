@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import BlockMask, Causal, Full, Kernel, Request, RowRange, kind_of
+from mesh_attention.kernels import (
+    BackwardInputs,
+    BlockMask,
+    Causal,
+    Full,
+    Kernel,
+    Request,
+    RowRange,
+    kind_of,
+)
+from mesh_attention.kernels import Block as KernelBlock
 from mesh_attention.kernels.plain_rows import PlainRows, delta
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.plan.plan import Direction
@@ -54,6 +64,10 @@ class Block:
             num_kv_heads=self.k.shape[2],
             mask=kind_of(self.mask),
         )
+
+    def of_kernel(self, mask: BlockMask | None = None, scale: float | None = None) -> KernelBlock:
+        scale = self.scale if scale is None else scale
+        return KernelBlock(self.q, self.k, self.v, mask or self.mask, scale)
 
     def to(self, dtype: torch.dtype) -> Block:
         parts = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
@@ -149,21 +163,17 @@ def make_block(
 
 def backward(
     kernel: Kernel,
+    block: KernelBlock,
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor | None,
     lse: Tensor,
     delta: Tensor | None,
-    *,
-    mask: BlockMask,
-    softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of a block by itself, given what its kernel declares to need."""
-    wanted = [(backward_needs(kernel), (0, q.shape[1]))]
-    (state,) = Preparation(PlainRows(), wanted, grad_out, lse, out, delta).make()
-    return kernel.backward(grad_out, q, k, v, *state, mask=mask, softmax_scale=softmax_scale)
+    wanted = [(backward_needs(kernel), (0, grad_out.shape[1]))]
+    whole = BackwardInputs(grad_out, out, lse, delta)
+    (given,) = Preparation(PlainRows(), wanted, whole).make()
+    return kernel.backward(block, given)
 
 
 def run(kernel: Kernel, block: Block, *, delta_only: bool = False) -> Result:
@@ -171,17 +181,14 @@ def run(kernel: Kernel, block: Block, *, delta_only: bool = False) -> Result:
     for direction in Direction:
         reason = kernel.refuses(block.request(direction))
         assert reason is None, f"{kernel.name} refused: {reason}"
-    qkv = (block.q, block.k, block.v)
-    out, lse = kernel.forward(*qkv, mask=block.mask, softmax_scale=block.scale)
+    out, lse = kernel.forward(block.of_kernel())
     dq, dk, dv = backward(
         kernel,
+        block.of_kernel(),
         block.grad_out,
-        *qkv,
         None if delta_only else out,
         lse,
         delta(out, block.grad_out) if delta_only else None,
-        mask=block.mask,
-        softmax_scale=block.scale,
     )
     return Result(out, lse, dq, dk, dv)
 

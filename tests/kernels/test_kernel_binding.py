@@ -15,41 +15,39 @@ import torch
 from block_cases import Shape, assert_close, backward, causal, full, make_block, run, truth
 from torch import Tensor
 
-from mesh_attention.kernels import Full, probe
-from mesh_attention.kernels.cuda_flash import CudaFlash
-from mesh_attention.kernels.cudnn import Cudnn
+from mesh_attention.kernels import BackwardInputs, Block, Full, probe
 from mesh_attention.kernels.dense import DenseKernel
-from mesh_attention.kernels.flash_attn3 import FlashAttn3
-from mesh_attention.kernels.flash_attn4 import FlashAttn4
+from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import Causal
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
 
 
 @pytest.mark.parametrize("kernel", [Cudnn(), CudaFlash()], ids=lambda k: k.name)
 def test_cuda_adapters_fit_the_op_schemas(kernel: DenseKernel) -> None:
     q = torch.empty(2, 32, 8, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 48, 2, 64, dtype=torch.bfloat16, device="meta")
-    out, lse = kernel.forward(q, k, k, mask=Full(), softmax_scale=0.1)
+    block = Block(q, k, k, Full(), 0.1)
+    out, lse = kernel.forward(block)
     assert out.shape == q.shape
     assert lse.shape == (2, 8, 32)
     for given in ((out, None), (None, lse)):
-        dq, dk, dv = backward(
-            kernel, out, q, k, k, given[0], lse, given[1], mask=Full(), softmax_scale=0.1
-        )
+        dq, dk, dv = backward(kernel, block, out, given[0], lse, given[1])
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape
 
 
 def forward64(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Any:
     mask = Causal() if is_causal else Full()
-    return Reference().forward(q, k, v, mask=mask, softmax_scale=scale)
+    return Reference().forward(Block(q, k, v, mask, scale))
 
 
 def backward64(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, scale: Any, is_causal: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Causal() if is_causal else Full()
-    return Reference().backward(dout, q, k, v, out, lse, None, mask=mask, softmax_scale=scale)
+    given = BackwardInputs(dout, out, lse, None)
+    return Reference().backward(Block(q, k, v, mask, scale), given)
 
 
 def fa3_of_today() -> ModuleType:

@@ -21,10 +21,10 @@ from block_cases import (
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import Causal, Full, Kernel, RowRange
+from mesh_attention.kernels import Causal, Kernel, RowRange
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.cpu_flash import CpuFlash
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.torch_ops import CpuFlash
 
 SMALL_BLOCKS = Blockwise(query_block=8, key_block=16)
 KERNELS: list[Kernel] = [CpuFlash(), SMALL_BLOCKS, Blockwise(), Reference()]
@@ -99,8 +99,7 @@ def test_rows_that_see_nothing_give_zeros_and_minus_infinity() -> None:
 def test_backward_of_rows_that_the_whole_softmax_never_saw_is_zero(kernel: Kernel) -> None:
     for dtype in DTYPES:
         block = make_block(Shape(S=9, T=12), dtype)
-        qkv = (block.q, block.k, block.v)
-        out, lse = kernel.forward(*qkv, mask=Full(), softmax_scale=block.scale)
+        out, lse = kernel.forward(block.of_kernel())
         lse = lse.contiguous()
         lse[:, :, 4:] = -torch.inf
         out = out.contiguous()
@@ -112,11 +111,7 @@ def test_backward_of_rows_that_the_whole_softmax_never_saw_is_zero(kernel: Kerne
             delta: Tensor | None,
             block: Block = block,
         ) -> tuple[Tensor, Tensor, Tensor]:
-            qkv = (block.q, block.k, block.v)
-            state = (out, lse, delta)
-            return backward(
-                kernel, block.grad_out, *qkv, *state, mask=Full(), softmax_scale=block.scale
-            )
+            return backward(kernel, block.of_kernel(), block.grad_out, out, lse, delta)
 
         for given in ((out, None), (None, torch.zeros_like(lse))):
             dq, dk, dv = grads(given[0], lse, given[1])
@@ -160,8 +155,7 @@ def test_large_scores_do_not_overflow() -> None:
     block = make_block(Shape(S=16, T=40), torch.float32)
     for kernel in (CpuFlash(), SMALL_BLOCKS):
         for scale in (300.0, 1e4):
-            q, k, v = block.q, block.k, block.v
-            out, lse = kernel.forward(q, k, v, mask=Full(), softmax_scale=scale)
+            out, lse = kernel.forward(block.of_kernel(scale=scale))
             assert torch.isfinite(out).all()
             assert torch.isfinite(lse).all()
 
@@ -170,7 +164,7 @@ def test_a_causal_block_must_be_square() -> None:
     block = make_block(Shape(S=3, T=4), torch.float32)
     for kernel in KERNELS:
         with pytest.raises(MeshAttentionError, match="3 queries and 4 keys"):
-            kernel.forward(block.q, block.k, block.v, mask=Causal(), softmax_scale=1.0)
+            kernel.forward(block.of_kernel(Causal()))
 
 
 def test_a_row_range_must_fit_its_block() -> None:
@@ -180,15 +174,14 @@ def test_a_row_range_must_fit_its_block() -> None:
     kernels: tuple[Kernel, ...] = (SMALL_BLOCKS, Reference())
     for kernel in kernels:
         with pytest.raises(MeshAttentionError, match="key_position has shape"):
-            kernel.forward(block.q, block.k, block.v, mask=mask, softmax_scale=1.0)
+            kernel.forward(block.of_kernel(mask))
     with pytest.raises(MeshAttentionError, match="'cpu_flash' has no row-range"):
-        CpuFlash().forward(block.q, block.k, block.v, mask=mask, softmax_scale=1.0)
+        CpuFlash().forward(block.of_kernel(mask))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_backward_wants_out_or_delta(kernel: Kernel) -> None:
     block = make_block(Shape(S=3, T=4), torch.float32)
     lse = torch.zeros(2, 4, 3)
-    qkv = (block.q, block.k, block.v)
     with pytest.raises(MeshAttentionError, match="`out` or `delta`"):
-        backward(kernel, block.grad_out, *qkv, None, lse, None, mask=Full(), softmax_scale=1.0)
+        backward(kernel, block.of_kernel(), block.grad_out, None, lse, None)

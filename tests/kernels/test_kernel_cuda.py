@@ -27,11 +27,9 @@ from torch import Tensor
 
 from mesh_attention.kernels import Full, Kernel, RowRange, choose
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.cuda_flash import CudaFlash
-from mesh_attention.kernels.cudnn import Cudnn
-from mesh_attention.kernels.flash_attn3 import FlashAttn3
-from mesh_attention.kernels.flash_attn4 import FlashAttn4
+from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.plain_rows import PlainRows, delta
+from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
 from mesh_attention.kernels.visibility import dense_mask
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +105,7 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Resu
     out = torch.full_like(first.grad_out, torch.nan, dtype=torch.float32)
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
-        part = kernel.forward(piece.q, piece.k, piece.v, mask=Full(), softmax_scale=piece.scale)
+        part = kernel.forward(piece.of_kernel(Full()))
         PlainRows().merge_into(out, lse, *part, fresh=False)
     dq = torch.zeros(first.q.shape, device="cuda")
     dk: list[Tensor] = []
@@ -115,10 +113,8 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Resu
     delta_BHS = delta(out, first.grad_out)
     for piece in pieces:
         state = (None, lse, delta_BHS) if delta_only else (out, lse, None)
-        qkv = (piece.q, piece.k, piece.v)
-        dq_part, dk_part, dv_part = backward(
-            kernel, piece.grad_out, *qkv, *state, mask=Full(), softmax_scale=piece.scale
-        )
+        grads = backward(kernel, piece.of_kernel(Full()), piece.grad_out, *state)
+        dq_part, dk_part, dv_part = grads
         dq += dq_part
         dk.append(dk_part)
         dv.append(dv_part)
@@ -134,13 +130,10 @@ def test_changing_layouts_between_calls_of_one_shape_changes_nothing(kernel: Ker
     lse_sliced = torch.nn.functional.pad(expected.lse, (7, 9))[:, :, 7:-9]
     grad_seq_last = block.grad_out.transpose(1, 2).contiguous().transpose(1, 2)
     out_seq_last = expected.out.transpose(1, 2).contiguous().transpose(1, 2)
-    qkv = (block.q, block.k, block.v)
     for grad_out in (block.grad_out, grad_seq_last):
         for out in (expected.out, out_seq_last):
             for lse in (expected.lse, lse_sliced):
-                found = backward(
-                    kernel, grad_out, *qkv, out, lse, None, mask=Full(), softmax_scale=block.scale
-                )
+                found = backward(kernel, block.of_kernel(), grad_out, out, lse, None)
                 # Not bit for bit: dq is summed in whatever order blocks finish.
                 for name, grad in zip(("dq", "dk", "dv"), found, strict=True):
                     assert error(grad, expected.named()[name].double()) < 1e-2, name
@@ -153,13 +146,9 @@ def test_unseen_rows_and_empty_blocks_give_finite_zeros(kernel: Kernel) -> None:
     lse, out = result.lse.contiguous().clone(), result.out.contiguous().clone()
     lse[:, :, 40:] = -torch.inf
     out[:, 40:] = 0
-    qkv = (block.q, block.k, block.v)
     for given in ((out, None), (None, torch.zeros_like(lse))):
-        dq, dk, dv = backward(
-            *(kernel, block.grad_out, *qkv, given[0], lse, given[1]),
-            mask=Full(),
-            softmax_scale=block.scale,
-        )
+        state = (given[0], lse, given[1])
+        dq, dk, dv = backward(kernel, block.of_kernel(), block.grad_out, *state)
         assert torch.all(dq[:, 40:] == 0)
         assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
     for S, T in ((0, 64), (64, 0)):

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mesh_attention.kernels import BlockSize, Kernel
+from mesh_attention.kernels import BackwardInputs, BlockSize, Kernel
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.cpu_flash import CpuFlash
 from mesh_attention.kernels.plain_rows import delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.torch_ops import CpuFlash
 from mesh_attention.plan.plan import Direction
 
 
@@ -63,14 +63,12 @@ def test_a_call_holds_no_more_than_it_says_and_not_much_less(
     shape = Shape(S=300, T=400, H=4, G=2, D=32, E=32, B=1)
     block = make_block(shape, dtype, full)
     size = BlockSize(300, 400, 4, 2, 32, 32, dtype.itemsize, 4)
-    qkv = (block.q, block.k, block.v)
-    options: dict[str, Any] = {"mask": block.mask, "softmax_scale": block.scale}
     with LiveBytes() as forward:
-        result: Any = kernel.forward(*qkv, **options)
+        result: Any = kernel.forward(block.of_kernel())
     out, lse = result[0].to(dtype).contiguous(), result[1].contiguous()
-    state = (out, lse, delta(out, block.grad_out))
+    given = BackwardInputs(block.grad_out, out, lse, delta(out, block.grad_out))
     with LiveBytes() as backward:
-        result = kernel.backward(block.grad_out, *qkv, *state, **options)
+        result = kernel.backward(block.of_kernel(), given)
     for direction, live in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         said = kernel.scratch_bytes(direction, size)
         assert live.most <= said, direction

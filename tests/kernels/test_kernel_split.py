@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mesh_attention.kernels import Causal, Full, Kernel, RowRange
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.cpu_flash import CpuFlash
 from mesh_attention.kernels.plain_rows import PlainRows, accumulator_dtype, delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.torch_ops import CpuFlash
 
 KERNELS = [CpuFlash(), Blockwise(query_block=8, key_block=16), Reference()]
 
@@ -35,7 +35,7 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], *, delta_only: bool) -> R
     out = torch.full(first.grad_out.shape, torch.nan, dtype=wide)
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
-        part = kernel.forward(piece.q, piece.k, piece.v, mask=piece.mask, softmax_scale=piece.scale)
+        part = kernel.forward(piece.of_kernel())
         PlainRows().merge_into(out, lse, *part, fresh=False)
     delta_BHS = delta(out, first.grad_out)
     dq = torch.zeros(first.q.shape, dtype=wide)
@@ -43,10 +43,8 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], *, delta_only: bool) -> R
     dv: list[Tensor] = []
     for piece in pieces:
         state = (None, lse, delta_BHS) if delta_only else (out, lse, None)
-        qkv = (piece.q, piece.k, piece.v)
-        dq_part, dk_part, dv_part = backward(
-            kernel, piece.grad_out, *qkv, *state, mask=piece.mask, softmax_scale=piece.scale
-        )
+        grads = backward(kernel, piece.of_kernel(), piece.grad_out, *state)
+        dq_part, dk_part, dv_part = grads
         dq += dq_part
         dk.append(dk_part)
         dv.append(dv_part)

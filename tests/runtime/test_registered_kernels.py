@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, Plan, register_kernel
 from mesh_attention.kernels import (
+    BackwardInputs,
     BackwardNeeds,
-    BlockMask,
+    Block,
     BlockSize,
     MaskKind,
     Request,
@@ -50,16 +51,16 @@ class ForwardOnly:
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         return OWN_BYTES[direction]
 
-    def scores(self, q: Tensor, k: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    def scores(self, block: Block) -> Tensor:
+        q, k, _, mask, scale = block
         scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
         visible = dense_mask(mask, q.shape[1], k.shape[1], q.device)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask, softmax_scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = self.scores(q, k, mask, softmax_scale)
-        return torch.einsum("bhst,bthe->bshe", scores.softmax(-1), v), scores.logsumexp(-1)
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        scores = self.scores(block)
+        out = torch.einsum("bhst,bthe->bshe", scores.softmax(-1), block.v)
+        return out, scores.logsumexp(-1)
 
 
 class BothPasses(ForwardOnly):
@@ -70,19 +71,9 @@ class BothPasses(ForwardOnly):
     def __init__(self, needs: BackwardNeeds) -> None:
         self.backward_needs = needs
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, softmax_scale = block
+        grad_out, out, lse, delta = given
         needs = self.backward_needs
         assert needs is not None
         assert out is not None or not needs.out
@@ -95,7 +86,7 @@ class BothPasses(ForwardOnly):
             rows = torch.einsum("bshe,bshe->bhs", out, grad_out)
         else:
             rows = delta
-        p = torch.exp(self.scores(q, k, mask, softmax_scale) - lse[..., None])
+        p = torch.exp(self.scores(block) - lse[..., None])
         ds = p * (torch.einsum("bshe,bthe->bhst", grad_out, v) - rows[..., None]) * softmax_scale
         dq, dk = torch.einsum("bhst,bthd->bshd", ds, k), torch.einsum("bhst,bshd->bthd", ds, q)
         return dq, dk, torch.einsum("bhst,bshe->bthe", p, grad_out)

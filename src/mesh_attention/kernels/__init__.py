@@ -5,7 +5,9 @@
 """
 
 from mesh_attention.kernels.interface import (
+    BackwardInputs,
     BackwardNeeds,
+    Block,
     BlockMask,
     BlockSize,
     Causal,
@@ -29,7 +31,9 @@ from mesh_attention.kernels.registry import (
 from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
 
 __all__ = [
+    "BackwardInputs",
     "BackwardNeeds",
+    "Block",
     "BlockMask",
     "BlockSize",
     "Causal",

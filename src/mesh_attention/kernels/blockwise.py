@@ -16,7 +16,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.interface import BackwardNeeds, BlockMask, BlockSize, Request
+from mesh_attention.kernels.interface import (
+    BackwardInputs,
+    BackwardNeeds,
+    Block,
+    BlockSize,
+    Request,
+)
 from mesh_attention.kernels.plain_rows import accumulator_dtype
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.visibility import BlockVisibility, Seen
@@ -48,21 +54,14 @@ class Blockwise:
         own = (rows * keys * matrices + of_queries + of_keys) * wide + 4 * queries * keys
         return block.result_bytes(direction, wide) + own
 
-    def forward(
-        self,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
         B, S, H, _ = q_BSHD.shape
         T, G, E = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)
         out_BSHE = q_BSHD.new_empty(B, S, H, E, dtype=dtype)
         lse_BHS = q_BSHD.new_empty(B, H, S, dtype=dtype)
-        visibility = self._visibility(mask, q_BSHD, k_BTGD)
+        visibility = self._visibility(block)
         for queries in _runs(S, self._query_block):
             q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
             best = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
@@ -90,19 +89,9 @@ class Blockwise:
             lse_BHS[:, :, queries] = lse.view(B, H, -1)
         return out_BSHE, lse_BHS
 
-    def backward(
-        self,
-        grad_out_BSHE: Tensor,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        out_BSHE: Tensor | None,
-        lse_BHS: Tensor,
-        delta_BHS: Tensor | None,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
+        grad_out_BSHE, _, lse_BHS, delta_BHS = given
         B, S, H, _ = q_BSHD.shape
         T, G, _ = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)
@@ -110,7 +99,7 @@ class Blockwise:
         dq_BSHD = torch.zeros(q_BSHD.shape, dtype=dtype, device=q_BSHD.device)
         dk_BGTD = torch.zeros(_heads_first(k_BTGD).shape, dtype=dtype, device=q_BSHD.device)
         dv_BGTE = torch.zeros(_heads_first(v_BTGE).shape, dtype=dtype, device=q_BSHD.device)
-        visibility = self._visibility(mask, q_BSHD, k_BTGD)
+        visibility = self._visibility(block)
         for queries in _runs(S, self._query_block):
             q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
             grad_rows = _rows(grad_out_BSHE[:, queries], G).to(dtype)
@@ -135,9 +124,9 @@ class Blockwise:
         # q_rows carried the scale, so dk has it already; dq does not.
         return dq_BSHD.mul_(softmax_scale), dk_BGTD.transpose(1, 2), dv_BGTE.transpose(1, 2)
 
-    def _visibility(self, mask: BlockMask, q_BSHD: Tensor, k_BTGD: Tensor) -> BlockVisibility:
-        S, T = q_BSHD.shape[1], k_BTGD.shape[1]
-        return BlockVisibility(mask, S, T, self._query_block, self._key_block, q_BSHD.device)
+    def _visibility(self, block: Block) -> BlockVisibility:
+        S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
+        return BlockVisibility(block.mask, S, T, self._query_block, self._key_block, device)
 
 
 def _runs(length: int, block: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,20 +46,38 @@ class RowRange:
 BlockMask = Full | Causal | RowRange
 
 
+class Block(NamedTuple):
+    """Some queries against some keys."""
+
+    q: Tensor  # (B, S, H, D)
+    k: Tensor  # (B, T, G, D)
+    v: Tensor  # (B, T, G, E)
+    mask: BlockMask
+    softmax_scale: float
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward pass is given besides its block. `lse`, `out` and
+    `delta = rowsum(out * grad_out)` belong to the whole softmax, of which the block is a part;
+    `BackwardNeeds` says which of them are sure to be there."""
+
+    grad_out: Tensor  # (B, S, H, E)
+    out: Tensor | None
+    lse: Tensor  # (B, H, S)
+    delta: Tensor | None
+
+
 class MaskKind(StrEnum):
     FULL = "full"
     CAUSAL = "causal"
     RANGE = "range"
 
 
+_KINDS = {Full: MaskKind.FULL, Causal: MaskKind.CAUSAL, RowRange: MaskKind.RANGE}
+
+
 def kind_of(mask: BlockMask) -> MaskKind:
-    match mask:
-        case Full():
-            return MaskKind.FULL
-        case Causal():
-            return MaskKind.CAUSAL
-        case RowRange():
-            return MaskKind.RANGE
+    return _KINDS[type(mask)]
 
 
 @dataclass(frozen=True)
@@ -130,38 +148,13 @@ class Kernel(Protocol):
         results, and what it or its library takes for itself."""
         ...
 
-    def forward(
-        self,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """(out_BSHE, lse_BHS). A row that sees no key gives out = 0 and lse = -inf.
 
         lse is the natural log-sum-exp of the scaled scores, fp32 (fp64 for fp64 input).
         """
         ...
 
-    def backward(
-        self,
-        grad_out_BSHE: Tensor,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        out_BSHE: Tensor | None,
-        lse_BHS: Tensor,
-        delta_BHS: Tensor | None,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) that this block contributes.
-
-        `lse`, `out` and `delta = rowsum(out * grad_out)` belong to the whole softmax, of which
-        this block is a part; `backward_needs` says which of them are sure to be there. A row that
-        saw no key contributes exact zeros.
-        """
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) that this block contributes; exact zeros for a row that saw no key."""
         ...

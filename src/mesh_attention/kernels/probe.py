@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,21 +101,26 @@ def arguments_for(
     return arguments
 
 
-def call_function(
-    module: str, function: str, given: Mapping[str, Any], may_be_none: frozenset[str]
-) -> Any:
-    found = load(module, function)
-    assert not isinstance(found, str), found
-    arguments = arguments_for(found, given, may_be_none)
-    assert not isinstance(arguments, str), arguments
-    return found(**arguments)
+class PackageFunction(NamedTuple):
+    """A function of a package that may not be there, called by the names of its arguments."""
 
+    module: str
+    name: str
+    arguments: tuple[str, ...]
+    may_be_none: frozenset[str] = frozenset()
 
-def why_function_unusable(
-    module: str, function: str, names: tuple[str, ...], may_be_none: frozenset[str]
-) -> str | None:
-    found = load(module, function)
-    if isinstance(found, str):
-        return found
-    arguments = arguments_for(found, dict.fromkeys(names), may_be_none)
-    return arguments if isinstance(arguments, str) else None
+    def why_unusable(self) -> str | None:
+        found = load(self.module, self.name)
+        if isinstance(found, str):
+            return found
+        arguments = arguments_for(found, dict.fromkeys(self.arguments), self.may_be_none)
+        return arguments if isinstance(arguments, str) else None
+
+    def __call__(self, *values: Any) -> Any:
+        found = load(self.module, self.name)
+        assert not isinstance(found, str), found
+        given = dict(zip(self.arguments, values, strict=True))
+        arguments = arguments_for(found, given, self.may_be_none)
+        assert not isinstance(arguments, str), arguments
+        with torch.no_grad():
+            return found(**arguments)

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.interface import BackwardNeeds, BlockMask, BlockSize, Request
+from mesh_attention.kernels.interface import (
+    BackwardInputs,
+    BackwardNeeds,
+    Block,
+    BlockSize,
+    Request,
+)
 from mesh_attention.kernels.plain_rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.visibility import dense_mask
@@ -37,35 +43,18 @@ class Reference:
             + scores
         )
 
-    def forward(
-        self,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        scores_BGRST = _scores(block)
         lse_BGRS = torch.logsumexp(scores_BGRST, dim=-1)
         p_BGRST = _weights(scores_BGRST, lse_BGRS)
-        out_BSGRE = torch.einsum("bgrst,btge->bsgre", p_BGRST, v_BTGE.double())
-        lse_dtype = accumulator_dtype(q_BSHD.dtype)
-        return out_BSGRE.flatten(2, 3).to(q_BSHD.dtype), lse_BGRS.flatten(1, 2).to(lse_dtype)
+        out_BSGRE = torch.einsum("bgrst,btge->bsgre", p_BGRST, block.v.double())
+        dtype = block.q.dtype
+        lse_BHS = lse_BGRS.flatten(1, 2).to(accumulator_dtype(dtype))
+        return out_BSGRE.flatten(2, 3).to(dtype), lse_BHS
 
-    def backward(
-        self,
-        grad_out_BSHE: Tensor,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        out_BSHE: Tensor | None,
-        lse_BHS: Tensor,
-        delta_BHS: Tensor | None,
-        *,
-        mask: BlockMask,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
+        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = given
         G = k_BTGD.shape[2]
         if delta_BHS is None:
             assert out_BSHE is not None  # one of the two is there
@@ -74,8 +63,7 @@ class Reference:
         grad_BSGRE = _group(grad_out_BSHE.double(), 2, G)
         q_BSGRD, k, v = _group(q_BSHD.double(), 2, G), k_BTGD.double(), v_BTGE.double()
 
-        scores_BGRST = _scores(q_BSHD, k_BTGD, mask, softmax_scale)
-        p_BGRST = _weights(scores_BGRST, lse_BGRS)
+        p_BGRST = _weights(_scores(block), lse_BGRS)
         dp_BGRST = torch.einsum("bsgre,btge->bgrst", grad_BSGRE, v)
         ds_BGRST = p_BGRST * (dp_BGRST - delta_BGRS[..., None]) * softmax_scale
         dq = torch.einsum("bgrst,btgd->bsgrd", ds_BGRST, k).flatten(2, 3)
@@ -84,7 +72,8 @@ class Reference:
         return dq.to(q_BSHD.dtype), dk.to(k_BTGD.dtype), dv.to(v_BTGE.dtype)
 
 
-def _scores(q_BSHD: Tensor, k_BTGD: Tensor, mask: BlockMask, softmax_scale: float) -> Tensor:
+def _scores(block: Block) -> Tensor:
+    q_BSHD, k_BTGD, _, mask, softmax_scale = block
     q_BSGRD = _group(q_BSHD.double(), 2, k_BTGD.shape[2])
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
     visible_ST = dense_mask(mask, q_BSHD.shape[1], k_BTGD.shape[1], q_BSHD.device)

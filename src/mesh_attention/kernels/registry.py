@@ -10,13 +10,10 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.cpu_flash import CpuFlash
-from mesh_attention.kernels.cuda_flash import CudaFlash
-from mesh_attention.kernels.cudnn import Cudnn
-from mesh_attention.kernels.flash_attn3 import FlashAttn3
-from mesh_attention.kernels.flash_attn4 import FlashAttn4
+from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import BackwardNeeds, Kernel, Request
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
 from mesh_attention.plan.plan import Direction
 
 _KERNELS: list[Kernel] = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import BackwardNeeds, BlockMask, Kernel, RowKernels
+from mesh_attention.kernels import BackwardInputs, BackwardNeeds, Block, Kernel, RowKernels
 from mesh_attention.runtime.accumulate import SummedRows, clear
 from mesh_attention.runtime.binding import cut
 from mesh_attention.runtime.streams import ComputeStreams
@@ -57,23 +57,22 @@ def _hull(intervals: Sequence[Interval]) -> Interval | None:
 
 
 class Preparation:
-    """(out, lse, delta) of each call, from the tensors of the operation that they are rows of."""
+    """The inputs of each call, from the tensors of the operation that they are rows of."""
 
     def __init__(
         self,
         kernels: RowKernels,
         calls: Sequence[tuple[BackwardNeeds, Interval]],
-        grad_out_BSHE: Tensor,
-        lse_BHS: Tensor,
-        out_BSHE: Tensor | None,
-        delta_BHS: Tensor | None,
+        whole: BackwardInputs,
     ) -> None:
+        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = whole
         if out_BSHE is None and delta_BHS is None:
             raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
         self._kernels = kernels
         self._calls = calls
         self._given = [
-            (
+            BackwardInputs(
+                cut(grad_out_BSHE, 1, *rows),
                 None if out_BSHE is None else cut(out_BSHE, 1, *rows),
                 cut(lse_BHS, 2, *rows),
                 None if delta_BHS is None else cut(delta_BHS, 2, *rows),
@@ -91,7 +90,7 @@ class Preparation:
         if (rows := missing.delta) is not None and out_BSHE is not None:
             self._for_delta = rows[0], cut(out_BSHE, 1, *rows), cut(grad_out_BSHE, 1, *rows)
 
-    def make(self) -> list[tuple[Tensor | None, Tensor, Tensor | None]]:
+    def make(self) -> list[BackwardInputs]:
         first_out = first_delta = 0
         made_out = made_delta = None
         if self._for_out is not None:
@@ -100,29 +99,28 @@ class Preparation:
         if self._for_delta is not None:
             first_delta, out, grad_out = self._for_delta
             B, S, H, _ = out.shape
-            dtype = self._given[0][1].dtype
+            dtype = self._given[0].lse.dtype
             made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
             self._kernels.delta(out, grad_out, made_delta)
         finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
         prepared = []
-        for (needs, rows), (given_out, lse, given_delta) in zip(
-            self._calls, self._given, strict=True
-        ):
-            out_rows, delta_rows = given_out, given_delta
+        for (needs, rows), given in zip(self._calls, self._given, strict=True):
+            grad_out_rows, out_rows, lse_rows, delta_rows = given
             if needs.out and made_out is not None:
                 out_rows = cut(made_out, 1, rows[0] - first_out, rows[1] - first_out)
             if needs.delta and made_delta is not None:
                 delta_rows = cut(made_delta, 2, rows[0] - first_delta, rows[1] - first_delta)
-            prepared.append((out_rows, finite[rows] if needs.finite_lse else lse, delta_rows))
+            if needs.finite_lse:
+                lse_rows = finite[rows]
+            prepared.append(BackwardInputs(grad_out_rows, out_rows, lse_rows, delta_rows))
         return prepared
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCall:
     kernel: Kernel
-    mask: BlockMask
+    block: Block
     queries: Interval
-    keys: Interval
     targets: Sequence[SummedRows]  # of dq, dk, dv
 
 
@@ -137,14 +135,7 @@ class BackwardCalls:
         self,
         rows: RowKernels,
         calls: Sequence[BackwardCall],
-        softmax_scale: float,
-        q_BSHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGE: Tensor,
-        grad_out_BSHE: Tensor,
-        lse_BHS: Tensor,
-        out_BSHE: Tensor | None,
-        delta_BHS: Tensor | None,
+        whole: BackwardInputs,
         *,
         untouched: Sequence[Tensor],
         streams: ComputeStreams,
@@ -155,43 +146,30 @@ class BackwardCalls:
         self._follows = follows
         self._prepared = torch.cuda.Event() if streams.two else None  # type: ignore[no-untyped-call]
         self._calls = calls
-        self._softmax_scale = softmax_scale
-        self._tensors = [
-            (
-                cut(grad_out_BSHE, 1, *call.queries),
-                cut(q_BSHD, 1, *call.queries),
-                cut(k_BTGD, 1, *call.keys),
-                cut(v_BTGE, 1, *call.keys),
-            )
-            for call in calls
-        ]
         wanted = [(backward_needs(call.kernel), call.queries) for call in calls]
-        state = (grad_out_BSHE, lse_BHS, out_BSHE, delta_BHS)
-        self._preparation = Preparation(rows, wanted, *state)
+        self._preparation = Preparation(rows, wanted, whole)
 
     def __call__(self) -> None:
-        scale, streams = self._softmax_scale, self._streams
+        streams = self._streams
         for rows in self._untouched:
             clear(rows)
-        states: list[tuple[Tensor | None, Tensor, Tensor | None]] = []
+        inputs: list[BackwardInputs] = []
         for at, call in enumerate(self._calls):
             streams.turn()
             if at == 0:
                 if self._follows:
                     streams.follow()
-                states = self._preparation.make()
+                inputs = self._preparation.make()
                 if self._prepared is not None:
                     streams.record(self._prepared)
             elif at == 1 and self._prepared is not None:
                 streams.wait_for(self._prepared)
-            grads = call.kernel.backward(
-                *self._tensors[at], *states[at], mask=call.mask, softmax_scale=scale
-            )
+            grads = call.kernel.backward(call.block, inputs[at])
             streams.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
-        streams.hold(states)
+        streams.hold(inputs)
 
 
 def backward_needs(kernel: Kernel) -> BackwardNeeds:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels import (
+    BackwardInputs,
+    Block,
     BlockMask,
     Causal,
     Full,
@@ -87,10 +89,7 @@ class ComputeOperations:
             (
                 partial(
                     self._kernels[kind_of(mask)].forward,
-                    cut(q, 1, call.q_start, call.q_stop),
-                    *(cut(x, 1, call.k_start, call.k_stop) for x in (k, v)),
-                    mask=mask,
-                    softmax_scale=self._softmax_scale,
+                    _block(call, q, k, v, mask, self._softmax_scale),
                 ),
                 MergedRows(self._rows, out, lse, stretches),
             )
@@ -102,10 +101,13 @@ class ComputeOperations:
         return partial(_forward, self._streams, at in self._follow, untouched, calls)
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
-        q, k, v, grad_out = (views.tokens(p) for p in (op.q, op.k, op.v, op.grad_out))
-        lse = views.statistics(op.lse)
-        out = None if op.out is None else views.tokens(op.out)
-        delta = None if op.delta is None else views.statistics(op.delta)
+        q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
+        inputs = BackwardInputs(
+            views.tokens(op.grad_out),
+            None if op.out is None else views.tokens(op.out),
+            views.statistics(op.lse),
+            None if op.delta is None else views.statistics(op.delta),
+        )
         by_query, by_key = self._coverage[at]
         sums = [
             (views.tokens(op.grad_q), by_query),
@@ -115,15 +117,16 @@ class ComputeOperations:
         calls = [
             BackwardCall(
                 self._kernels[kind_of(mask)],
-                mask,
+                _block(call, q, k, v, mask, self._softmax_scale),
                 (call.q_start, call.q_stop),
-                (call.k_start, call.k_stop),
                 [SummedRows(self._rows, total, covered.stretches[i]) for total, covered in sums],
             )
             for i, (call, mask) in enumerate(zip(op.calls, self._masks[at], strict=True))
         ]
         return BackwardCalls(
-            *(self._rows, calls, self._softmax_scale, q, k, v, grad_out, lse, out, delta),
+            self._rows,
+            calls,
+            inputs,
             untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
             streams=self._streams,
             follows=at in self._follow,
@@ -172,6 +175,14 @@ def _forward(
         streams.follow()
         target.take(*result)
         del result  # before the next call asks for as much memory again
+
+
+def _block(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softmax_scale: float
+) -> Block:
+    queries = cut(q, 1, call.q_start, call.q_stop)
+    keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
+    return Block(queries, keys, values, mask, softmax_scale)
 
 
 def _coverage(op: Operation) -> tuple[Coverage, ...]:

@@ -1,0 +1,114 @@
+"""FlashAttention 3 and 4 from their own packages, where those are installed.
+
+Their low-level functions are used because the backward pass must take the log-sum-exp of the whole
+softmax; the signatures vary, see `probe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mesh_attention.kernels.dense import DenseKernel
+from mesh_attention.kernels.interface import Block, Request
+from mesh_attention.kernels.probe import PackageFunction, why_not_on_cuda
+from mesh_attention.plan.plan import Direction
+
+# Parameters of early releases of 3 that had no default and that dense attention leaves unset.
+_MAY_BE_NONE = frozenset(
+    {
+        *("k_new", "v_new", "qv", "out", "out_", "page_table", "kv_batch_idx", "leftpad_k"),
+        *("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "max_seqlen_q", "max_seqlen_k"),
+        *("seqused_q", "seqused_k", "sequed_q", "sequed_k"),
+        *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
+    }
+)
+
+
+class FlashPackage(DenseKernel):
+    generations: tuple[int, ...]  # first numbers of compute capabilities
+    head_dims: Sequence[int]
+    head_dims_text: str
+    forward_function: PackageFunction
+    backward_function: PackageFunction
+
+    def refuses(self, request: Request) -> str | None:
+        if (reason := why_not_on_cuda(request)) is not None:
+            return reason
+        if request.capability is None or request.capability[0] not in self.generations:
+            names = " and ".join(f"{number}.x" for number in self.generations)
+            return f"is for compute capability {names}, found {request.capability}"
+        dims = request.head_dim, request.v_head_dim
+        if dims[0] != dims[1] or dims[0] not in self.head_dims:
+            return f"is used for equal head sizes {self.head_dims_text}, not {dims}"
+        if request.direction is Direction.BACKWARD:
+            return self.backward_function.why_unusable()
+        return self.forward_function.why_unusable()
+
+
+class FlashAttn3(FlashPackage):
+    """The fastest kernel on Hopper GPUs."""
+
+    name = "flash_attn3"
+    generations = (9,)
+    head_dims = range(257)
+    head_dims_text = "up to 256"
+    forward_function = PackageFunction(
+        "flash_attn_interface",
+        "_flash_attn_forward",
+        ("q", "k", "v", "softmax_scale", "causal"),
+        _MAY_BE_NONE,
+    )
+    backward_function = PackageFunction(
+        "flash_attn_interface",
+        "_flash_attn_backward",
+        (
+            *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
+            *("softmax_scale", "is_causal|causal"),
+        ),
+        _MAY_BE_NONE,
+    )
+
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.forward_function(*block[:3], block.softmax_scale, causal)
+        return out, lse
+
+    def run_backward(
+        self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in block[:3])
+        values = (grad_out_BSHE, *block[:3], out_BSHE, lse_BHS, dq, dk, dv)
+        self.backward_function(*values, block.softmax_scale, causal)
+        return dq, dk, dv
+
+
+class FlashAttn4(FlashPackage):
+    """Used on Blackwell GPUs and only for the head sizes its authors list: on Hopper its backward
+    is younger than FlashAttention 3's and than cuDNN's."""
+
+    name = "flash_attn4"
+    generations = (10, 11)
+    head_dims = (64, 96, 128)
+    head_dims_text = f"of {head_dims}"
+    forward_function = PackageFunction(
+        "flash_attn.cute.interface",
+        "_flash_attn_fwd",
+        ("q", "k", "v", "softmax_scale", "causal", "return_lse"),
+    )
+    backward_function = PackageFunction(
+        "flash_attn.cute.interface",
+        "_flash_attn_bwd",
+        ("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal"),
+    )
+
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.forward_function(*block[:3], block.softmax_scale, causal, True)
+        return out, lse
+
+    def run_backward(
+        self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values = (*block[:3], out_BSHE, grad_out_BSHE, lse_BHS, block.softmax_scale, causal)
+        dq, dk, dv, *_ = self.backward_function(*values)
+        return dq, dk, dv

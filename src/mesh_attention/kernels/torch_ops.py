@@ -1,0 +1,200 @@
+"""The attention kernels that ship with PyTorch, through its private ops.
+
+All of them take (B, H, S, D) by stride, so (B, S, H, D) tensors go in as transposed views and
+their output, laid out as q is, comes back the same way; all take fewer KV heads as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.dense import DenseKernel
+from mesh_attention.kernels.interface import Block, BlockSize, Full, Request
+from mesh_attention.kernels.probe import aten, why_not_dense, why_not_on_cuda, why_op_unusable
+from mesh_attention.plan.plan import Direction
+
+_INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "scale")
+_RESULTS = ("grad_out", "out", "logsumexp")
+# What the CUDA ops want besides: packed sequences and a random state, both unused.
+_UNUSED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+
+
+class TorchOp(DenseKernel):
+    op: str  # of the forward pass; that of the backward pass is named after it
+    forward_options: Mapping[str, Any] = {}
+    backward_arguments: tuple[str, ...] = ()
+
+    def why_op_unusable(self, direction: Direction) -> str | None:
+        if direction is Direction.FORWARD:
+            return why_op_unusable(self.op, (*_INPUTS, *self.forward_options))
+        names = (*_INPUTS, *_RESULTS, *self.backward_arguments)
+        return why_op_unusable(f"{self.op}_backward", names)
+
+    def backward_options(self, block: Block) -> dict[str, Any]:
+        """Values of `backward_arguments`."""
+        return {}
+
+    def call_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        """(out_BSHE, the op's own log-sum-exp)"""
+        out, lse, *_ = aten(self.op)(
+            query=block.q.transpose(1, 2),
+            key=block.k.transpose(1, 2),
+            value=block.v.transpose(1, 2),
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=block.softmax_scale,
+            **self.forward_options,
+        )
+        return out.transpose(1, 2), lse
+
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        return self.call_forward(block, causal)
+
+    def run_backward(
+        self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = aten(f"{self.op}_backward")(
+            grad_out=grad_out_BSHE.transpose(1, 2),
+            query=block.q.transpose(1, 2),
+            key=block.k.transpose(1, 2),
+            value=block.v.transpose(1, 2),
+            out=out_BSHE.transpose(1, 2),
+            logsumexp=lse_BHS,
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=block.softmax_scale,
+            **self.backward_options(block),
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class CpuFlash(TorchOp):
+    """Flash attention on a CPU. Facts found by trying (torch 2.13): float64, float32, bfloat16 and
+    float16, any S and T; D and E must agree; an empty S or T ends the whole process with a division
+    by zero; the log-sum-exp comes back as a view of (B, S, H)."""
+
+    name = "cpu_flash"
+    op = "_scaled_dot_product_flash_attention_for_cpu"
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device_type != "cpu":
+            return f"runs on cpu, not on {request.device_type}"
+        if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
+        if request.head_dim != request.v_head_dim:
+            return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
+        return why_not_dense(request) or self.why_op_unusable(request.direction)
+
+
+class CudaFlash(TorchOp):
+    """FlashAttention 2. Slower than cuDNN on recent GPUs, but it takes head sizes up to 256 and
+    runs where cuDNN is missing. Its backward reads `logsumexp` as a contiguous (B, H, S)."""
+
+    name = "cuda_flash"
+    op = "_scaled_dot_product_flash_attention"
+    forward_options: Mapping[str, Any] = {"return_debug_mask": False}
+    backward_arguments = _UNUSED
+
+    def refuses(self, request: Request) -> str | None:
+        if (reason := why_not_on_cuda(request)) is not None:
+            return reason
+        assert request.capability is not None
+        if request.head_dim != request.v_head_dim:
+            return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
+        if request.head_dim > 256:
+            return f"takes head sizes up to 256, not {request.head_dim}"
+        # These chips have too little shared memory for the largest backward tiles.
+        small = request.capability in ((8, 6), (8, 9)) or request.capability >= (12, 0)
+        if request.direction is Direction.BACKWARD and request.head_dim > 192 and small:
+            return f"has no backward for head size {request.head_dim} on {request.capability}"
+        return self.why_op_unusable(request.direction)
+
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        out_BSHE, lse_BHS = self.call_forward(block, causal)
+        # A row that saw nothing is marked by +inf there.
+        return out_BSHE, lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
+
+    def backward_options(self, block: Block) -> dict[str, Any]:
+        # Without dropout the random state is never read; shape and dtype are the forward's.
+        device = block.q.device
+        seed = torch.empty(2, dtype=torch.uint64, device=device)
+        return _unused(block, seed, torch.empty((), dtype=torch.uint64, device=device))
+
+
+class Cudnn(TorchOp):
+    """The fastest dense kernel that ships with PyTorch. It needs at least two queries and two keys;
+    thinner blocks go to the blockwise kernel (numbers.md, "PyTorch's private attention ops")."""
+
+    name = "cudnn"
+    least_rows = 2
+    op = "_scaled_dot_product_cudnn_attention"
+    forward_options: Mapping[str, Any] = {
+        "attn_bias": None,
+        "compute_log_sumexp": True,
+        "return_debug_mask": False,
+    }
+    backward_arguments = ("attn_bias", *_UNUSED)
+
+    def refuses(self, request: Request) -> str | None:
+        if (reason := why_not_on_cuda(request)) is not None:
+            return reason
+        version = _cudnn_version()
+        if version is None:
+            return "this PyTorch has no cuDNN"
+        dims = request.head_dim, request.v_head_dim
+        if max(dims) > 128 and not (dims == (192, 128) and version >= 91100):
+            return f"takes head sizes up to 128 (192 with 128 from cuDNN 9.11), not {dims}"
+        return self.why_op_unusable(request.direction)
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        """Measured with cuDNN 9.19 on an H200: an fp32 accumulator of dq and the row sums; where
+        query heads share keys, dk and dv of every query head besides; rows in blocks of 64."""
+        results = super().scratch_bytes(direction, block)
+        if direction is Direction.FORWARD:
+            return results
+        rows, keys = (-(-length // 64) * 64 for length in (block.num_queries, block.num_keys))
+        own = rows * block.num_heads * (block.head_dim + 1) * 4
+        if block.num_heads != block.num_kv_heads:
+            own += keys * block.num_heads * (block.head_dim + block.v_head_dim) * 2
+        return results + own
+
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
+        out_BSHE, lse = self.call_forward(block, causal)
+        return out_BSHE, lse.reshape(lse.shape[:3])
+
+    def run_backward(
+        self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse = lse_BHS[..., None] if _lse_rank(block.q.device) == 4 else lse_BHS
+        return super().run_backward(block, grad_out_BSHE, out_BSHE, lse, causal)
+
+    def backward_options(self, block: Block) -> dict[str, Any]:
+        # Without dropout the random state is never read; it only has to be a tensor.
+        state = torch.empty((), dtype=torch.int64, device=block.q.device)
+        return {"attn_bias": None, **_unused(block, state, state)}
+
+
+def _unused(block: Block, seed: Tensor, offset: Tensor) -> dict[str, Any]:
+    lengths = block.q.shape[1], block.k.shape[1]
+    return dict(zip(_UNUSED, (None, None, *lengths, seed, offset), strict=True))
+
+
+def _cudnn_version() -> int | None:
+    if torch.version.hip is not None:
+        return None
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+@cache
+def _lse_rank(device: torch.device) -> int:
+    """How cuDNN's backward op wants its log-sum-exp: as the forward op of this PyTorch returns it,
+    (B, H, S, 1) or (B, H, S)."""
+    x_BSHD = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16, device=device)
+    _, lse = Cudnn().call_forward(Block(x_BSHD, x_BSHD, x_BSHD, Full(), 1.0), causal=False)
+    return lse.dim()
