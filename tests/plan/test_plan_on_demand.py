@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +17,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.question import ask, make_plan
 from mesh_attention.plan.text import digest
+from mesh_attention.plan.verify import verify
 
 RANKS = 8
 CASES = {
@@ -108,3 +111,12 @@ def test_the_large_problem_is_cut_and_the_small_one_is_not() -> None:
     assert "head_slices" in large
     assert "head_slices" not in small
     assert {small["chunks"], large["chunks"]} == {"1x1"}
+
+
+def test_a_plan_can_be_pickled_and_copied() -> None:
+    plan = make_plan(Problem(q_tokens=61, num_heads=4, head_dim=8, mask=Mask(causal=True)), 6)
+    for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert other == plan
+        assert plan == other
+        assert digest(other) == digest(plan)
+        assert verify(other) == []

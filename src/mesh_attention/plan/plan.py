@@ -57,6 +57,10 @@ class Programs(Sequence[Program]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[type[tuple[Program, ...]], tuple[tuple[Program, ...]]]:
+        """Pickled as what it makes: builders stay where they are."""
+        return tuple, (tuple(self),)
+
 
 @dataclass(frozen=True)
 class Pass:
