@@ -39,6 +39,7 @@ FOLDERS = {
     "cluster": ("cluster",),
     "runtime": ("runtime", "distributed"),
 }
+SURVIVED = ("survived", "not reached")
 # Under the load of several mutants at a time a bound on seconds would fail by itself.
 NOT_RUN = ("test_four_by_four_chunks_take_less_than_a_second",)
 
@@ -66,11 +67,15 @@ def main() -> None:
 
     statements, touched = recorded(
         work, tree, files, [name for names in FOLDERS.values() for name in names],
-        given.workers, given.record_seconds,
+        given.workers, given.record_seconds, given.again,
     )  # fmt: skip
     mutants = sample(tree, files, given.seed, given.count, given.only)
     results = {each.mutant: each for each in read_results(work / "results.jsonl")}
-    todo = [mutant for mutant in mutants if mutant not in results]
+    todo = [
+        mutant
+        for mutant in mutants
+        if mutant not in results or (given.again and results[mutant].outcome in SURVIVED)
+    ]
     try:
         for result in run_all(work, tree, todo, statements, touched, given):
             results[result.mutant] = result
@@ -120,6 +125,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--record-seconds", type=float, default=20, help="of each test file, to see what it runs"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="record more of the test files that took longer, and try survivors again",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "mesh-attention-mutants",
@@ -233,14 +243,14 @@ def progress(results: list[Result], total: int) -> None:
 
 def report(results: list[Result], given: argparse.Namespace) -> None:
     print()
-    survivors = [each for each in results if each.outcome in ("survived", "not reached")]
+    survivors = [each for each in results if each.outcome in SURVIVED]
     for each in survivors:
         print(f"\n{each.outcome} ({each.tests} tests, {each.mutant.operator})\n{each.diff}")
     by_folder = {
         folder: dict(Counter(r.outcome for r in results if r.mutant.folder == folder))
         for folder in FOLDERS
     }
-    killed = sum(each.outcome in ("killed", "timeout") for each in results)
+    killed = len(results) - len(survivors)
     print(f"\n{killed} of {len(results)} killed; by folder: {by_folder}")
     if given.json is not None:
         found = {

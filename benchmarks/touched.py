@@ -91,18 +91,20 @@ class Recorder:
     """A plugin of pytest that writes what each test of a file takes and touches.
 
     Tests run in a random order and recording ends after `max_seconds`: a file of many long tests
-    is represented by some of them. What fails is left out.
+    is represented by some of them, and by more when it is recorded again. What fails is left out.
     """
 
     def __init__(self, tree: Path, output: Path, max_seconds: float) -> None:
         self._output, self._max_seconds = output, max_seconds
         with (tree / PACKAGE / "_marks.bin").open("r+b") as file:
             self._marks = mmap.mmap(file.fileno(), 0)
-        self._found: dict[str, Any] = {}
+        self._found = read_record(output)["tests"]
+        self._complete = True
         self._failed: set[str] = set()
         self._started = time.monotonic()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._found]
         random.Random(0).shuffle(items)
 
     @pytest.hookimpl(wrapper=True)
@@ -116,6 +118,7 @@ class Recorder:
             self._found[item.nodeid] = {"seconds": round(seconds, 4), "touched": touched}
         if time.monotonic() - self._started > self._max_seconds:
             item.session.shouldstop = "enough was recorded"
+            self._complete = False
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -123,7 +126,13 @@ class Recorder:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        self._output.write_text(json.dumps(self._found))
+        found = {"complete": self._complete, "tests": self._found}
+        self._output.write_text(json.dumps(found))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    none = {"complete": False, "tests": {}}
+    return json.loads(path.read_text()) if path.exists() else none
 
 
 class InOrder:
@@ -159,9 +168,11 @@ def recorded(
     folders: list[str],
     workers: int,
     max_seconds: float,
+    again: bool,
 ) -> tuple[dict[str, list[Statement]], Touch]:
     """What statements the files of `tree` have, and which of them the tests in `folders` run: from
-    an earlier run in the folder `work`, or by running each test file for `max_seconds` or less."""
+    an earlier run in the folder `work`, or by running each test file for `max_seconds` or less.
+    `again` goes on with files that took longer."""
     trees = [work / f"marked-{worker}" for worker in range(workers)]
     statements: dict[str, list[Statement]] = {}
     for each in trees:
@@ -174,7 +185,11 @@ def recorded(
         for folder in folders
         for path in sorted((tree / "tests" / folder).glob("test_*.py"))
     }
-    jobs = {name: path for name, path in outputs.items() if not path.exists()}
+    jobs = {
+        name: path
+        for name, path in outputs.items()
+        if not path.exists() or (again and not read_record(path)["complete"])
+    }
     running: dict[int, Path] = {}
     for done, (name, path) in enumerate(jobs.items()):
         if not trees:
@@ -186,8 +201,7 @@ def recorded(
         del running[os.wait()[0]]
     touched: Touch = {}
     for path in outputs.values():
-        if path.exists():
-            touched |= json.loads(path.read_text())
+        touched |= read_record(path)["tests"]
     return statements, touched
 
 
