@@ -1,0 +1,238 @@
+"""Seconds of single operations on a cluster of round numbers, against sums made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fixed_costs import undisturbed
+
+from mesh_attention import Mask
+from mesh_attention.cluster import Cluster
+from mesh_attention.cluster.cluster import (
+    CollectiveLink,
+    ComputeRates,
+    KernelRate,
+    PeerLink,
+)
+from mesh_attention.cluster.communication_cost import CommunicationCosts, GroupShape
+from mesh_attention.cluster.compute_cost import ComputeCosts
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import (
+    AllGather,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    CallKind,
+    Merge,
+    Operation,
+)
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.traffic import Flows
+
+MICRO = 1e-6
+
+
+def cluster(*, launch: float = 0.0, gap: float = 0.0) -> Cluster:
+    """One byte of memory a nanosecond; kernels of 1 (full), 2 (causal) and 4 (range) FLOP a
+    nanosecond forward, half of that backward; four ranks and two NICs a node."""
+    speeds = {CallKind.FULL: 1.0, CallKind.CAUSAL: 2.0, CallKind.RANGE: 4.0}
+    forward = {kind: KernelRate(speed * 1e-3, 32.0, 16.0) for kind, speed in speeds.items()}
+    backward = {kind: KernelRate(speed * 5e-4, 32.0, 16.0) for kind, speed in speeds.items()}
+    base = undisturbed()
+    node = replace(
+        base.node, ranks=4, peer=PeerLink(8.0, 3.0), collective=CollectiveLink(4.0, 10.0, 2.0),
+        all_to_all_gb_per_second=2.0,
+    )  # fmt: skip
+    network = replace(
+        base.network, nics=2, peer=PeerLink(1.0, 7.0), collective=CollectiveLink(0.5, 20.0, 5.0)
+    )
+    return replace(
+        base,
+        gpu=replace(base.gpu, memory_gb_per_second=1.0),
+        compute=ComputeRates(forward, backward, launch, gap),
+        node=node,
+        network=network,
+    )
+
+
+def ring(*, causal: bool = False) -> Plan:
+    """64 rows a rank, four heads of 8 on two KV heads, values of 4 numbers, two bytes each."""
+    problem = Problem(128, 4, 8, num_kv_heads=2, v_head_dim=4, mask=Mask(causal=causal))
+    return make_plan(problem, 2, method="ring", layout="contiguous")
+
+
+def seconds(plan: Plan, direction: Direction, where: Cluster, splits: int = 1) -> tuple[float, ...]:
+    """Of rank 0's first attention."""
+    one = plan.forward if direction is Direction.FORWARD else plan.backward
+    program = one.programs[0]
+    op = next(op for op in program.operations if isinstance(op, Attend | AttendBackward))
+    return ComputeCosts(where, plan, direction).seconds(op, program.buffer_table(), splits)
+
+
+# 64 rows of four heads fill the GPU as four rows of 64 heads would: 32 / 4 more time for the rows,
+# and 16 / 64 for the columns.
+SLOWER = 1.0 + 8.0 + 0.25
+
+
+def test_a_full_call_takes_its_pairs_at_the_rate_of_its_size_and_a_pass_over_its_result() -> None:
+    flops = 2 * 64 * 64 * 4 * (8 + 4)
+    merged = 64 * 4 * 4 * (2 + 2 * 4)
+    found = seconds(ring(), Direction.FORWARD, cluster())
+    assert found == pytest.approx((flops * SLOWER * 1e-9 + merged * 1e-9,), rel=1e-12)
+
+
+def test_backward_takes_two_and_a_half_times_the_work_and_a_pass_over_three_gradients() -> None:
+    flops = 2.5 * 2 * 64 * 64 * 4 * (8 + 4)
+    merged = (64 * 4 * 8 + 64 * 2 * (8 + 4)) * (2 + 2 * 4)
+    found = seconds(ring(), Direction.BACKWARD, cluster())
+    assert found == pytest.approx((flops * SLOWER * 2e-9 + merged * 1e-9,), rel=1e-12)
+
+
+def test_a_causal_call_takes_the_pairs_on_and_below_the_diagonal_at_its_own_rate() -> None:
+    flops = 2 * (64 * 65 // 2) * 4 * (8 + 4)
+    merged = 64 * 4 * 4 * (2 + 2 * 4)
+    found = seconds(ring(causal=True), Direction.FORWARD, cluster())
+    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + merged * 1e-9,), rel=1e-12)
+
+
+def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_its_merge() -> None:
+    plain = seconds(ring(), Direction.FORWARD, cluster())[0]
+    merged = 64 * 4 * 4 * (2 + 2 * 4) * 1e-9
+    with_gaps = seconds(ring(), Direction.FORWARD, cluster(gap=3.0))[0]
+    assert with_gaps == pytest.approx(plain + 2 * 3.0 * MICRO, rel=1e-12)
+    launched = seconds(ring(), Direction.FORWARD, cluster(launch=1e6, gap=3.0))[0]
+    assert launched == pytest.approx(1.0 + 3.0 * MICRO + merged, rel=1e-12)
+
+
+def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
+    problem = Problem(128, 4, 8)
+    plan = make_plan(problem, 4, tile=(2, 2), chunks=(1, 1), combine="exchange")
+    program = plan.forward.programs[0]
+    table = program.buffer_table()
+    op = next(op for op in program.operations if isinstance(op, Merge))
+    touched = sum(
+        piece.num_bytes(table[piece.buffer], problem) for piece in (*op.inputs, *op.outputs)
+    )
+    costs = ComputeCosts(cluster(gap=3.0), plan, Direction.FORWARD)
+    assert costs.seconds(op, table, 1) == pytest.approx((3.0 * MICRO + touched * 1e-9,), rel=1e-12)
+
+
+def test_a_split_call_takes_the_time_of_the_whole_divided_by_rows() -> None:
+    problem = Problem(2 * 2048, 64, 8)  # four times 256 tiles of 128 rows of a head
+    plan = make_plan(problem, 2, method="ring", layout="contiguous")
+    (whole,) = seconds(plan, Direction.FORWARD, cluster())
+    split = seconds(plan, Direction.FORWARD, cluster(), splits=4)
+    assert len(split) == 4
+    assert split == pytest.approx([whole / 4] * 4, rel=1e-12)
+
+
+def group(*ranks: int) -> tuple[CommunicationCosts, str, Plan]:
+    """Costs of a plan on twelve ranks in which a group of that shape is put under the name 'x'."""
+    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
+    costs = CommunicationCosts(cluster(), plan, plan.forward)
+    costs.shapes["x"] = GroupShape.of(cluster(), ranks)
+    return costs, "x", plan
+
+
+def collective(kind: type[Operation], flows: Flows, member: int, *ranks: int) -> float:
+    costs, name, _ = group(*ranks)
+    op = object.__new__(kind)
+    object.__setattr__(op, "group", name)
+    assert isinstance(op, AllGather | AllToAll)
+    return costs.collective(op, flows, member)
+
+
+KILOBYTE = Flows({}, {0: (1000, 1000)})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((5,), 0.0),
+        # Inside a node: base 10, two hops of 2; two parts at 4 bytes a nanosecond.
+        ((0, 1, 2), (10 + 2 * 2) * MICRO + 2 * 1000 / 4e9),
+        # One rank in each of three nodes: base 20, two hops of 5; two parts into one NIC.
+        ((0, 4, 8), (20 + 2 * 5) * MICRO + 2 * 1000 / 0.5e9),
+        # Two ranks behind one NIC in each of two nodes: two parts into it.
+        ((0, 1, 4, 5), (20 + 2 * 2 + 5) * MICRO + 2 * 1000 / 0.5e9),
+        # Ranks behind both NICs of each node: one part into each.
+        ((0, 2, 4, 6), (20 + 2 * 2 + 5) * MICRO + 1000 / 0.5e9),
+        # Three and one: three parts into the only NIC of the one.
+        ((0, 1, 2, 4), (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 0.5e9),
+    ],
+)
+def test_a_gather_takes_a_latency_for_each_hop_and_the_busiest_nic(
+    ranks: tuple[int, ...], expected: float
+) -> None:
+    assert collective(AllGather, KILOBYTE, 0, *ranks) == pytest.approx(expected, rel=1e-12)
+
+
+def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node() -> None:
+    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
+    base = cluster()
+    fast = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
+    costs = CommunicationCosts(replace(base, network=fast), plan, plan.forward)
+    costs.shapes["x"] = GroupShape.of(base, (0, 2, 4, 6))
+    op = object.__new__(AllGather)
+    object.__setattr__(op, "group", "x")
+    expected = (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 4e9
+    assert costs.collective(op, KILOBYTE, 0) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sent", "received", "expected"),
+    [
+        # Inside a node: what goes to oneself does not travel.
+        ((0, 1, 2), {0: 9000, 1: 100, 2: 200}, {}, 10 * MICRO + 300 / 2e9),
+        ((0, 1, 2), {1: 1}, {1: 300, 2: 400}, 10 * MICRO + 700 / 2e9),
+        # To two other nodes: both together through the rank's share of a NIC.
+        ((0, 4, 8), {1: 100, 2: 200}, {}, 20 * MICRO + 300 / 0.5e9),
+        # Little to another node and much inside: the inside counts.
+        ((0, 1, 4), {1: 8000, 2: 100}, {}, 20 * MICRO + 8000 / 2e9),
+    ],
+)
+def test_an_all_to_all_takes_the_slowest_of_what_leaves_and_comes_inside_and_outside(
+    ranks: tuple[int, ...], sent: dict[int, int], received: dict[int, int], expected: float
+) -> None:
+    flows = Flows(sent, {member: (size, 0) for member, size in received.items()})
+    assert collective(AllToAll, flows, 0, *ranks) == pytest.approx(expected, rel=1e-12)
+
+
+def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
+    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
+    base = cluster()
+    fast = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
+    costs = CommunicationCosts(replace(base, network=fast), plan, plan.forward)
+    costs.shapes["x"] = GroupShape.of(base, (0, 4, 8))
+    op = object.__new__(AllToAll)
+    object.__setattr__(op, "group", "x")
+    found = costs.collective(op, Flows({1: 100, 2: 200}, {}), 0)
+    assert found == pytest.approx(20 * MICRO + 200 / 1e9, rel=1e-12)
+
+
+def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> None:
+    costs, _, _ = group(0, 1)
+    assert costs.flow(0, 3, 800) == pytest.approx(3 * MICRO + 800 / 8e9, rel=1e-12)
+    assert costs.flow(3, 4, 800) == pytest.approx(7 * MICRO + 800 / 1e9, rel=1e-12)
+
+
+def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:
+    assert [cluster().nic_of(device) for device in range(6)] == [
+        (0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0),
+    ]  # fmt: skip
+    assert cluster().ranks_share_nics
+    base = cluster()
+    assert not replace(base, network=replace(base.network, nics=4)).ranks_share_nics
+    assert base.num_ranks == base.nodes * 4
+
+
+@pytest.mark.parametrize(("ranks", "rate", "latency"), [(4, 4e9, 12.0), (5, 0.5e9, 25.0)])
+def test_schedulers_go_by_the_link_that_so_many_ranks_need(
+    ranks: int, rate: float, latency: float
+) -> None:
+    costs = cluster().planning_costs(ranks)
+    assert costs.bytes_per_second == pytest.approx(rate)
+    assert costs.latency_seconds == pytest.approx(latency * MICRO)
+    assert costs.flops_per_second == pytest.approx(4e9)
