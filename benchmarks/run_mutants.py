@@ -4,7 +4,7 @@
     python benchmarks/run_mutants.py --count 20 --workers 8 --json results.json
 
 The sample (`mutations.py`) is always the same for a seed. Each mutant meets the tests of its own
-folder that run the changed statement (`touched.py`), the fastest first, until one fails. All of it
+folder that run the changed statement (`touched.py`), the closest first, until one fails. All of it
 happens in copies of the tree, in a folder from which a run that was ended goes on.
 
 A mutant that ends by a time limit counts as killed. One that survives may be equivalent: its diff
@@ -56,20 +56,28 @@ class Result:
 
 def main() -> None:
     given = arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
     work: Path = given.folder
     work.mkdir(parents=True, exist_ok=True)
     tree = work / "tree"
     if not tree.exists():
         copy_tree(tree)
-    found = (path for folder in FOLDERS for path in (tree / PACKAGE / folder).rglob("*.py"))
-    files = sorted(str(path.relative_to(tree)) for path in found)
+    files = sorted(
+        str(path.relative_to(tree))
+        for folder in FOLDERS
+        for path in (tree / PACKAGE / folder).rglob("*.py")
+    )
     import torch  # noqa: F401  (here, so that the processes that run tests have it already)
 
     statements, touched = recorded(
         work, tree, files, [name for names in FOLDERS.values() for name in names],
         given.workers, given.record_seconds, given.again,
     )  # fmt: skip
-    mutants = sample(tree, files, given.seed, given.count, given.only)
+    drawn = work / f"sample-{given.seed}-{given.count}{given.only.replace('/', '-')}.json"
+    if not drawn.exists():
+        found = sample(tree, files, given.seed, given.count, given.only)
+        drawn.write_text(json.dumps([asdict(mutant) for mutant in found]))
+    mutants = [Mutant(**each) for each in json.loads(drawn.read_text())]
     results = {each.mutant: each for each in read_results(work / "results.jsonl")}
     todo = [
         mutant
@@ -89,8 +97,9 @@ def main() -> None:
 def choose_tests(
     mutant: Mutant, statements: list[Statement], touched: Touch, max_seconds: float
 ) -> dict[str, float]:
-    """Tests that run the innermost statement around the mutant, the fastest first. What is outside
-    functions runs at import: all tests that run anything of the file can see it."""
+    """Tests that run the innermost statement around the mutant: fast ones that run little else come
+    first, as they look closest. What is outside functions runs at import: all tests that run
+    anything of the file can see it."""
     folders = tuple(f"tests/{name}/" for name in FOLDERS[mutant.folder])
     at = (mutant.line, mutant.column)
     around = [each for each in statements if each.start <= at < each.stop]
@@ -105,7 +114,8 @@ def choose_tests(
         and not any(no in name for no in NOT_RUN)
     }
     chosen: dict[str, float] = {}
-    for name in sorted(seeing, key=lambda name: seeing[name]):
+    effort = {name: (0.05 + seeing[name]) * len(touched[name]["touched"]) for name in seeing}
+    for name in sorted(seeing, key=lambda name: effort[name]):
         if chosen and sum(chosen.values()) + seeing[name] > max_seconds:
             break
         chosen[name] = seeing[name]

@@ -1,0 +1,205 @@
+"""The agreement of ranks, without processes: threads that share a store."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime import handshake
+from mesh_attention.runtime.handshake import DisagreementError, Handshake, verdict_on
+from mesh_attention.runtime.rank_plan import AS_MADE
+
+RANKS = (3, 5, 8)  # global ranks: a group need not begin at 0
+LONG = timedelta(seconds=30)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    shared = HashStore()
+    monkeypatch.setattr(handshake, "default_store", lambda: shared)
+    monkeypatch.setattr(handshake, "_GRACE_SECONDS", 0.3)
+    return shared
+
+
+def handshakes() -> dict[int, Handshake]:
+    def of(rank: int) -> Any:
+        return SimpleNamespace(
+            ranks=RANKS, global_rank_of_self=rank, lasting_name="g", timeout=lambda _: LONG
+        )
+
+    return {rank: Handshake(of(rank)) for rank in RANKS}
+
+
+def together(
+    made: dict[int, Handshake],
+    statements: dict[int, dict[str, Any]],
+    errors: dict[int, Exception] | None = None,
+    *,
+    in_flight: tuple[int, ...] = (),
+    timeout: timedelta = LONG,
+    call: int = 1,
+) -> dict[int, Any]:
+    """What each rank that makes a statement gets: the answer, or the error that it raises."""
+
+    def one(rank: int) -> Any:
+        error = (errors or {}).get(rank)
+        flying = rank in in_flight
+        try:
+            return made[rank].agree(
+                statements[rank], error, call=call, timeout=timeout, in_flight=flying
+            )
+        except Exception as raised:
+            return raised
+
+    with ThreadPoolExecutor(len(RANKS)) as threads:
+        return dict(zip(statements, threads.map(one, statements), strict=True))
+
+
+def texts(found: dict[int, Any]) -> dict[int, str]:
+    assert all(isinstance(one, DisagreementError) for one in found.values()), found
+    return {rank: str(one) for rank, one in found.items()}
+
+
+@pytest.mark.usefixtures("store")
+def test_equal_statements_are_agreed_on_round_after_round() -> None:
+    made = handshakes()
+    for number in range(3):
+        same = {rank: {"tokens": number} for rank in RANKS}
+        assert together(made, same) == dict.fromkeys(RANKS, False)
+    assert not any(one.left_in_flight for one in made.values())
+
+
+def test_keys_of_earlier_rounds_are_forgotten(store: HashStore) -> None:
+    made = handshakes()
+    together(made, {rank: {} for rank in RANKS})
+    together(made, {rank: {} for rank in RANKS})
+    second = store.num_keys()
+    for _ in range(5):
+        together(made, {rank: {} for rank in RANKS})
+    assert store.num_keys() == second
+
+
+@pytest.mark.usefixtures("store")
+def test_an_odd_rank_is_named_on_all_ranks() -> None:
+    found = together(handshakes(), {3: {"tokens": 4}, 5: {"tokens": 6}, 8: {"tokens": 4}})
+    told = "rank 5 of the group [3, 5, 8] disagrees: tokens is 6 there, 4 elsewhere"
+    assert texts(found) == dict.fromkeys(RANKS, told)
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("silent", RANKS)
+def test_a_contradiction_is_told_soon_although_a_rank_never_comes(silent: int) -> None:
+    first, second = (rank for rank in RANKS if rank != silent)
+    made = handshakes()
+    begun = time.monotonic()
+    found = together(made, {first: {"tokens": 4}, second: {"tokens": 6}})
+    assert time.monotonic() - begun < 15  # of the 30 that ranks wait for each other
+    for told in texts(found).values():
+        assert "disagrees" in told
+        assert f"(or [{first}])" in told or f"(or [{second}])" in told
+    assert made[first].left_in_flight
+    assert made[second].left_in_flight
+
+
+@pytest.mark.usefixtures("store")
+def test_without_a_contradiction_ranks_wait_for_the_last_one() -> None:
+    made = handshakes()
+
+    def late() -> Any:
+        time.sleep(1.0)  # longer than the grace after a contradiction
+        return made[8].agree({}, call=1, timeout=LONG)
+
+    with ThreadPoolExecutor(1) as thread:
+        last = thread.submit(late)
+        assert together(made, {3: {}, 5: {}}) == {3: False, 5: False}
+        assert last.result() is False
+
+
+@pytest.mark.usefixtures("store")
+def test_ranks_that_do_not_come_are_named_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "_PATIENCE_SECONDS", 0.2)
+    with pytest.warns(UserWarning, match=r"rank 3 has waited \d+ s for ranks \[8\]"):
+        found = together(handshakes(), {3: {}, 5: {}}, timeout=timedelta(seconds=1))
+    told = "ranks [8] did not reach the same attention call within 1 s"
+    assert texts(found) == {3: told, 5: told}
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_raises_its_own_error_and_the_others_are_told_whose_it_is() -> None:
+    error = ValueError("no such mask")
+    found = together(handshakes(), {rank: {} for rank in RANKS}, {5: error})
+    assert found.pop(5) is error
+    assert texts(found) == dict.fromkeys((3, 8), "rank 5: ValueError: no such mask")
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_with_an_error_waits_only_a_while_for_the_others(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_PATIENCE_SECONDS", 0.2)
+    made = handshakes()
+    error = MeshAttentionError("heads do not fit")
+    begun = time.monotonic()
+    assert together(made, {rank: {}}, {rank: error})[rank] is error
+    assert time.monotonic() - begun < 10
+    assert made[rank].left_in_flight
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("flying", [(), (8,)])
+def test_transfers_are_in_flight_after_an_error_where_a_rank_had_begun(
+    flying: tuple[int, ...],
+) -> None:
+    made = handshakes()
+    together(made, {rank: {} for rank in RANKS}, {5: ValueError("no")}, in_flight=flying)
+    assert [one.left_in_flight for one in made.values()] == [bool(flying)] * 3
+
+
+@pytest.mark.usefixtures("store")
+def test_programs_are_compared_where_some_ranks_made_them_and_others_were_given_them() -> None:
+    mixed = {3: {"programs": AS_MADE}, 5: {"programs": "abc"}, 8: {"programs": AS_MADE}}
+    assert together(handshakes(), mixed) == dict.fromkeys(RANKS, True)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_sees_that_another_has_asked_for_an_agreement_on_this_call_or_before() -> None:
+    made = handshakes()
+    assert not made[5].is_called_for(7)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(made[3].agree, {}, call=7, timeout=LONG)
+        deadline = time.monotonic() + 10
+        while not made[5].is_called_for(7) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert made[5].is_called_for(7)
+        assert made[5].is_called_for(8)
+        assert not made[5].is_called_for(6)
+        together(made, {5: {}, 8: {}}, call=7)
+        assert first.result() is False
+
+
+def test_the_verdict_counts_the_ranks_with_errors_and_tells_the_first() -> None:
+    one: dict[int, dict[str, Any]] = {r: {"statement": {}, "error": None} for r in RANKS}
+    assert verdict_on(one, complete=True) == ""
+    broken = {5: {"statement": {}, "error": "no"}, 8: {"statement": {}, "error": "not"}}
+    assert verdict_on(one | broken, complete=True) == "rank 5 (and 1 more ranks): no"
+
+
+def test_half_against_half_says_that_either_may_be_right() -> None:
+    halves = {
+        rank: {"statement": {"tokens": tokens, "heads": 2}, "error": None}
+        for rank, tokens in ((0, 4), (1, 4), (2, 6), (3, 6))
+    }
+    assert verdict_on(halves, complete=True) == (
+        "ranks [2, 3] (or [0, 1]) of the group [0, 1, 2, 3] disagrees: "
+        "tokens is 6 there, 4 elsewhere"
+    )
