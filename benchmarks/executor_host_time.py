@@ -33,6 +33,7 @@ from mesh_attention.kernels import (
     Block,
     BlockSize,
     Request,
+    RowKernels,
     register,
     unregister,
 )
@@ -52,7 +53,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class NoWork:
+class NoWork(RowKernels):
     """Attention and row kernels that return their inputs: what is left is the host's own time."""
 
     name = "no_work"
@@ -70,17 +71,17 @@ class NoWork:
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         return block.q, block.k, block.v
 
-    def merge_into(self, *tensors: Tensor, fresh: bool) -> None: ...
+    def merge_into(self, *tensors: Any, **options: Any) -> None: ...
 
     def merge_all(self, *tensors: Any) -> None: ...
 
     def merge_lse(self, *tensors: Any) -> None: ...
 
-    def rescale(self, *tensors: Tensor) -> None: ...
+    def rescale(self, *tensors: Any) -> None: ...
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None: ...
 
-    def delta(self, *tensors: Tensor) -> None: ...
+    def delta(self, *tensors: Any) -> None: ...
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         return grad_out

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.plain_rows import PlainRows
 from mesh_attention.kernels.rows import RowKernels
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = torch.inf
-PLAIN = PlainRows()
+PLAIN = RowKernels()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # (rows, batch, heads, width): odd in every direction, widths that are no power of two.
 SHAPES = [(37, 2, 3, 80), (64, 1, 4, 128), (5, 3, 1, 96), (129, 1, 2, 64), (3, 1, 5, 1)]

@@ -23,8 +23,8 @@ from mesh_attention.kernels import (
     kind_of,
 )
 from mesh_attention.kernels import Block as KernelBlock
-from mesh_attention.kernels.plain_rows import PlainRows, delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.rows import RowKernels, delta
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.backward import Preparation, backward_needs
 
@@ -172,7 +172,7 @@ def backward(
     """The backward pass of a block by itself, given what its kernel declares to need."""
     wanted = [(backward_needs(kernel), (0, grad_out.shape[1]))]
     whole = BackwardInputs(grad_out, out, lse, delta)
-    (given,) = Preparation(PlainRows(), wanted, whole).make()
+    (given,) = Preparation(RowKernels(), wanted, whole).make()
     return kernel.backward(block, given)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from mesh_attention.kernels import Full, Kernel, RowRange, choose
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
-from mesh_attention.kernels.plain_rows import PlainRows, delta
+from mesh_attention.kernels.rows import RowKernels, delta
 from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
 from mesh_attention.kernels.visibility import dense_mask
 
@@ -106,7 +106,7 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Resu
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
         part = kernel.forward(piece.of_kernel(Full()))
-        PlainRows().merge_into(out, lse, *part, fresh=False)
+        RowKernels().merge_into(out, lse, *part, fresh=False)
     dq = torch.zeros(first.q.shape, device="cuda")
     dk: list[Tensor] = []
     dv: list[Tensor] = []

@@ -7,10 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.plain_rows import PlainRows, delta
+from mesh_attention.kernels.rows import RowKernels, delta
 
 INF = torch.inf
-ROWS = PlainRows()
+ROWS = RowKernels()
 
 
 def merged(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

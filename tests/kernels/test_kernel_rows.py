@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention.kernels import choose_rows
-from mesh_attention.kernels.plain_rows import PlainRows
+from mesh_attention.kernels.rows import RowKernels
 
 INF = torch.inf
 
@@ -50,9 +50,9 @@ def test_a_fresh_merge_is_a_merge_into_nothing(dtype: torch.dtype) -> None:
     lse[:, :, 2] = -INF
     out[:, 2] = torch.nan
     found = torch.full(out.shape, torch.nan, dtype=wide), torch.full_like(lse, torch.nan)
-    PlainRows().merge_into(*found, out, lse, fresh=True)
+    RowKernels().merge_into(*found, out, lse, fresh=True)
     expected = torch.full(out.shape, torch.nan, dtype=wide), torch.full_like(lse, -INF)
-    PlainRows().merge_into(*expected, out, lse, fresh=False)
+    RowKernels().merge_into(*expected, out, lse, fresh=False)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
@@ -61,11 +61,11 @@ def test_a_fresh_merge_is_a_merge_into_nothing(dtype: torch.dtype) -> None:
 def test_sums_are_rounded_once_and_may_go_into_a_part(dtype: torch.dtype) -> None:
     parts = [torch.randn(2, 5, 3, 4).to(dtype) for _ in range(5)]
     target = torch.full_like(parts[0], torch.nan)
-    PlainRows().sum(parts, target)
+    RowKernels().sum(parts, target)
     exact = sum(part.double() for part in parts)
     assert isinstance(exact, torch.Tensor)
     torch.testing.assert_close(target.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     total = parts[0].to(torch.promote_types(dtype, torch.float32))
     wanted = total + parts[1]
-    PlainRows().sum((total, parts[1]), total)
+    RowKernels().sum((total, parts[1]), total)
     assert torch.equal(total, wanted)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from mesh_attention.kernels import BackwardInputs, BlockSize, Kernel
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.plain_rows import delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.torch_ops import CpuFlash
 from mesh_attention.plan.plan import Direction
 

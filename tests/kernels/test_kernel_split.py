@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mesh_attention.kernels import Causal, Full, Kernel, RowRange
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.plain_rows import PlainRows, accumulator_dtype, delta
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.rows import RowKernels, accumulator_dtype, delta
 from mesh_attention.kernels.torch_ops import CpuFlash
 
 KERNELS = [CpuFlash(), Blockwise(query_block=8, key_block=16), Reference()]
@@ -36,7 +36,7 @@ def run_in_pieces(kernel: Kernel, pieces: list[Block], *, delta_only: bool) -> R
     lse = torch.full_like(out[..., 0], -torch.inf).transpose(1, 2).contiguous()
     for piece in pieces:
         part = kernel.forward(piece.of_kernel())
-        PlainRows().merge_into(out, lse, *part, fresh=False)
+        RowKernels().merge_into(out, lse, *part, fresh=False)
     delta_BHS = delta(out, first.grad_out)
     dq = torch.zeros(first.q.shape, dtype=wide)
     dk: list[Tensor] = []

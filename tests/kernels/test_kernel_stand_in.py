@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mesh_attention.kernels.plain_rows import PlainRows, delta
+from mesh_attention.kernels.rows import RowKernels, delta
 
-stand_in = PlainRows().stand_in
+stand_in = RowKernels().stand_in
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mesh_attention.kernels import (
     Request,
     unregister,
 )
-from mesh_attention.kernels.plain_rows import PlainRows
+from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AttendBackward
@@ -144,13 +144,13 @@ def test_calls_of_one_operation_share_what_is_made_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
-    stand_in = PlainRows.stand_in
+    stand_in = RowKernels.stand_in
 
-    def watched(self: PlainRows, grad_out: Tensor, delta: Tensor) -> Tensor:
+    def watched(self: RowKernels, grad_out: Tensor, delta: Tensor) -> Tensor:
         made.append(grad_out.shape[1])
         return stand_in(self, grad_out, delta)
 
-    monkeypatch.setattr(PlainRows, "stand_in", watched)
+    monkeypatch.setattr(RowKernels, "stand_in", watched)
     with registered(BothPasses(BackwardNeeds(out=True))):
         exact(case(), "both_passes")
     attentions = [

@@ -23,8 +23,8 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.plain_rows import accumulator_dtype
 from mesh_attention.kernels.probe import why_not_grouped
+from mesh_attention.kernels.rows import accumulator_dtype
 from mesh_attention.kernels.visibility import BlockVisibility, Seen
 from mesh_attention.plan.plan import Direction
 

@@ -23,7 +23,7 @@ from mesh_attention.kernels.interface import (
     Request,
     RowRange,
 )
-from mesh_attention.kernels.plain_rows import accumulator_dtype, delta
+from mesh_attention.kernels.rows import accumulator_dtype, delta
 from mesh_attention.kernels.visibility import check_mask
 from mesh_attention.plan.plan import Direction
 

@@ -1,7 +1,7 @@
 """What every attention kernel of this package is asked and what it answers.
 
 A kernel computes one block: some queries against some keys, whatever part of the whole
-softmax that is. Blocks are joined by their log-sum-exp (`plain_rows.py`), and the backward pass
+softmax that is. Blocks are joined by their log-sum-exp (`rows.py`), and the backward pass
 of a block takes the log-sum-exp of the *whole* softmax (algorithm.md, section 4).
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads (head h uses h // (H//G)),

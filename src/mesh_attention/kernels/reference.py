@@ -16,8 +16,8 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.plain_rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.probe import why_not_grouped
+from mesh_attention.kernels.rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 

@@ -1,64 +1,143 @@
 """Work on rows between the attention calls: merging, adding, rescaling, and what backward needs.
 
-`RowKernels` is what the runtime asks for. `PlainRows` answers with PyTorch operations, on any
-device and dtype, and is the truth; `fused.rows.FusedRows` answers with one Triton kernel each, on
-CUDA. The choice is made once and can say why.
+`RowKernels` does it in plain PyTorch, on any device, dtype and shape, and is the truth;
+`fused.rows.FusedRows` has one Triton kernel for each, on CUDA. The choice is made once and can say
+why.
 
-Shapes as in `interface.py`: tokens are (B, S, H, E), statistics (B, H, S), both strided views.
+Partial results are joined by their log-sum-exp (algorithm.md, section 4). One is a weighted mean of
+values (`out`) and the logarithm of its total weight (`lse`); a row that has seen no key has
+lse = -inf and its `out` is ignored. Every formula here subtracts the larger exponent first, so
+differences of 1e4 and -inf on either side give no NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.plain_rows import PlainRows
 from mesh_attention.kernels.probe import load
 
+# exp(score - this) is zero for every score, and unlike inf it cannot meet another infinity.
+UNSEEN_LSE = 1e30
 
-class RowKernels(Protocol):
-    @property
-    def name(self) -> str: ...
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def delta(out_BSHE: Tensor, grad_out_BSHE: Tensor) -> Tensor:
+    """(B, H, S): all that the backward pass needs of the output, `rowsum(out * grad_out)`."""
+    dtype = accumulator_dtype(out_BSHE.dtype)
+    return (out_BSHE.to(dtype) * grad_out_BSHE.to(dtype)).sum(dim=-1).transpose(1, 2).contiguous()
+
+
+class RowKernels:
+    """Tokens are (B, S, H, E), statistics (B, H, S), both strided views."""
+
+    name = "plain"
 
     def merge_into(
         self, acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, fresh: bool
     ) -> None:
         """Merge a partial result into the accumulators; `fresh` ones hold nothing yet."""
-        ...
+        if fresh:
+            acc_lse.copy_(lse)
+            acc_out.copy_(out).masked_fill_(_per_row(acc_lse == -torch.inf), 0.0)
+            return
+        lse = lse.to(acc_lse.dtype)
+        # Weights from the difference, not from the merged value: they add up to one even
+        # where the log-sum-exp is so large that adding to it is lost in rounding.
+        advantage = lse - acc_lse
+        advantage.masked_fill_(advantage.isnan(), 0.0)  # both -inf
+        new_weight, old_weight = advantage.sigmoid(), advantage.neg().sigmoid()
+        # Rows without weight are cleared, not multiplied by zero: 0 * NaN is NaN.
+        acc_out.masked_fill_(_per_row(acc_lse == -torch.inf), 0.0).mul_(_per_row(old_weight))
+        new_out = out.to(acc_out.dtype).masked_fill(_per_row(lse == -torch.inf), 0.0)
+        acc_out.addcmul_(new_out, _per_row(new_weight).to(acc_out.dtype))
+        acc_lse.copy_(torch.logaddexp(acc_lse, lse))
 
     def merge_all(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor
     ) -> None:
         """The softmax merge of at least one partial result, rounded once."""
-        ...
+        if len(outs) == 1:
+            out.copy_(outs[0])
+            lse.copy_(lses[0])
+            return
+        # Merged one by one in the accumulator's precision, and rounded once.
+        total = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
+        for at, (part, part_lse) in enumerate(zip(outs, lses, strict=True)):
+            self.merge_into(total, lse, part, part_lse, fresh=at == 0)
+        out.copy_(total)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """The log-sum-exp of the whole, from those of at least one part."""
-        ...
+        dtype = accumulator_dtype(parts[0].dtype)
+        target.copy_(torch.logsumexp(torch.stack([lse.to(dtype) for lse in parts]), dim=0))
 
-    def rescale(
-        self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor
-    ) -> None: ...
+    def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
+        dtype = accumulator_dtype(out.dtype)
+        unseen = partial_lse == -torch.inf
+        weight = torch.exp((partial_lse - global_lse).masked_fill(unseen, -torch.inf))
+        seen_out = out.to(dtype).masked_fill(_per_row(unseen), 0.0)
+        target.copy_(seen_out * _per_row(weight).to(dtype))
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """At least one part, added in wide precision and rounded once; the target may be a part."""
-        ...
+        if len(parts) == 1:
+            target.copy_(parts[0])
+            return
+        wide = accumulator_dtype(target.dtype)
+        if target is parts[0] and target.dtype == wide:
+            total = target
+        else:
+            total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        if total is not target:
+            target.copy_(total)
 
-    def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None: ...
+    def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None:
+        target.copy_(delta(out, grad_out))
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         """A contiguous `out` whose row sums with `grad_out` are `delta` (algorithm.md, section 4):
-        flash backward kernels take `out` but use it only through those sums."""
-        ...
+        flash backward kernels take `out` but use it only through those sums.
+
+        Two entries a row suffice: delta / dO where |dO| is largest, and at the second largest
+        the part that rounding lost. Zeros where dO is zero.
+        """
+        dtype = grad_out.dtype
+        wide = accumulator_dtype(dtype)
+        limit = torch.finfo(dtype).max
+        found = torch.zeros_like(grad_out, memory_format=torch.contiguous_format)
+        if grad_out.numel() == 0:
+            return found
+        remainder = _per_row(delta).to(wide)
+        magnitude = grad_out.abs()
+        for _ in range(min(2, grad_out.shape[-1])):
+            column = magnitude.argmax(dim=-1, keepdim=True)
+            divisor = grad_out.gather(-1, column).to(wide)
+            # A second largest entry near zero may call for more than the dtype holds.
+            entry = (remainder / divisor).clamp(-limit, limit)
+            entry = entry.masked_fill(divisor == 0, 0.0).to(dtype)
+            found.scatter_(-1, column, entry)
+            remainder = remainder - entry.to(wide) * divisor
+            magnitude.scatter_(-1, column, -1.0)
+        return found
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         """A contiguous copy in which rows that saw nothing take no part: with their -inf
         exp(score - lse) would be inf, so they get `UNSEEN_LSE`, which makes it zero."""
-        ...
+        return lse.masked_fill(lse == -torch.inf, UNSEEN_LSE).contiguous()
+
+
+def _per_row(x_BHS: Tensor) -> Tensor:
+    """(B, S, H, 1), to broadcast over an output."""
+    return x_BHS.transpose(1, 2).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -74,7 +153,7 @@ def choose_rows(device_type: str, dtype: torch.dtype) -> RowChoice:
         from mesh_attention.kernels.fused.rows import FusedRows
 
         return RowChoice(FusedRows(), (("fused", "chosen"),))
-    return RowChoice(PlainRows(), (("fused", why_not), ("plain", "chosen")))
+    return RowChoice(RowKernels(), (("fused", why_not), ("plain", "chosen")))
 
 
 def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:

@@ -2,6 +2,7 @@
 
 A program takes a block of rows. Rows are numbered with the head fastest and the sequence slowest,
 which is the order in which buffers lie in memory, so neighbours in a block are neighbours there.
+A kernel takes its tensors, their `strides` in the same order, and the `sizes` (rows, batch, heads).
 """
 
 from __future__ import annotations
@@ -17,24 +18,39 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def place(row: tl.tensor, batch: tl.tensor, heads: tl.tensor, stride: tl.tensor) -> tl.tensor:
+def own_rows(sizes: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """(numbers of the rows of this program, whether they exist)"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return row, row < sizes[0]
+
+
+@triton.jit
+def own_cells(
+    sizes: tl.tensor, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> tl.tensor:
+    """(row, column, whether a row exists, whether a cell does) of the block of this program"""
+    row, inside = own_rows(sizes, ROWS)
+    column = tl.arange(0, COLUMNS)
+    return row, column, inside, inside[:, None] & (column < WIDTH)
+
+
+@triton.jit
+def place(row: tl.tensor, sizes: tl.tensor, stride: tl.tensor) -> tl.tensor:
     """Offset of a row; `stride` is (batch, sequence, head). 64-bit: buffers pass 2 GiB easily."""
-    head = row % heads
-    rest = row // heads
+    head = row % sizes[2]
+    rest = row // sizes[2]
     return (
-        (rest % batch).to(tl.int64) * stride[0]
-        + (rest // batch).to(tl.int64) * stride[1]
+        (rest % sizes[1]).to(tl.int64) * stride[0]
+        + (rest // sizes[1]).to(tl.int64) * stride[1]
         + head.to(tl.int64) * stride[2]
     )
 
 
-def row_stride(x_BSHE: Tensor) -> tuple[int, int, int]:
-    stride = x_BSHE.stride()
-    return stride[0], stride[1], stride[2]
-
-
-def statistic_stride(x_BHS: Tensor) -> tuple[int, int, int]:
-    stride = x_BHS.stride()
+def row_stride(x: Tensor) -> tuple[int, int, int]:
+    """Of tokens (B, S, H, E) or statistics (B, H, S)."""
+    stride = x.stride()
+    if x.dim() == 4:
+        return stride[0], stride[1], stride[2]
     return stride[0], stride[2], stride[1]
 
 

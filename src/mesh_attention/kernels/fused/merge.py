@@ -1,6 +1,6 @@
 """Several partial results made one: merged by softmax, by log-sum-exp, or added up.
 
-`plain_rows.py` has the plain form and the reasons. A row without weight (lse = -inf) is never
+`rows.py` has the plain form and the reasons. A row without weight (lse = -inf) is never
 loaded, so whatever it holds, NaN too, cannot matter. Sums are made in fp32 and rounded once.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mesh_attention.kernels.fused.addressing import place
+from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place
 
 
 @triton.jit
@@ -18,26 +18,18 @@ def merge_into_kernel(
     acc_lse: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    acc_stride: tl.tensor,
-    acc_lse_stride: tl.tensor,
-    out_stride: tl.tensor,
-    lse_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     WIDTH: tl.constexpr,
     FRESH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    acc_lse += place(row, batch, heads, acc_lse_stride)
-    acc += place(row, batch, heads, acc_stride)[:, None] + column
-    out += place(row, batch, heads, out_stride)[:, None] + column
-    new = tl.load(lse + place(row, batch, heads, lse_stride), inside, other=-float("inf"))
-    cells = inside[:, None] & (column < WIDTH)
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    acc_lse += place(row, sizes, strides[1])
+    acc += place(row, sizes, strides[0])[:, None] + column
+    out += place(row, sizes, strides[2])[:, None] + column
+    new = tl.load(lse + place(row, sizes, strides[3]), inside, other=-float("inf"))
     value = tl.load(out, cells & (new != -float("inf"))[:, None], other=0.0).to(tl.float32)
     if not FRESH:
         old = tl.load(acc_lse, inside, other=-float("inf"))
@@ -96,27 +88,19 @@ def merge_stacked_kernel(
     lses: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     count: tl.tensor,
     part_step: tl.tensor,
     lse_step: tl.tensor,
-    part_stride: tl.tensor,
-    part_lse_stride: tl.tensor,
-    out_stride: tl.tensor,
-    lse_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Partial results that lie in memory at equal distances, any number of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    cells = inside[:, None] & (column < WIDTH)
-    parts += place(row, batch, heads, part_stride)[:, None] + column
-    lses += place(row, batch, heads, part_lse_stride)
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    parts += place(row, sizes, strides[0])[:, None] + column
+    lses += place(row, sizes, strides[1])
     value = tl.zeros([ROWS, COLUMNS], tl.float32)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -124,8 +108,8 @@ def merge_stacked_kernel(
         value, best, weight = _join(value, best, weight, parts, lses, inside, cells)
         parts += part_step
         lses += lse_step
-    out += place(row, batch, heads, out_stride)[:, None] + column
-    lse += place(row, batch, heads, lse_stride)
+    out += place(row, sizes, strides[2])[:, None] + column
+    lse += place(row, sizes, strides[3])
     _finish(value, best, weight, out, lse, inside, cells)
 
 
@@ -135,25 +119,17 @@ def merge_loose_kernel(
     lses: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    part_stride: tl.tensor,
-    part_lse_stride: tl.tensor,
-    out_stride: tl.tensor,
-    lse_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Partial results anywhere in memory and of any dtypes; `parts` and `lses` are tuples."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    cells = inside[:, None] & (column < WIDTH)
-    at = place(row, batch, heads, part_stride)[:, None] + column
-    lse_at = place(row, batch, heads, part_lse_stride)
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    at = place(row, sizes, strides[0])[:, None] + column
+    lse_at = place(row, sizes, strides[1])
     value = tl.zeros([ROWS, COLUMNS], tl.float32)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -161,8 +137,8 @@ def merge_loose_kernel(
         value, best, weight = _join(
             value, best, weight, parts[i] + at, lses[i] + lse_at, inside, cells
         )
-    out += place(row, batch, heads, out_stride)[:, None] + column
-    lse += place(row, batch, heads, lse_stride)
+    out += place(row, sizes, strides[2])[:, None] + column
+    lse += place(row, sizes, strides[3])
     _finish(value, best, weight, out, lse, inside, cells)
 
 
@@ -170,20 +146,16 @@ def merge_loose_kernel(
 def merge_lse_kernel(
     parts: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     count: tl.tensor,
     step: tl.tensor,
-    part_stride: tl.tensor,
-    target_stride: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
     """The log-sum-exp of the whole, in one pass over those of its parts, which lie in memory at
     equal distances, any number of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    parts += place(row, batch, heads, part_stride)
+    row, inside = own_rows(sizes, ROWS)
+    parts += place(row, sizes, strides[0])
     best = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     for _ in range(count):
@@ -195,34 +167,29 @@ def merge_lse_kernel(
         parts += step
     seen = weight > 0
     value = tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best)
-    tl.store(target + place(row, batch, heads, target_stride), value, inside)
+    tl.store(target + place(row, sizes, strides[1]), value, inside)
 
 
 @triton.jit
 def sum_stacked_kernel(
     parts: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     count: tl.tensor,
     step: tl.tensor,
-    part_stride: tl.tensor,
-    target_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Copies that lie in memory at equal distances, any number of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    cells = (row < num_rows)[:, None] & (column < WIDTH)
-    parts += place(row, batch, heads, part_stride)[:, None] + column
+    row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    parts += place(row, sizes, strides[0])[:, None] + column
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for _ in range(count):
         total += tl.load(parts, cells, other=0.0).to(tl.float32)
         parts += step
-    target += place(row, batch, heads, target_stride)[:, None] + column
+    target += place(row, sizes, strides[1])[:, None] + column
     tl.store(target, total.to(target.dtype.element_ty), cells)
 
 
@@ -230,23 +197,18 @@ def sum_stacked_kernel(
 def sum_loose_kernel(
     parts: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    part_strides: tl.tensor,
-    target_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Copies anywhere in memory, of any dtypes and strides; the target may be one of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    cells = (row < num_rows)[:, None] & (column < WIDTH)
+    row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(COUNT):
-        at = place(row, batch, heads, part_strides[i])[:, None] + column
+        at = place(row, sizes, strides[i])[:, None] + column
         total += tl.load(parts[i] + at, cells, other=0.0).to(tl.float32)
-    target += place(row, batch, heads, target_stride)[:, None] + column
+    target += place(row, sizes, strides[COUNT])[:, None] + column
     tl.store(target, total.to(target.dtype.element_ty), cells)

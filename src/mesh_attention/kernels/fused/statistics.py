@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mesh_attention.kernels.fused.addressing import place
+from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place
 
 
 @triton.jit
@@ -13,26 +13,18 @@ def delta_kernel(
     out: tl.tensor,
     grad_out: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    out_stride: tl.tensor,
-    grad_stride: tl.tensor,
-    target_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    cells = inside[:, None] & (column < WIDTH)
-    out += place(row, batch, heads, out_stride)[:, None] + column
-    grad_out += place(row, batch, heads, grad_stride)[:, None] + column
-    product = tl.load(out, cells, other=0.0).to(tl.float32) * tl.load(
-        grad_out, cells, other=0.0
-    ).to(tl.float32)
-    tl.store(target + place(row, batch, heads, target_stride), tl.sum(product, axis=1), inside)
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    out += place(row, sizes, strides[0])[:, None] + column
+    grad_out += place(row, sizes, strides[1])[:, None] + column
+    value = tl.load(out, cells, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out, cells, other=0.0).to(tl.float32)
+    tl.store(target + place(row, sizes, strides[2]), tl.sum(value * grad, axis=1), inside)
 
 
 @triton.jit
@@ -41,30 +33,20 @@ def rescale_kernel(
     partial_lse: tl.tensor,
     global_lse: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    out_stride: tl.tensor,
-    partial_lse_stride: tl.tensor,
-    global_lse_stride: tl.tensor,
-    target_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    cells = inside[:, None] & (column < WIDTH)
-    part = tl.load(
-        partial_lse + place(row, batch, heads, partial_lse_stride), inside, other=-float("inf")
-    )
-    whole = tl.load(global_lse + place(row, batch, heads, global_lse_stride), inside, other=0.0)
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    part = tl.load(partial_lse + place(row, sizes, strides[1]), inside, other=-float("inf"))
+    whole = tl.load(global_lse + place(row, sizes, strides[2]), inside, other=0.0)
     seen = part != -float("inf")
     weight = tl.where(seen, tl.exp(part - whole), 0.0)
-    out += place(row, batch, heads, out_stride)[:, None] + column
+    out += place(row, sizes, strides[0])[:, None] + column
     value = tl.load(out, cells & seen[:, None], other=0.0).to(tl.float32) * weight[:, None]
-    target += place(row, batch, heads, target_stride)[:, None] + column
+    target += place(row, sizes, strides[3])[:, None] + column
     tl.store(target, value.to(target.dtype.element_ty), cells)
 
 
@@ -73,24 +55,17 @@ def stand_in_kernel(
     grad_out: tl.tensor,
     delta: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    grad_stride: tl.tensor,
-    delta_stride: tl.tensor,
-    target_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     LIMIT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    inside = row < num_rows
-    cells = inside[:, None] & (column < WIDTH)
-    grad_out += place(row, batch, heads, grad_stride)[:, None] + column
+    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
+    grad_out += place(row, sizes, strides[0])[:, None] + column
     grad = tl.load(grad_out, cells, other=0.0).to(tl.float32)
-    rest = tl.load(delta + place(row, batch, heads, delta_stride), inside, other=0.0)
+    rest = tl.load(delta + place(row, sizes, strides[1]), inside, other=0.0)
     # Magnitude and column as one whole number, so that one maximum finds both. The low bits of the
     # magnitude make room for the column: fp16 and bf16 have zeros there, fp32 loses what only
     # decides between entries of nearly the same size.
@@ -108,7 +83,7 @@ def stand_in_kernel(
         rest -= entry * divisor
         value = tl.where(here, entry[:, None], value)
         key = tl.where(here, -1, key)
-    target += place(row, batch, heads, target_stride)[:, None] + column
+    target += place(row, sizes, strides[2])[:, None] + column
     tl.store(target, value.to(target.dtype.element_ty), cells)
 
 
@@ -116,16 +91,12 @@ def stand_in_kernel(
 def finite_lse_kernel(
     lse: tl.tensor,
     target: tl.tensor,
-    num_rows: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    lse_stride: tl.tensor,
-    target_stride: tl.tensor,
+    strides: tl.tensor,
+    sizes: tl.tensor,
     UNSEEN: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    value = tl.load(lse + place(row, batch, heads, lse_stride), inside, other=0.0)
+    row, inside = own_rows(sizes, ROWS)
+    value = tl.load(lse + place(row, sizes, strides[0]), inside, other=0.0)
     value = tl.where(value == -float("inf"), UNSEEN, value)
-    tl.store(target + place(row, batch, heads, target_stride), value, inside)
+    tl.store(target + place(row, sizes, strides[1]), value, inside)
