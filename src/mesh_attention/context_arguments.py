@@ -24,7 +24,7 @@ from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Plan, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
-from mesh_attention.runtime.call import CallOptions
+from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.transports import TransportName
 
 _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")

@@ -33,9 +33,9 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.autograd import attention
-from mesh_attention.runtime.call import Call, CallOptions
 from mesh_attention.runtime.context import context_of
-from mesh_attention.runtime.rank_plan import PlanSource, RankPlan
+from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.sharding import take_shard, unshard
 from mesh_attention.runtime.transport.interface import Counters
 
@@ -114,7 +114,7 @@ class ContextParallel:
     # The plan.
 
     @property
-    def _mine(self) -> RankPlan:
+    def _mine(self) -> PlanOnRank:
         return self._source.first
 
     @property
@@ -159,7 +159,7 @@ class ContextParallel:
             found |= call.transport.choices(call.directions)
         return found
 
-    def _calls(self) -> list[Call]:
+    def _calls(self) -> list[PreparedCall]:
         return self._share.context.calls(self._source.plans(), self._options)
 
     # Attention.

@@ -17,9 +17,9 @@ from mesh_attention.context_arguments import fault_of_tensors, process_group, re
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
-from mesh_attention.runtime.call import CallOptions
 from mesh_attention.runtime.context import Context, context_of
-from mesh_attention.runtime.rank_plan import PlanSource
+from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions
 
 
 def mesh_attention(

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.call import Call, CallOptions
 from mesh_attention.runtime.context import Share
 from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.rank_plan import PlanSource
+from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.sharding import rows_first
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, share: Share, call: Call, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, share: Share, call: PreparedCall, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
         result = share.run(call, Direction.FORWARD, inputs)

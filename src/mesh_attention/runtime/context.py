@@ -23,10 +23,10 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
-from mesh_attention.runtime.call import Call, CallOptions
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.handshake import DisagreementError, Handshake, Statement
-from mesh_attention.runtime.rank_plan import PlanSource, RankPlan
+from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transports import TransportName, Transports
@@ -91,13 +91,13 @@ class Context:
         self.handshake = Handshake(self.groups)
         look_around = WeakMethod(self._look_around)  # contexts go when they are dropped
         self.transports = Transports(self.groups, lambda: (look_around() or _nothing)())
-        self.plans: Latest[Question, RankPlan] = Latest(NUM_PLANS)
+        self.plans: Latest[Question, PlanOnRank] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
         self._function: Share | None = None
-        self._calls: Latest[CallKey, Call] = Latest(NUM_CALLS)
-        self._captured_calls: Latest[CallKey, Call] = Latest(NUM_CAPTURED_CALLS)
-        self._living_calls: WeakSet[Call] = WeakSet()  # also those that only autograd holds
+        self._calls: Latest[CallKey, PreparedCall] = Latest(NUM_CALLS)
+        self._captured_calls: Latest[CallKey, PreparedCall] = Latest(NUM_CAPTURED_CALLS)
+        self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
         self._num_shares = 0
         self._number = 0  # of the call, or of the agreement, that this rank is at
         self._statement: Statement = {}
@@ -110,13 +110,13 @@ class Context:
         given = self._on_rank(asked) if isinstance(asked, Plan) else asked
         return PlanSource(given, lambda q: self.plans.find(q, lambda: self._on_rank(q.plan())))
 
-    def _on_rank(self, plan: Plan) -> RankPlan:
-        return RankPlan.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
+    def _on_rank(self, plan: Plan) -> PlanOnRank:
+        return PlanOnRank.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
 
     # Agreement.
 
     def agree_on_plan(
-        self, mine: RankPlan | None, options: CallOptions, error: Exception | None
+        self, mine: PlanOnRank | None, options: CallOptions, error: Exception | None
     ) -> None:
         """The same plan and options on all ranks, or an error on all of them.
 
@@ -141,7 +141,7 @@ class Context:
         call_shape: CallShape,
         needs_grad: bool,
         error: Exception | None = None,
-    ) -> Call:
+    ) -> PreparedCall:
         """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
 
         `error` is what is wrong with this rank's arguments; `source` may then be missing.
@@ -156,7 +156,7 @@ class Context:
                 raise error or AssertionError("neither a plan nor an error")
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
-            call = kept.get(key) or Call(self.transports, mine, options, call_shape)
+            call = kept.get(key) or PreparedCall(self.transports, mine, options, call_shape)
             if needs_grad in call.statements:
                 self._statement = call.statements[needs_grad]
                 return call
@@ -185,7 +185,7 @@ class Context:
         self._living_calls.add(call)
         return call
 
-    def _stated(self, mine: RankPlan, options: CallOptions) -> Statement:
+    def _stated(self, mine: PlanOnRank, options: CallOptions) -> Statement:
         timeout = options.timeout
         return {
             "plan": mine.words,
@@ -211,7 +211,7 @@ class Context:
     def _knows_calls(self) -> bool:
         return len(self._calls) + len(self._captured_calls) > 0
 
-    def _connect(self, call: Call, directions: tuple[Direction, ...]) -> None:
+    def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""
         with self.whole_or_broken():
             call.transport.share(directions)
@@ -286,7 +286,7 @@ class Context:
         self.transports.close(abandon=self._broken)
         self.groups.close(abort=self._broken)
 
-    def calls(self, mine: Iterable[RankPlan], options: CallOptions) -> list[Call]:
+    def calls(self, mine: Iterable[PlanOnRank], options: CallOptions) -> list[PreparedCall]:
         """The kinds of call made last with one of these plans and these options."""
         kept = self._captured_calls if options.cuda_graph else self._calls
         plans = {one.key for one in mine}
@@ -302,7 +302,7 @@ class Share:
         self._closed = False
 
     def run(
-        self, call: Call, direction: Direction, inputs: Mapping[str, Tensor]
+        self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         return call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
 

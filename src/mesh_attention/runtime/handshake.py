@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.agreement import Meetings, disagreements
-from mesh_attention.runtime.rank_plan import AS_MADE
+from mesh_attention.runtime.plan_on_rank import AS_MADE
 from mesh_attention.runtime.transport.groups import Groups, default_store, forget
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
 from mesh_attention.runtime.collectives import all_gather
-from mesh_attention.runtime.rank_plan import RankPlan
+from mesh_attention.runtime.plan_on_rank import PlanOnRank
 
 
 def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:
@@ -48,7 +48,7 @@ def rows_first(x_BSHD: Tensor) -> Tensor:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layout: Layout, mine: RankPlan, group: dist.ProcessGroup, dim: int
+        ctx: Any, x: Tensor, layout: Layout, mine: PlanOnRank, group: dist.ProcessGroup, dim: int
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, mine.rank, dim
         own = x.contiguous()
@@ -66,7 +66,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard(
-    x: Tensor, layout: Layout, mine: RankPlan, group: dist.ProcessGroup, dim: int
+    x: Tensor, layout: Layout, mine: PlanOnRank, group: dist.ProcessGroup, dim: int
 ) -> Tensor:
     """The whole tensor from the shards of all ranks."""
     whole: Tensor = _Unshard.apply(x, layout, mine, group, dim)  # type: ignore[no-untyped-call]

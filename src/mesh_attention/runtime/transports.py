@@ -18,7 +18,7 @@ from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.rank_plan import RankPlan
+from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Transport
@@ -55,7 +55,7 @@ class Transports:
             self._workspace = Workspace(poison=self.poison)
         return self._workspace
 
-    def memory(self, mine: RankPlan, timeout: timedelta) -> SharedMemory:
+    def memory(self, mine: PlanOnRank, timeout: timedelta) -> SharedMemory:
         """Of the ranks that the plan holds to be on the node of this one."""
         plan = mine.plan
         node = tuple(
@@ -95,7 +95,7 @@ class CallTransport:
         self,
         shared: Transports,
         wanted: TransportName,
-        mine: RankPlan,
+        mine: PlanOnRank,
         call_shape: CallShape,
         timeout: timedelta | None,
     ) -> None:

@@ -18,14 +18,14 @@ from mesh_attention.plan.text import digest
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class PlanOnRank:
     """`rank` is the logical rank of this process."""
 
     plan: Plan
     rank: int
 
     @staticmethod
-    def on(plan: Plan, place: int, num_ranks: int) -> RankPlan:
+    def on(plan: Plan, place: int, num_ranks: int) -> PlanOnRank:
         """`place`: of this process in its group."""
         if plan.num_ranks != num_ranks:
             raise PlanError(
@@ -33,7 +33,7 @@ class RankPlan:
             )
         if sorted(plan.devices) != list(range(num_ranks)):
             raise PlanError(f"the plan's devices {plan.devices} are not the ranks of the group")
-        return RankPlan(plan, plan.devices.index(place))
+        return PlanOnRank(plan, plan.devices.index(place))
 
     @cached_property
     def words(self) -> str:
@@ -73,22 +73,24 @@ class PlanSource:
     `find` gives the plan of a question on this rank.
     """
 
-    def __init__(self, asked: Question | RankPlan, find: Callable[[Question], RankPlan]) -> None:
+    def __init__(
+        self, asked: Question | PlanOnRank, find: Callable[[Question], PlanOnRank]
+    ) -> None:
         self._asked = asked
         self._find = find
-        self._known: dict[int, RankPlan] = {}
-        self.first = asked if isinstance(asked, RankPlan) else find(asked)
+        self._known: dict[int, PlanOnRank] = {}
+        self.first = asked if isinstance(asked, PlanOnRank) else find(asked)
 
-    def of(self, element_bytes: int) -> RankPlan:
+    def of(self, element_bytes: int) -> PlanOnRank:
         """A given plan is for one size of element; the executor refuses others."""
         asked = self._asked
-        if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
+        if isinstance(asked, PlanOnRank) or asked.problem.element_bytes == element_bytes:
             return self.first
         if element_bytes not in self._known:
             problem = replace(asked.problem, element_bytes=element_bytes)
             self._known[element_bytes] = self._find(replace(asked, problem=problem))
         return self._known[element_bytes]
 
-    def plans(self) -> tuple[RankPlan, ...]:
+    def plans(self) -> tuple[PlanOnRank, ...]:
         """Those asked for so far."""
         return (self.first, *self._known.values())

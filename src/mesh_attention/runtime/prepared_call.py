@@ -19,7 +19,7 @@ from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.handshake import Statement
-from mesh_attention.runtime.rank_plan import RankPlan
+from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.sizes import Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
@@ -39,9 +39,9 @@ class CallOptions:
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
 
 
-class Call:
+class PreparedCall:
     def __init__(
-        self, transports: Transports, mine: RankPlan, options: CallOptions, call_shape: CallShape
+        self, transports: Transports, mine: PlanOnRank, options: CallOptions, call_shape: CallShape
     ) -> None:
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
