@@ -41,7 +41,7 @@ from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Free
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
 GOAL = 15.0  # microseconds an operation

@@ -38,7 +38,7 @@ from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, by its datasheet

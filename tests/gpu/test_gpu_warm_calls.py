@@ -16,8 +16,7 @@ from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, m
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.prepared_call import CapturedCall
-from mesh_attention.runtime.transport.alone import AloneTransport
-from mesh_attention.runtime.transport.local import LocalWorld
+from mesh_attention.runtime.transport.local import AloneTransport, LocalWorld
 from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
 from mesh_attention.testing import _in_turns
 

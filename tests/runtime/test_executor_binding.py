@@ -18,7 +18,7 @@ from mesh_attention.plan.program import Free, Merge, Operation
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import ComputeOperations, Work
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))

@@ -27,7 +27,7 @@ from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AttendBackward
 from mesh_attention.runtime.executor import CallShape, Executor
-from mesh_attention.runtime.transport.alone import AloneTransport
+from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 from mesh_attention.testing import run_local
 from support.cases import Case

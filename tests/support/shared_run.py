@@ -17,9 +17,8 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.streams import Marks
-from mesh_attention.runtime.transport.copies import Copies
+from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
 from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
-from mesh_attention.runtime.transport.pulls import Steps, steps_of
 from mesh_attention.runtime.transport.regions import Owner
 
 __all__ = ["run_shared"]

@@ -20,8 +20,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.handshake import Statement
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
-from mesh_attention.runtime.transport.interface import Counters
-from mesh_attention.runtime.transport.sizes import Meter
+from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
 from mesh_attention.runtime.workspace import WorkspaceBlock
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
-from mesh_attention.runtime.collectives import all_gather
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.transport.torch_operations import all_gather
 
 
 def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:

@@ -21,12 +21,10 @@ from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Transport
+from mesh_attention.runtime.transport.interface import Meter, Transport
 from mesh_attention.runtime.transport.regions import Owner
-from mesh_attention.runtime.transport.routed import RoutedTransport
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
-from mesh_attention.runtime.transport.sizes import Meter
-from mesh_attention.runtime.transport.symmetric import SymmetricTransport
+from mesh_attention.runtime.transport.symmetric import RoutedTransport, SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle
 from mesh_attention.runtime.workspace import Workspace
 

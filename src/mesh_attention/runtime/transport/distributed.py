@@ -7,34 +7,29 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Communication,
-    Move,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import AllGather, Communication, ReduceScatter
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Handle, Start, View
-from mesh_attention.runtime.transport.messages import Exchange, Gather, Message, Reduce
-from mesh_attention.runtime.transport.sizes import Counted, Meter
-
-__all__ = ["CommunicationError", "DistributedTransport"]
-
+from mesh_attention.runtime.transport.interface import Handle, Meter, Start, View
+from mesh_attention.runtime.transport.torch_operations import (
+    Exchange,
+    Gather,
+    PointToPoint,
+    Reduce,
+)
+from mesh_attention.runtime.transport.transfers import Pieces, Transfers, transfers
 
 _LOOK_AROUND_AFTER = timedelta(seconds=1)
 
@@ -44,7 +39,7 @@ class CommunicationError(MeshAttentionError):
 
 
 class _Started:
-    """Works under way, and the copies that must follow them."""
+    """Works in flight, and the copies that must follow them."""
 
     def __init__(
         self,
@@ -140,9 +135,13 @@ class DistributedTransport:
         self.meter = Meter(one.programs[rank].buffer_table())
 
     def prepare(self, op: Communication, view: View) -> Start:
-        members = self._one.groups[op.group]
-        traffic = self.meter.measure(op, members.index(self._rank), len(members), view)
-        return Counted(self.ready(op, view), self.meter, op, traffic)
+        return self.counted(op, view, self.ready(op, view))
+
+    def counted(self, op: Communication, view: View, start: Start) -> Start:
+        """`start`, with the bytes of the operation added up whenever it is made."""
+        member = self._one.groups[op.group].index(self._rank)
+        traffic = self.meter.measure(op, self._moved(op), member, view)
+        return self.meter.counted(start, op, traffic)
 
     def ready(self, op: Communication, view: View) -> Start:
         """`prepare` for an operation, or a part of one, that is counted elsewhere."""
@@ -185,55 +184,44 @@ class DistributedTransport:
                 handle.finish()
         return handle
 
+    def _moved(self, op: Communication) -> Transfers:
+        return transfers(op, len(self._one.groups[op.group]))
+
     def _ready(self, op: Communication, view: View) -> Sequence[Gather | Reduce | Exchange]:
-        ranks = self._global[op.group]
+        ranks, moved = self._global[op.group], self._moved(op)
         match op:
             case AllGather():
-                return self._collectives(Gather, op.moves, ranks, view)
+                return self._collectives(Gather, moved.sends[0], moved.receives, ranks, view)
             case ReduceScatter():
-                return self._collectives(Reduce, op.moves, ranks, view)
-            case AllToAll():
-                return [self._exchange(zip(ranks, op.sends, op.receives, strict=True), view)]
-            case SendRecv():
-                to, source = ranks[op.to_member], ranks[op.from_member]
-                return [self._exchange([(to, op.sends, ()), (source, (), op.receives)], view)]
+                return self._collectives(Reduce, moved.receives[0], moved.sends, ranks, view)
+        return [self._exchange(moved, ranks, view)]
 
     def _collectives(
         self,
         kind: type[Gather | Reduce],
-        moves: tuple[Move, ...],
+        parts: Pieces,
+        places: tuple[Pieces, ...],
         ranks: list[int],
         view: View,
     ) -> list[Gather | Reduce]:
+        """One for each stretch: its places in the whole follow each other, member by member."""
         group = self._groups.of(ranks, self._timeout)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
-        ready = []
-        for move in moves:
-            part, whole = view(move.part), view(move.whole)
-            done = 0
-            for a, b in pairwise(move.cuts):
-                rows = whole[done : done + (b - a) * len(ranks)]
-                done += len(rows)
-                ready.append(kind(part[a:b], rows, group, order))
-        return ready
-
-    def _exchange(
-        self, peers: Iterable[tuple[int, tuple[Piece, ...], tuple[Piece, ...]]], view: View
-    ) -> Exchange:
-        me = self._groups.global_rank_of_self
-        messages: list[Message] = []
-        own_sends: list[Piece] = []
-        own_receives: list[Piece] = []
-        for peer, sends, receives in peers:
-            if peer == me:
-                own_sends += sends
-                own_receives += receives
-                continue
-            # gloo matches the messages between two ranks by these tags.
-            messages += [Message(view(p), peer, tag, sent=True) for tag, p in enumerate(sends)]
-            messages += [Message(view(p), peer, tag, sent=False) for tag, p in enumerate(receives)]
-        own = [
-            (view(source), view(target))
-            for source, target in zip(own_sends, own_receives, strict=True)
+        wholes = (replace(a, stop=b.stop) for a, b in zip(places[0], places[-1], strict=True))
+        return [
+            kind(view(part), view(whole), group, order)
+            for part, whole in zip(parts, wholes, strict=True)
         ]
-        return Exchange(messages, own, self._groups.parent, host_driven=self._host_driven)
+
+    def _exchange(self, moved: Transfers, ranks: list[int], view: View) -> Exchange:
+        me = self._groups.global_rank_of_self
+        tensors: list[PointToPoint] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        for peer, sends, receives in zip(ranks, moved.sends, moved.receives, strict=True):
+            if peer == me:
+                own += [(view(a), view(b)) for a, b in zip(sends, receives, strict=True)]
+                continue
+            # gloo matches the tensors between two ranks by these tags.
+            for sent, pieces in ((True, sends), (False, receives)):
+                tensors += [PointToPoint(view(p), peer, tag, sent) for tag, p in enumerate(pieces)]
+        return Exchange(tensors, own, self._groups.parent, host_driven=self._host_driven)

@@ -1,33 +1,29 @@
-"""All ranks in one process: an operation happens when the last member of its group arrives.
+"""Ranks in one process: all of them, or one alone.
 
-For tests, for study, and for the truth beside the real transports: the same executor and the same
-programs, with plain copies in place of a network.
+With all ranks an operation happens when the last member of its group arrives: for tests, for study,
+and for the truth beside the real transports, the same executor and the same programs with plain
+copies in place of a network. One rank alone is for measuring its computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 
-import torch
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Communication,
-    Move,
-    Program,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.program import Communication, Program, writes
 from mesh_attention.runtime.streams import Marks
-from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
-from mesh_attention.runtime.transport.sizes import Meter
-
-__all__ = ["LocalTransport", "LocalWorld"]
+from mesh_attention.runtime.transport.interface import (
+    Handle,
+    Meter,
+    Start,
+    UnpreparedTransport,
+    View,
+)
+from mesh_attention.runtime.transport.transfers import Transfers, transfers
 
 
 @dataclass(slots=True)
@@ -35,7 +31,7 @@ class _Meeting:
     """An operation whose members are arriving."""
 
     size: int
-    arrived: dict[int, tuple[Communication, View]] = field(default_factory=dict)
+    arrived: dict[int, tuple[Transfers, View]] = field(default_factory=dict)
     done: bool = False
 
     def ready(self) -> bool:
@@ -49,26 +45,22 @@ class LocalWorld:
     """The shared place where the ranks of one process meet."""
 
     def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
-        self._groups = groups
+        self.groups = groups
         self._meetings: dict[tuple[str, str], _Meeting] = {}
 
     def transport(self, program: Program) -> LocalTransport:
         return LocalTransport(self, program)
 
-    def arrive(self, rank: int, op: Communication, view: View) -> _Meeting:
-        members = self._groups[op.group]
+    def arrive(self, member: int, op: Communication, moved: Transfers, view: View) -> _Meeting:
         key = (op.group, op.name)
-        meeting = self._meetings.setdefault(key, _Meeting(len(members)))
-        meeting.arrived[members.index(rank)] = (op, view)
+        meeting = self._meetings.setdefault(key, _Meeting(len(self.groups[op.group])))
+        meeting.arrived[member] = (moved, view)
         if len(meeting.arrived) == meeting.size:
             del self._meetings[key]
             _perform([meeting.arrived[member] for member in range(meeting.size)])
             meeting.done = True
             meeting.arrived.clear()
         return meeting
-
-    def members(self, group: str) -> tuple[int, ...]:
-        return self._groups[group]
 
 
 class LocalTransport(UnpreparedTransport):
@@ -78,75 +70,49 @@ class LocalTransport(UnpreparedTransport):
         self.meter = Meter(program.buffer_table())
 
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
-        members = self._world.members(op.group)
-        self.meter.count(op, members.index(self._rank), len(members), view)
-        return self._world.arrive(self._rank, op, view)
+        members = self._world.groups[op.group]
+        member, moved = members.index(self._rank), transfers(op, len(members))
+        self.meter.count(op, moved, member, view)
+        return self._world.arrive(member, op, moved, view)
 
 
-Arrived = list[tuple[Communication, View]]
+def _perform(arrived: list[tuple[Transfers, View]]) -> None:
+    for sender, (theirs, their_view) in enumerate(arrived):
+        shown = {piece: their_view(piece) for piece in set(chain.from_iterable(theirs.sends))}
+        for receiver, (moved, view) in enumerate(arrived):
+            for piece, place in zip(theirs.sends[receiver], moved.receives[sender], strict=True):
+                if moved.adds and sender > 0:  # in the precision that travels, as a ring would
+                    view(place).add_(shown[piece])
+                else:
+                    view(place).copy_(shown[piece])
 
 
-def _perform(arrived: Arrived) -> None:
-    match arrived[0][0]:
-        case AllGather():
-            _gather(arrived)
-        case ReduceScatter():
-            _reduce(arrived)
-        case AllToAll():
-            _exchange(arrived)
-        case SendRecv():
-            _shift(arrived)
+class AloneTransport:
+    """One rank without the others: communications move nothing, or whatever `receive` writes."""
+
+    in_order = True
+    own_stream = True
+
+    def __init__(
+        self, program: Program, receive: Callable[[Buffer, Tensor], None] | None = None
+    ) -> None:
+        self._table = program.buffer_table()
+        self._receive = receive
+
+    def prepare(self, op: Communication, view: View) -> Start:
+        landed = [(self._table[piece.buffer], view(piece)) for piece in writes(op)]
+
+        def start(after: Marks) -> Handle:
+            if self._receive is not None:
+                for buffer, tensor in landed:
+                    self._receive(buffer, tensor)
+            return _Done()
+
+        return start
 
 
-def _gather(arrived: Arrived) -> None:
-    first = arrived[0][0]
-    assert isinstance(first, AllGather)
-    for at, move in enumerate(first.moves):
-        moves = [op.moves[at] for op, _ in arrived if isinstance(op, AllGather)]
-        parts = [view(m.part) for m, (_, view) in zip(moves, arrived, strict=True)]
-        whole = torch.cat([part[a:b] for a, b in pairwise(move.cuts) for part in parts])
-        for m, (_, view) in zip(moves, arrived, strict=True):
-            view(m.whole).copy_(whole)
+class _Done:
+    def ready(self) -> bool:
+        return True
 
-
-def _reduce(arrived: Arrived) -> None:
-    first = arrived[0][0]
-    assert isinstance(first, ReduceScatter)
-    for at, move in enumerate(first.moves):
-        moves = [op.moves[at] for op, _ in arrived if isinstance(op, ReduceScatter)]
-        # Summed in the order of the members and in the precision that travels, as a ring would.
-        total = arrived[0][1](moves[0].whole).clone()
-        for m, (_, view) in zip(moves[1:], arrived[1:], strict=True):
-            total += view(m.whole)
-        _scatter(total, move, [view(m.part) for m, (_, view) in zip(moves, arrived, strict=True)])
-
-
-def _scatter(total: Tensor, move: Move, parts: list[Tensor]) -> None:
-    done = 0
-    for a, b in pairwise(move.cuts):
-        for part in parts:
-            part[a:b].copy_(total[done : done + b - a])
-            done += b - a
-
-
-def _exchange(arrived: Arrived) -> None:
-    for member, (op, view) in enumerate(arrived):
-        assert isinstance(op, AllToAll)
-        for to, (other, other_view) in enumerate(arrived):
-            assert isinstance(other, AllToAll)
-            _copy(op.sends[to], view, other.receives[member], other_view)
-
-
-def _shift(arrived: Arrived) -> None:
-    for op, view in arrived:
-        assert isinstance(op, SendRecv)
-        other, other_view = arrived[op.to_member]
-        assert isinstance(other, SendRecv)
-        _copy(op.sends, view, other.receives, other_view)
-
-
-def _copy(
-    sends: tuple[Piece, ...], view: View, receives: tuple[Piece, ...], other_view: View
-) -> None:
-    for taken, given in zip(sends, receives, strict=True):
-        other_view(given).copy_(view(taken))
+    def wait(self) -> None: ...

@@ -8,22 +8,13 @@ where another keeps its data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Piece, Precision, Role
-from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Communication,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import Communication
 from mesh_attention.plan.workspace import ALIGNMENT_BYTES, workspace_map
-
-__all__ = ["Owner", "Region"]
+from mesh_attention.runtime.transport.transfers import Transfers, transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +23,9 @@ class Region:
 
     staged: bool
     offset: int
-    num_rows: int
-    row_shape: tuple[int, int, int]  # batch, heads, width
-    row_bytes: int
+    shape: tuple[int, int, int, int]  # rows, batch, heads, width
+    num_bytes: int
     precision: Precision
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.num_rows, *self.row_shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
-
-    def rows(self, start: int, stop: int) -> Region:
-        offset = self.offset + start * self.row_bytes
-        return replace(self, offset=offset, num_rows=stop - start)
 
 
 class Owner:
@@ -61,16 +39,15 @@ class Owner:
         self._batch = batch
         self._table = program.buffer_table()
         self._memory = workspace_map(program, plan.problem)
-        self._operations: dict[tuple[str, str], Communication] = {}
+        self._moved: dict[tuple[str, str], Transfers] = {}
         for op in program.operations:
-            if is_communication(op):
-                assert isinstance(op, Communication)
-                assert (op.group, op.name) not in self._operations, op
-                self._operations[op.group, op.name] = op
+            if isinstance(op, Communication):
+                assert (op.group, op.name) not in self._moved, op
+                self._moved[op.group, op.name] = transfers(op, len(one.groups[op.group]))
 
-    def operation(self, like: Communication) -> Communication:
+    def transfers(self, like: Communication) -> Transfers:
         """Our side of an operation that another member holds."""
-        return self._operations[like.group, like.name]
+        return self._moved[like.group, like.name]
 
     @property
     def workspace_bytes(self) -> int:
@@ -79,24 +56,28 @@ class Owner:
     @property
     def staging_bytes(self) -> int:
         """Operations follow each other on one stream, so each may use the same place."""
-        return max((self._staged_bytes(op) for op in self._operations.values()), default=0)
+        return max((self._staged_bytes(*key) for key in self._moved), default=0)
 
     def regions(self, op: Communication) -> dict[Piece, Region]:
-        """Of everything that other members read in this operation of ours."""
+        """Of everything that other members read in this operation."""
+        return self._regions(op.group, op.name)
+
+    def _regions(self, group: str, name: str) -> dict[Piece, Region]:
+        member = self._groups[group].index(self.rank)
         found: dict[Piece, Region] = {}
         taken = 0
-        for piece in _read_by_others(op, self._groups[op.group].index(self.rank)):
-            if piece in found:
-                continue
-            region = self._region(piece, taken)
-            found[piece] = region
-            if region.staged:
-                taken += -(-region.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for to, pieces in enumerate(self._moved[group, name].sends):
+            for piece in pieces if to != member else ():
+                if piece in found:
+                    continue
+                region = found[piece] = self._region(piece, taken)
+                if region.staged:
+                    taken += -(-region.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return found
 
-    def _staged_bytes(self, op: Communication) -> int:
-        staged = [region for region in self.regions(op).values() if region.staged]
-        return max((region.offset + region.num_bytes for region in staged), default=0)
+    def _staged_bytes(self, group: str, name: str) -> int:
+        regions = self._regions(group, name).values()
+        return max((one.offset + one.num_bytes for one in regions if one.staged), default=0)
 
     def _region(self, piece: Piece, staged_offset: int) -> Region:
         buffer = self._table[piece.buffer]
@@ -107,21 +88,5 @@ class Owner:
         offset = staged_offset
         if direct:
             offset = self._memory.offsets[piece.buffer] * self._batch + piece.start * row_bytes
-        width = buffer.kind.width(problem)
-        shape = (self._batch, heads, width)
-        return Region(not direct, offset, piece.num_rows, shape, row_bytes, buffer.precision)
-
-
-def _read_by_others(op: Communication, member: int) -> Iterator[Piece]:
-    match op:
-        case AllGather():
-            yield from (move.part for move in op.moves)
-        case ReduceScatter():
-            yield from (move.whole for move in op.moves)
-        case AllToAll():
-            for to, pieces in enumerate(op.sends):
-                if to != member:
-                    yield from pieces
-        case SendRecv():
-            if op.to_member != member:
-                yield from op.sends
+        shape = (piece.num_rows, self._batch, heads, buffer.kind.width(problem))
+        return Region(not direct, offset, shape, piece.num_rows * row_bytes, buffer.precision)

@@ -7,24 +7,28 @@ signals are kernels of one warp on the communication stream, and the host waits 
     staged copies | READY -> readers | per owner: wait READY, copy, DONE -> owner | wait DONE
 
 An operation is over when all its readers are: then every memory it used may be used again.
+
+Operations that leave the node go over the network. A ring that does so is cut at the node's edge:
+each of its links goes the way it can.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Communication
+from mesh_attention.plan.program import Communication, SendRecv
 from mesh_attention.runtime.streams import Marks
-from mesh_attention.runtime.transport.copies import Copies, Dtypes
+from mesh_attention.runtime.transport.copies import Copies, Dtypes, Steps, steps_of
+from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Handle, View
-from mesh_attention.runtime.transport.pulls import Steps, steps_of
+from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
-
-__all__ = ["SymmetricTransport"]
 
 
 class SymmetricTransport:
@@ -127,3 +131,64 @@ class _Recorded:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class RoutedTransport:
+    """Near where all ranks of an operation share memory, far elsewhere."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        one: Pass,
+        rank: int,
+        groups: Groups,
+        memory: SharedMemory,
+        near: SymmetricTransport,
+        far: DistributedTransport,
+    ) -> None:
+        self._memory = memory
+        self._near = near
+        self._far = far
+        self._ranks = groups.global_ranks(plan, one, rank)
+
+    @property
+    def in_order(self) -> bool:
+        return self._far.in_order  # and the near ones share its stream
+
+    @property
+    def own_stream(self) -> bool:
+        return self._far.own_stream
+
+    def prepare(self, op: Communication, view: View) -> Start:
+        return self._far.counted(op, view, self._way(op, view))
+
+    def _way(self, op: Communication, view: View) -> Start:
+        ranks = self._ranks[op.group]
+        if self._memory.covers(ranks):
+            return partial(self._near.begin, op, view)
+        if isinstance(op, SendRecv) and self._memory.block is not None:
+            return self._by_link(op, ranks, view)
+        return self._far.ready(op, view)
+
+    def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
+        to_near = self._memory.covers([ranks[op.to_member]])
+        from_near = self._memory.covers([ranks[op.from_member]])
+        if to_near == from_near:
+            return partial(self._near.begin, op, view) if to_near else self._far.ready(op, view)
+        sending, receiving = replace(op, receives=()), replace(op, sends=())
+        near, far = (sending, receiving) if to_near else (receiving, sending)
+        far_start = self._far.ready(far, view)
+        # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
+        return lambda after: _Both(far_start(after), self._near.begin(near, view, after))
+
+
+class _Both:
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
+
+    def ready(self) -> bool:
+        return all(handle.ready() for handle in self._handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()

@@ -1,34 +1,49 @@
-"""Communications on their tensors, ready to begin: collectives of one stretch, and exchanges.
+"""Communications of torch.distributed on their tensors, ready to begin.
 
-`begin` adds the works under way, and the copies that must follow them. Copies and landing places
-are made only where the library cannot read or write a tensor as it lies.
+`begin` adds the works that are then in flight, and the copies that must follow them. Copies and
+landing places are made only where the library cannot read or write a tensor as it lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.runtime.collectives import all_gather, reduce_scatter
-
-__all__ = ["Exchange", "Gather", "Message", "Reduce"]
-
 Works = list[Any]
 Copies = list[Callable[[], object]]
 
 
-class Gather:
-    """One stretch of an all-gather; `order[member]` is the member's place in the group."""
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
+    """Asynchronous; returns the work. torch 2.13 renames it and warns on the old name."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(whole, part, group=group, async_op=True)
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(part, whole, group=group, async_op=True)
+
+
+class _Collective:
+    """`rows` holds equal rows for each member; `order[member]` is the member's place in the group.
+    They can be used as they lie if that is the order of the process group."""
 
     def __init__(
         self, part: Tensor, rows: Tensor, group: dist.ProcessGroup, order: list[int]
     ) -> None:
-        self._part, self._rows, self._group, self._order = part, rows, group, order
+        self._part, self._rows, self._group = part, rows, group
         self._usable = order == sorted(order) and rows.is_contiguous()
+        size = len(rows) // len(order)
+        self._places = [(m * size, place * size, size) for m, place in enumerate(order)]
+
+
+class Gather(_Collective):
+    """One stretch of an all-gather."""
 
     def begin(self, works: Works, finish: Copies) -> None:
         own = self._part.contiguous()  # a slice of rows is contiguous; of heads it is not
@@ -37,66 +52,58 @@ class Gather:
             return
         landing = torch.empty_like(self._rows, memory_format=torch.contiguous_format)
         works.append(all_gather(landing, own, self._group))
-        finish.append(lambda: self._unpermute(landing))
+        finish.append(lambda: self._in_order_of_members(landing))
 
-    def _unpermute(self, landing: Tensor) -> None:
-        size = len(self._rows) // len(self._order)
-        for member, place in enumerate(self._order):
-            source = landing[place * size : (place + 1) * size]
-            self._rows[member * size : (member + 1) * size].copy_(source)
+    def _in_order_of_members(self, landing: Tensor) -> None:
+        for at, place, size in self._places:
+            self._rows[at : at + size].copy_(landing[place : place + size])
 
 
-class Reduce:
+class Reduce(_Collective):
     """One stretch of a reduce-scatter."""
-
-    def __init__(
-        self, part: Tensor, rows: Tensor, group: dist.ProcessGroup, order: list[int]
-    ) -> None:
-        self._part, self._rows, self._group, self._order = part, rows, group, order
-        self._usable = order == sorted(order) and rows.is_contiguous()
 
     def begin(self, works: Works, finish: Copies) -> None:
         part, own = self._part, self._part.contiguous()
-        given = self._rows if self._usable else self._permuted()
+        given = self._rows if self._usable else self._in_order_of_group()
         works.append(reduce_scatter(own, given, self._group))
         if own is not part and own.data_ptr() != part.data_ptr():
             finish.append(lambda: part.copy_(own))
 
-    def _permuted(self) -> Tensor:
-        """In the order of the process group, where the plan's order of members differs."""
-        rows = self._rows
-        size = len(rows) // len(self._order)
-        result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for member, place in enumerate(self._order):
-            result[place * size : (place + 1) * size] = rows[member * size : (member + 1) * size]
+    def _in_order_of_group(self) -> Tensor:
+        result = torch.empty_like(self._rows, memory_format=torch.contiguous_format)
+        for at, place, size in self._places:
+            result[place : place + size] = self._rows[at : at + size]
         return result
 
 
-class Message:
+@dataclass(frozen=True, slots=True)
+class PointToPoint:
     """A tensor to or from another rank; both sides number what is between them alike."""
 
-    def __init__(self, tensor: Tensor, peer: int, tag: int, *, sent: bool) -> None:
-        self.tensor, self.peer, self.tag, self.sent = tensor, peer, tag, sent
+    tensor: Tensor
+    peer: int
+    tag: int
+    sent: bool
 
 
 class Exchange:
-    """Messages that go together, and what a rank gives to itself."""
+    """Tensors that travel together, and those that a rank keeps."""
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        tensors: Sequence[PointToPoint],
         own: Sequence[tuple[Tensor, Tensor]],
         parent: dist.ProcessGroup,
         *,
         host_driven: bool,
     ) -> None:
-        self._messages = messages
+        self._tensors = tensors
         self._own = own  # (source, target)
         self._parent = parent
         # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
         self._on_host = host_driven
         self._ready: list[dist.P2POp] | None = None
-        if all(self._as_it_lies(message.tensor) for message in messages):
+        if all(self._as_it_lies(one.tensor) for one in tensors):
             self._ready = self._operations([])
 
     def begin(self, works: Works, finish: Copies) -> None:
@@ -111,13 +118,10 @@ class Exchange:
 
     def _operations(self, finish: Copies) -> list[dist.P2POp]:
         operations = []
-        for message in self._messages:
-            if message.sent:
-                tensor = self._sendable(message.tensor)
-            else:
-                tensor = self._landing(message.tensor, finish)
-            call = dist.isend if message.sent else dist.irecv
-            operations.append(dist.P2POp(call, tensor, message.peer, self._parent, message.tag))
+        for one in self._tensors:
+            x, call = one.tensor, dist.isend if one.sent else dist.irecv
+            tensor = self._sendable(x) if one.sent else self._landing(x, finish)
+            operations.append(dist.P2POp(call, tensor, one.peer, self._parent, one.tag))
         return operations
 
     def _sendable(self, x: Tensor) -> Tensor:
