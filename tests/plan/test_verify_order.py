@@ -130,6 +130,27 @@ def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none
         assert "schedule" in finding.message
 
 
+def test_a_deadlock_names_where_the_others_are_and_no_more_than_four_of_them() -> None:
+    """One rank of eight begins a gather that the seven others have left out."""
+    plan = plan_mesh(Problem(64, 1, 4), 8, MeshSetting(tile=(8, 1), chunks=(1, 1)))
+    one = plan.forward
+    assert one.groups["Q0"] == tuple(range(8))
+    programs = tuple(
+        replace(
+            program,
+            operations=tuple(
+                op for op in program.operations if program.rank == 0 and op.name == "AG-Q-0"
+            ),
+        )
+        for program in one.programs
+    )
+    broken = replace(plan, passes=(replace(one, programs=programs),))
+    told = [f.message for f in verify(broken) if "deadlocks" in f.message]
+    assert told == [
+        "deadlocks: " + ", ".join(f"rank {rank} is at its end" for rank in (1, 2, 3, 4))
+    ]
+
+
 def test_the_total_of_a_pass_is_checked_against_the_mask_and_not_against_the_programs() -> None:
     """Programs of a plan for one mask do not pass for another."""
     causal, full = (

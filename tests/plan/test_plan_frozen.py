@@ -1,0 +1,23 @@
+"""Plans are frozen data: what one reader holds, no other can change."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+
+import mesh_attention.plan
+
+
+def test_every_dataclass_of_planning_is_frozen_unless_it_is_private_to_its_file() -> None:
+    open_ones = set()
+    num_frozen = 0
+    for info in pkgutil.walk_packages(mesh_attention.plan.__path__, "mesh_attention.plan."):
+        for name, found in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if found.__module__ == info.name and dataclasses.is_dataclass(found):
+                frozen = found.__dataclass_params__.frozen  # type: ignore[attr-defined]
+                num_frozen += frozen
+                open_ones |= set() if frozen else {name}
+    assert all(name.startswith("_") for name in open_ones), open_ones
+    assert num_frozen > 40
