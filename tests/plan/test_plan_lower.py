@@ -12,7 +12,7 @@ from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.plan.build.chunks import chunks_between, whole_rows
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
-from mesh_attention.plan.lower import MAX_CALLS, Queries, RowList, lower
+from mesh_attention.plan.lower import MAX_CALLS, MAX_PAIRS, Queries, RowList, lower
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
@@ -122,6 +122,24 @@ def test_documents_become_causal_squares_and_no_row_ranges() -> None:
     assert {(call.q_start, call.q_stop) for call in calls} == {(0, 5), (5, 6), (6, 12)}
     assert all((call.q_start, call.q_stop) == (call.k_start, call.k_stop) for call in calls)
     assert all(call.kind is not CallKind.RANGE for call in calls)
+
+
+@pytest.mark.parametrize(("blocks", "looked_at"), [(256, True), (257, False)])
+def test_only_so_many_pairs_of_blocks_are_looked_at_one_by_one(
+    blocks: int, looked_at: bool
+) -> None:
+    """Every second token of two documents: two rectangles, where they are looked for."""
+    assert MAX_PAIRS == 256 * 256
+    layout = Layout(LayoutKind.STRIPED, 2 * blocks, 2)
+    cut = blocks // 2
+    mask = Mask(documents=(0, 2 * cut, 2 * blocks))
+    calls = calls_of(mask, (layout, layout), ((0, blocks),), ((0, blocks),))
+    rectangles = (
+        Call(CallKind.FULL, 0, cut, 0, cut),
+        Call(CallKind.FULL, cut, blocks, cut, blocks),
+    )
+    whole = (Call(CallKind.RANGE, 0, blocks, 0, blocks),)
+    assert calls == (rectangles if looked_at else whole)
 
 
 def test_a_task_that_would_shatter_is_one_row_range() -> None:

@@ -177,6 +177,84 @@ def test_keys_and_values_swapped_on_the_way_are_caught() -> None:
     assert (finding.rank, finding.operation) == (1, "ring-1")
 
 
+def with_buffers(plan: Plan, rank: int, buffers: tuple[Buffer, ...]) -> Plan:
+    programs = list(plan.forward.programs)
+    programs[rank] = replace(programs[rank], buffers=buffers)
+    return replace(plan, passes=(replace(plan.forward, programs=tuple(programs)),))
+
+
+@pytest.mark.parametrize("kind", ["k.1", "sum"])
+@pytest.mark.parametrize("rows", [(-1, 7), (17, 25), (8, 8)])
+def test_a_buffer_of_rows_that_no_rank_has_is_caught(kind: str, rows: tuple[int, int]) -> None:
+    plan = ring_plan(3)
+    buffers = tuple(
+        replace(b, rows=(rows,)) if b.name == kind else b for b in plan.forward.programs[1].buffers
+    )
+    finding = first(verify(with_buffers(plan, 1, buffers)))
+    assert (finding.rank, finding.operation) == (1, kind)
+    assert finding.message == "has rows outside the 24 places of all ranks"
+
+
+def test_two_buffers_of_one_name_are_caught() -> None:
+    plan = ring_plan(2)
+    buffers = plan.forward.programs[1].buffers
+    finding = first(verify(with_buffers(plan, 1, (*buffers, buffers[-1]))))
+    assert (finding.rank, finding.operation) == (1, "buffers")
+    assert finding.message == "two buffers have the same name"
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (Piece("x", 0, 8), "uses the unknown buffer x"),
+        (Piece("k", 0, 9), "uses rows 0:9 of k, which has 8"),
+        (Piece("k", -1, 8), "uses rows -1:8 of k, which has 8"),
+        (Piece("k", 5, 4), "uses rows 5:4 of k, which has 8"),
+        (Piece("k", 0, 8, (0, 3)), "uses heads (0, 3) of k, which has 2"),
+        (Piece("k", 0, 8, (-1, 2)), "uses heads (-1, 2) of k, which has 2"),
+        (Piece("k", 0, 8, (2, 1)), "uses heads (2, 1) of k, which has 2"),
+    ],
+)
+def test_a_piece_outside_its_buffer_is_caught(piece: Piece, message: str) -> None:
+    plan = ring_plan(2)
+    wrong = replace(shift_of(plan, 1, "ring-1"), sends=(piece, whole("v")))
+    finding = first(verify(with_operation(plan, 1, "ring-1", wrong)))
+    assert (finding.rank, finding.operation) == (1, "ring-1")
+    assert finding.message == message
+
+
+def test_freeing_what_does_not_exist_is_caught() -> None:
+    plan = ring_plan(2)
+    free = next(op for op in plan.forward.programs[0].operations if isinstance(op, Free))
+    wrong = replace(free, buffers=(*free.buffers, "x"))
+    finding = first(verify(with_operation(plan, 0, free.name, wrong)))
+    assert (finding.rank, finding.message) == (0, "frees the unknown buffer x")
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({}, "uses the unknown group all"),
+        ({"all": (1, 2)}, "uses group all, which this rank is not in"),
+    ],
+)
+def test_a_group_that_is_not_there_or_without_the_rank_is_caught(
+    groups: dict[str, tuple[int, ...]], message: str
+) -> None:
+    plan = ring_plan(3)
+    finding = first(verify(replace(plan, passes=(replace(plan.forward, groups=groups),))))
+    assert (finding.rank, finding.operation, finding.message) == (0, "ring-1", message)
+
+
+@pytest.mark.parametrize("members", [{"to_member": -1}, {"from_member": -1}, {"from_member": 3}])
+def test_members_are_numbered_from_0_to_the_size_of_the_group(members: dict[str, int]) -> None:
+    plan = ring_plan(3)
+    wrong = replace(shift_of(plan, 2, "ring-1"), **members)
+    finding = first(verify(with_operation(plan, 2, "ring-1", wrong)))
+    assert (finding.rank, finding.operation) == (2, "ring-1")
+    assert finding.message == "names a member that group all does not have"
+
+
 def test_the_ring_moves_what_the_1xn_mesh_moves() -> None:
     problem = Problem(TOKENS * 5, HEADS, 4, mask=Mask())
     mesh = count(plan_mesh(problem, 5, MeshSetting(tile=(1, 5))))[Direction.FORWARD]
