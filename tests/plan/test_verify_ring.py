@@ -246,10 +246,10 @@ def test_a_group_that_is_not_there_or_without_the_rank_is_caught(
     assert (finding.rank, finding.operation, finding.message) == (0, "ring-1", message)
 
 
-@pytest.mark.parametrize("members", [{"to_member": -1}, {"from_member": -1}, {"from_member": 3}])
-def test_members_are_numbered_from_0_to_the_size_of_the_group(members: dict[str, int]) -> None:
+@pytest.mark.parametrize(("to", "source"), [(-1, 1), (0, -1), (0, 3)])
+def test_members_are_numbered_from_0_to_the_size_of_the_group(to: int, source: int) -> None:
     plan = ring_plan(3)
-    wrong = replace(shift_of(plan, 2, "ring-1"), **members)
+    wrong = replace(shift_of(plan, 2, "ring-1"), to_member=to, from_member=source)
     finding = first(verify(with_operation(plan, 2, "ring-1", wrong)))
     assert (finding.rank, finding.operation) == (2, "ring-1")
     assert finding.message == "names a member that group all does not have"
