@@ -124,6 +124,22 @@ def test_a_cut_is_suggested_by_size() -> None:
     assert plan.forward.setting["head_slices"].startswith("2+3+5")
 
 
+@pytest.mark.parametrize(("rows", "heads"), [(8448, (1, 4)), (8447, None), (33792, (1, 1))])
+def test_heads_are_cut_where_two_slices_fill_a_gpu(
+    rows: int, heads: tuple[int, int] | None
+) -> None:
+    """Of eight heads four fill it with 8448 rows: 2 * 132 multiprocessors of 128 rows."""
+    assert suggested_cut(Problem(4 * rows, 8, 128), 4, (1, 4), 1) == ((1, 1), heads)
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(4095, 1), (8192, 2), (16383, 3), (65536, 4)])
+def test_rows_of_one_head_are_cut_into_chunks_of_4096_or_more_and_no_more_than_four(
+    rows: int, chunks: int
+) -> None:
+    problem = Problem(4 * rows, 8, 128, num_kv_heads=1)
+    assert suggested_cut(problem, 4, (1, 4), 1) == ((chunks, 4 if rows > 4095 else 3), None)
+
+
 @pytest.mark.parametrize("name", ["chunks", "backward_chunks"])
 def test_where_a_cut_is_given_nothing_is_chosen(name: str) -> None:
     given: dict[str, Any] = {name: (2, 2)}

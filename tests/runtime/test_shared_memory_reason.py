@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from mesh_attention.runtime.transport.shared_memory import _in_short
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from mesh_attention.runtime.transport import shared_memory
+from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short
+from mesh_attention.runtime.workspace import Workspace
 
 
 def test_the_reason_is_the_first_line_of_the_error_or_its_type() -> None:
@@ -16,3 +26,26 @@ def test_ranks_that_share_a_gpu_are_told_what_lets_them() -> None:
         "no memory (overlapping devices are not allowed); "
         "ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
     )
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
+    """Rank 4 of a node of ranks 4 and 5, of which the other is on another host."""
+    store = HashStore()
+    monkeypatch.setattr(shared_memory, "default_store", lambda: store)
+    groups: Any = SimpleNamespace(global_rank_of_self=4, name="g")
+    return SharedMemory(groups, (4, 5), timedelta(seconds=5), Workspace())
+
+
+def test_a_rank_that_is_alone_on_its_host_shares_nothing_and_says_why(alone: SharedMemory) -> None:
+    for _ in range(2):
+        assert not alone.meet(torch.device("cpu"))
+    assert alone.members == (4,)
+    reason = "no other rank of its node is on the host of rank 4"
+    assert alone.why_not((4, 5)) == reason
+    assert not alone.covers((4,))
+    assert alone.device is None
+
+
+def test_ranks_of_another_node_are_named(alone: SharedMemory) -> None:
+    assert alone.why_not((7, 4, 6)) == "rank 4 is on another node than ranks [6, 7]"
