@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mesh_attention.cli.command import Command
-from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags
-from mesh_attention.cli.output import print_json, table
-from mesh_attention.cli.simulate import Simulated, add_cluster_flags, simulated
+from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.options import add_plan_flags
+from mesh_attention.cli.output import show, table
+from mesh_attention.cli.simulate import CLUSTER_FLAGS, Simulated, simulated
 from mesh_attention.cli.values import count, one_of, rank_or, size
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.plan.draw import bytes_text
@@ -18,46 +18,6 @@ from mesh_attention.replay.rank_plan import SLOWEST, RankPlan, Replayed, rank_pl
 BENCHMARKS = ("replay",)
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels
 DEFAULT_REPEATS = 5
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "benchmark",
-        type=one_of("benchmark", BENCHMARKS),
-        metavar="|".join(BENCHMARKS),
-        help="replay: run one rank's program on this GPU, communications replaced by stand-ins "
-        "that last as long as the cluster model says",
-    )
-    add_json_flag(parser)
-    add_cluster_flags(parser)
-    parser.add_argument(
-        "--rank",
-        type=rank_or(SLOWEST),
-        metavar=f"R|{SLOWEST}",
-        default=SLOWEST,
-        help="whose program (default: of the rank that is predicted to end last)",
-    )
-    parser.add_argument(
-        "--sms",
-        type=count,
-        metavar="N",
-        default=DEFAULT_SMS,
-        help=f"SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy engines",
-    )
-    parser.add_argument(
-        "--same-priority",
-        action="store_true",
-        help="communication on a stream of ordinary priority (default: high)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=size,
-        metavar="N",
-        default=DEFAULT_REPEATS,
-        help=f"timed runs, of which the median counts (default {DEFAULT_REPEATS})",
-    )
-    add_pass_flag(parser)
-    add_question_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
         )
         for rank_plan in plans
     ]
-    if args.json:
-        both = {one.rank_plan.one.direction.value: one.to_json() for one in found}
-        print_json(both if len(both) > 1 else found[0].to_json())
-        return 0
-    print(_for_people(found))
-    return 0
+    by_pass = {one.rank_plan.one.direction.value: one.to_json() for one in found}
+    return show(
+        args,
+        lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
+        lambda: _for_people(found),
+    )
 
 
 def _rank_plan(one: Simulated, rank: int | str) -> RankPlan:
@@ -93,25 +53,22 @@ def _for_people(found: Sequence[Replayed]) -> str:
     replayed = first.rank_plan
     numbers = [one.to_json() for one in found]
 
-    def row(title: str, *cells: str) -> list[str]:
-        return [title, *cells]
-
     def milliseconds(name: str) -> list[str]:
         return [f"{n[name] * 1e3:.2f} ms" for n in numbers]
 
     rows = [
-        row("", *(n["direction"] for n in numbers)),
-        row("rank", *(str(n["rank"]) for n in numbers)),
-        row("time", *milliseconds("seconds")),
-        row("  bound: compute alone", *milliseconds("compute_seconds")),
-        row("  predicted by simulate", *milliseconds("predicted_seconds")),
-        row("exposed communication", *map(_exposed, found)),
-        row("  predicted by simulate", *milliseconds("predicted_exposed_seconds")),
-        row("MFU", *(f"{one.mfu_percent:.1f} %" for one in found)),
-        row("  bound: compute alone", *(f"{one.compute_mfu_percent:.1f} %" for one in found)),
-        row("  predicted by simulate", *(f"{n['predicted_mfu_percent']:.1f} %" for n in numbers)),
-        row("peak memory", *(bytes_text(one.peak_bytes) for one in found)),
-        row("  by the plan", *(bytes_text(one.planned_bytes) for one in found)),
+        ["", *(n["direction"] for n in numbers)],
+        ["rank", *(str(n["rank"]) for n in numbers)],
+        ["time", *milliseconds("seconds")],
+        ["  bound: compute alone", *milliseconds("compute_seconds")],
+        ["  predicted by simulate", *milliseconds("predicted_seconds")],
+        ["exposed communication", *map(_exposed, found)],
+        ["  predicted by simulate", *milliseconds("predicted_exposed_seconds")],
+        ["MFU", *(f"{one.mfu_percent:.1f} %" for one in found)],
+        ["  bound: compute alone", *(f"{one.compute_mfu_percent:.1f} %" for one in found)],
+        ["  predicted by simulate", *(f"{n['predicted_mfu_percent']:.1f} %" for n in numbers)],
+        ["peak memory", *(bytes_text(one.peak_bytes) for one in found)],
+        ["  by the plan", *(bytes_text(one.planned_bytes) for one in found)],
     ]
     lines = [
         f"{replayed.plan.method} on {replayed.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
@@ -139,8 +96,33 @@ def _exposed(one: Replayed) -> str:
 COMMAND = Command(
     name="bench",
     summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
-    configure=configure,
     run=run,
+    flags=(
+        Flag(
+            "benchmark",
+            "replay: run one rank's program on this GPU, communications replaced by stand-ins "
+            "that last as long as the cluster model says",
+            *(one_of("benchmark", BENCHMARKS), "|".join(BENCHMARKS)),
+        ),
+        *CLUSTER_FLAGS,
+        Flag(
+            "--rank",
+            "whose program (default: of the rank that is predicted to end last)",
+            *(rank_or(SLOWEST), f"R|{SLOWEST}", SLOWEST),
+        ),
+        Flag(
+            "--sms",
+            f"SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy engines",
+            *(count, "N", DEFAULT_SMS),
+        ),
+        Flag("--same-priority", "communication on a stream of ordinary priority (default: high)"),
+        Flag(
+            "--repeats",
+            f"timed runs, of which the median counts (default {DEFAULT_REPEATS})",
+            *(size, "N", DEFAULT_REPEATS),
+        ),
+    ),
+    more_flags=add_plan_flags,
     usage="replay [options]",
     examples=(
         "mesh-attention bench replay --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",

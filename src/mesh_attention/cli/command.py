@@ -13,17 +13,41 @@ import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+
+class Flag(NamedTuple):
+    """`reader` turns text into a value, or says with an example what fits; without one the flag is
+    a switch. What is not given is the default."""
+
+    name: str
+    help: str
+    reader: Callable[[str], Any] | None = None
+    metavar: str = ""
+    default: Any = None
+    to: str | None = None  # where the value is kept; None: as the flag is called
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        how: dict[str, Any] = {"help": self.help, "default": self.default}
+        if self.to is not None:
+            how["dest"] = self.to
+        if self.reader is None:
+            how["action"] = "store_true"
+        else:
+            how |= {"type": self.reader, "metavar": self.metavar}
+        parser.add_argument(self.name, **how)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`run` returns the exit code: 0 done, 1 the answer is no, 2 (as UsageError) asked wrongly."""
+    """`run` returns the exit code: 0 done, 1 the answer is no, 2 (as UsageError) asked wrongly.
+    `more_flags` adds those that commands share."""
 
     name: str
     summary: str
-    configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    flags: tuple[Flag, ...] = ()
+    more_flags: Callable[[argparse.ArgumentParser], None] | None = None
     examples: tuple[str, ...] = ()
     usage: str = "[options]"
 
@@ -46,7 +70,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
-        command.configure(self)
+        for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
+            flag.add_to(self)
+        if command.more_flags is not None:
+            command.more_flags(self)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mesh_attention.cli.command import Command
-from mesh_attention.cli.options import add_json_flag
-from mesh_attention.cli.output import print_json, progress, table
+from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.output import progress, show, table
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), help="folder of pictures"
-    )
-    add_json_flag(parser)
+if TYPE_CHECKING:  # it needs torch
+    from mesh_attention.demo.show import Row
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,28 +33,36 @@ def run(args: argparse.Namespace) -> int:
 
         rows, pictures = run_demo(args.output, report)
     ok = all(row.ok for row in rows)
-    if args.json:
-        files = [str(path) for path in pictures]
-        print_json({"ok": ok, "cases": [row.to_json() for row in rows], "pictures": files})
-        return 0 if ok else 1
-    print(f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n")
+    files = [str(path) for path in pictures]
+    show(
+        args,
+        lambda: {"ok": ok, "cases": [row.to_json() for row in rows], "pictures": files},
+        lambda: _for_people(NUM_RANKS, rows, files),
+    )
+    return 0 if ok else 1
+
+
+def _for_people(num_ranks: int, rows: Sequence[Row], pictures: Sequence[str]) -> str:
     lines = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for row in rows:
         o = row.outcome
         errors = (f"{o.output_error:.1e}", f"{o.gradient_error:.1e}")
         units = (f"{o.counted_units:g} units", f"{row.case.paper_units} units")
         lines.append((row.case.title, *units, *errors, "ok" if row.ok else "WRONG"))
-    print(table(lines))
-    print("\nOne unit is one Q partition; counted at the transport, forward, all ranks together.")
-    for path in pictures:
-        print(f"picture: {path}")
-    return 0 if ok else 1
+    return "\n".join(
+        [
+            f"\n{num_ranks} gloo ranks, forward and backward, checked against float64 attention\n",
+            table(lines),
+            "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
+            *(f"picture: {path}" for path in pictures),
+        ]
+    )
 
 
 COMMAND = Command(
     "demo",
     "Nine real ranks on this computer: three assignments of work, checked and counted.",
-    configure,
     run,
-    ("mesh-attention demo --output demo-output",),
+    flags=(Flag("--output", "folder of pictures", Path, "FOLDER", Path("demo-output")),),
+    examples=("mesh-attention demo --output demo-output",),
 )

@@ -3,57 +3,41 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from mesh_attention.cli.command import Command
-from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags, plan_of
-from mesh_attention.cli.output import print_json, steps_json
+from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.options import add_plan_flags, plan_of
+from mesh_attention.cli.output import show, steps_json
 from mesh_attention.cli.values import size
 from mesh_attention.plan.draw import computed_cells, draw_assignment, draw_steps
-from mesh_attention.plan.plan import Pass
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
-    parser.add_argument(
-        "--first",
-        type=size,
-        metavar="N",
-        help="draw the first N partitions (default: all up to 64 ranks, else 32; in JSON all)",
-    )
-    parser.add_argument(
-        "--whole-tasks",
-        action="store_true",
-        help="also number cells that the mask empties but a rank's tasks span",
-    )
-    add_pass_flag(parser)
-    add_question_flags(parser)
+from mesh_attention.plan.plan import Pass, Plan
 
 
 def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
-    shape = {"whole_tasks": args.whole_tasks, "first": args.first}
-    if args.json:
-        print_json(
-            {
-                str(one.direction): {
-                    "matrix": computed_cells(plan, one, **shape).to_json(),
-                    "steps": steps_json(one.schedule),
-                    "head_slices": one.setting.get("head_slices"),
-                }
-                for one in plan.passes
-            }
-        )
-        return 0
-    pictures = []
-    for one in plan.passes:
-        tile = f", tile {one.setting['tile']}" if "tile" in one.setting else ""
-        pictures.append(
-            f"{one.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: "
-            f"the rank that computes each cell\n"
-            f"{draw_assignment(plan, one, **shape)}\n\n{_slices(one)}{draw_steps(one.schedule)}"
-        )
-    print("\n\n".join(pictures))
-    return 0
+    shape = {"whole_tasks": bool(args.whole_tasks), "first": args.first}
+    return show(
+        args,
+        lambda: {str(one.direction): _to_json(plan, one, shape) for one in plan.passes},
+        lambda: "\n\n".join(_picture(plan, one, shape) for one in plan.passes),
+    )
+
+
+def _to_json(plan: Plan, one: Pass, shape: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "matrix": computed_cells(plan, one, **shape).to_json(),
+        "steps": steps_json(one.schedule),
+        "head_slices": one.setting.get("head_slices"),
+    }
+
+
+def _picture(plan: Plan, one: Pass, shape: dict[str, Any]) -> str:
+    tile = f", tile {one.setting['tile']}" if "tile" in one.setting else ""
+    return (
+        f"{one.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: "
+        f"the rank that computes each cell\n"
+        f"{draw_assignment(plan, one, **shape)}\n\n{_slices(one)}{draw_steps(one.schedule)}"
+    )
 
 
 def _slices(one: Pass) -> str:
@@ -68,8 +52,16 @@ def _slices(one: Pass) -> str:
 COMMAND = Command(
     name="draw",
     summary="draw who computes what (the assignment matrix) and in which steps",
-    configure=configure,
     run=run,
+    flags=(
+        Flag(
+            "--first",
+            "draw the first N partitions (default: all up to 64 ranks, else 32; in JSON all)",
+            *(size, "N"),
+        ),
+        Flag("--whole-tasks", "also number cells that the mask empties but a rank's tasks span"),
+    ),
+    more_flags=add_plan_flags,
     examples=(
         "mesh-attention draw --ranks 9 --chunks 3x3 --pass forward",
         "mesh-attention draw --ranks 9 --no-rotation --causal --layout contiguous",

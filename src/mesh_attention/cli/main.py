@@ -15,18 +15,8 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
-COMMANDS: dict[str, Command] = {
-    command.name: command
-    for command in (
-        plan.COMMAND,
-        volume.COMMAND,
-        verify.COMMAND,
-        simulate.COMMAND,
-        draw.COMMAND,
-        demo.COMMAND,
-        bench.COMMAND,
-    )
-}
+_MODULES = (plan, volume, verify, simulate, draw, demo, bench)
+COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

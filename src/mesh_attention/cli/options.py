@@ -14,7 +14,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any, get_origin
 
-from mesh_attention.cli.command import UsageError
+from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cli.values import byte_size, count, fraction, one_of, pair, size, starts, window
 from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.mask import Mask
@@ -28,58 +28,49 @@ DEFAULT_SIZES = {"q_tokens": 65536, "num_heads": 32, "head_dim": 128}
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 PASSES = ("forward", "backward", "both")
 
-_PROBLEM: tuple[tuple[str, str, Callable[[str], Any] | None, str, str], ...] = (
-    ("--tokens", "q_tokens", size, "N", "query tokens"),
-    ("--kv-tokens", "kv_tokens", size, "N", "key tokens (default: as many as queries)"),
-    ("--heads", "num_heads", size, "N", "query heads"),
-    ("--kv-heads", "num_kv_heads", size, "N", "key and value heads (default: as --heads)"),
-    ("--head-dim", "head_dim", size, "N", "size of a query and key head"),
-    ("--v-head-dim", "v_head_dim", size, "N", "size of a value head (default: as --head-dim)"),
-    ("--element-bytes", "element_bytes", size, "N", "bytes of an element: 2, 4 or 8 (default 2)"),
-    ("--causal", "causal", None, "", "a query sees keys up to its own"),
-    (
-        *("--window", "window", window, "LEFT[:RIGHT]"),
+_PROBLEM = (
+    Flag("--tokens", "query tokens", size, "N", to="q_tokens"),
+    Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
+    Flag("--heads", "query heads", size, "N", to="num_heads"),
+    Flag("--kv-heads", "key and value heads (default: as --heads)", size, "N", to="num_kv_heads"),
+    Flag("--head-dim", "size of a query and key head", size, "N"),
+    Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
+    Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
+    Flag("--causal", "a query sees keys up to its own"),
+    Flag(
+        "--window",
         "keys around the query; RIGHT is 0 when left out, inf is no limit",
+        *(window, "LEFT[:RIGHT]"),
     ),
-    ("--documents", "documents", starts, "STARTS", "packed documents: 0,...,tokens"),
-    ("--kv-documents", "kv_documents", starts, "STARTS", "the same for keys, where they differ"),
-    ("--prefix", "prefix", count, "N", "first keys that all see (with --causal)"),
+    Flag("--documents", "packed documents: 0,...,tokens", starts, "STARTS"),
+    Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
+    Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
+)
+_PASS = Flag(
+    "--pass",
+    "which direction (default both)",
+    *(one_of("pass", PASSES), "|".join(PASSES)),
+    to="passes",
 )
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
-
-
-def add_pass_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pass",
-        dest="passes",
-        metavar="|".join(PASSES),
-        type=one_of("pass", PASSES),
-        help="which direction (default both)",
-    )
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Which passes, of the plan that answers which question."""
+    _PASS.add_to(parser)
+    add_question_flags(parser)
 
 
 def add_question_flags(parser: argparse.ArgumentParser) -> None:
     problem = parser.add_argument_group("problem")
-    for flag, name, reader, metavar, help in _PROBLEM:
-        if reader is None:
-            problem.add_argument(flag, dest=name, action="store_true", default=None, help=help)
-            continue
-        usual = DEFAULT_SIZES.get(name)
-        help = f"{help} (default {usual})" if usual else help
-        problem.add_argument(flag, dest=name, type=reader, metavar=metavar, help=help)
+    for flag in _PROBLEM:
+        usual = DEFAULT_SIZES.get(flag.to or flag.name[2:].replace("-", "_"))
+        help = f"{flag.help} (default {usual})" if usual else flag.help
+        flag._replace(help=help).add_to(problem)
     plan = parser.add_argument_group("plan")
-    plan.add_argument(
-        "--method", metavar="NAME", help=f"{', '.join(METHODS)} (default {DEFAULT_METHOD})"
-    )
-    plan.add_argument(
-        "--ranks",
-        type=size,
-        metavar="N",
-        help=f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)",
-    )
+    methods_text = f"{', '.join(METHODS)} (default {DEFAULT_METHOD})"
+    Flag("--method", methods_text, str, "NAME").add_to(plan)
+    ranks_text = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
+    Flag("--ranks", ranks_text, size, "N").add_to(plan)
     groups = {tuple(METHODS): plan}
     for option, methods in all_options().values():
         if methods not in groups:
@@ -108,9 +99,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     else:
         return  # its value has no text, as that of `costs`
     metavar = "|".join(option.type) if is_enum else option.metavar
-    group.add_argument(
-        flag, dest=option.name, type=reader, metavar=metavar, help=option.help + usual
-    )
+    Flag(flag, option.help + usual, reader, metavar).add_to(group)
 
 
 def given(args: argparse.Namespace) -> list[str]:

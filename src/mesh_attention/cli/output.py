@@ -5,6 +5,7 @@ Only a person at a terminal sees the bar: with rich when it is installed, as a p
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -20,8 +21,10 @@ _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value))
+def show(args: argparse.Namespace, to_json: Callable[[], Any], to_text: Callable[[], str]) -> int:
+    """The answer as it was asked for; what is not asked for is not made."""
+    print(json.dumps(to_json()) if args.json else to_text())
+    return 0
 
 
 def steps_json(schedule: Schedule) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import add_json_flag, add_pass_flag, add_question_flags, plan_of
-from mesh_attention.cli.output import print_json, steps_json
+from mesh_attention.cli.command import Command, Flag, UsageError
+from mesh_attention.cli.options import add_plan_flags, plan_of
+from mesh_attention.cli.output import show, steps_json
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw import (
     ScheduleComparison,
@@ -25,20 +25,6 @@ from mesh_attention.plan.text import digest, plan_lines
 Comparisons = dict[Direction, ScheduleComparison]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
-    parser.add_argument(
-        "--text", metavar="FILE", help="write the full text form to FILE, or alone to - (stdout)"
-    )
-    parser.add_argument(
-        "--compare-schedulers",
-        action="store_true",
-        help="say how far greedy is from the best order found (always with --scheduler search)",
-    )
-    add_pass_flag(parser)
-    add_question_flags(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     if args.text == "-" and args.json:
         raise UsageError("--text - and --json both want standard output; give --text a file")
@@ -50,16 +36,16 @@ def run(args: argparse.Namespace) -> int:
     comparisons: Comparisons = {}
     if args.compare_schedulers or args.scheduler == "search":
         comparisons = {one.direction: compare_schedulers(plan, one) for one in plan.passes}
-    if args.json:
-        print_json(_to_json(plan, comparisons))
-        return 0
-    print(draw_summary(plan))
+    return show(args, lambda: _to_json(plan, comparisons), lambda: _for_people(plan, comparisons))
+
+
+def _for_people(plan: Plan, comparisons: Comparisons) -> str:
+    lines = [draw_summary(plan)]
     for one in plan.passes:
-        print(f"\n{one.direction} steps")
-        print(draw_steps(one.schedule))
+        lines += [f"\n{one.direction} steps", draw_steps(one.schedule)]
         if one.direction in comparisons:
-            print(comparisons[one.direction].text())
-    return 0
+            lines.append(comparisons[one.direction].text())
+    return "\n".join(lines)
 
 
 def _write_text(plan: Plan, target: str) -> None:
@@ -101,8 +87,15 @@ def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
 COMMAND = Command(
     name="plan",
     summary="make a plan: what it chose, what it costs, and the steps of its schedule",
-    configure=configure,
     run=run,
+    flags=(
+        Flag("--text", "write the full text form to FILE, or alone to - (stdout)", str, "FILE"),
+        Flag(
+            "--compare-schedulers",
+            "say how far greedy is from the best order found (always with --scheduler search)",
+        ),
+    ),
+    more_flags=add_plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
         "mesh-attention plan --ranks 64 --causal --chunks 4x4 --scheduler search",

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.command import Command, UsageError
+from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
-    add_json_flag,
-    add_pass_flag,
-    add_question_flags,
+    add_plan_flags,
     directions_of,
     options_of,
     problem_of,
     ranks_of,
 )
-from mesh_attention.cli.output import print_json, progress, table
+from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import Cluster
@@ -38,41 +36,17 @@ DEFAULT_CLUSTER = "hgx-h100"
 TRACE_RANKS, GANTT_RANKS = 16, 4
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+CLUSTER_FLAGS = (
+    Flag(
         "--cluster",
-        metavar="NAME|FILE",
-        default=DEFAULT_CLUSTER,
-        help=f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
-    )
-    parser.add_argument(
+        f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
+        *(str, "NAME|FILE", DEFAULT_CLUSTER),
+    ),
+    Flag(
         "--best",
-        action="store_true",
-        help="search the options that are not given for the shortest time, each pass for itself",
-    )
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
-    add_cluster_flags(parser)
-    parser.add_argument("--clusters", action="store_true", help="list the clusters and stop")
-    parser.add_argument(
-        "--overlap",
-        type=one_of("way to overlap", tuple(Overlap)),
-        metavar="|".join(Overlap),
-        default=Overlap.EVENTS.value,
-        help="events: each operation waits for its inputs only (default); strict: both halves of "
-        "a step end before the next begins; none: one operation at a time",
-    )
-    for what, metavar, help, most in (
-        ("trace", "FILE.json", "write a trace that Perfetto opens", TRACE_RANKS),
-        ("gantt", "FILE", "draw a Gantt chart, .png or .svg", GANTT_RANKS),
-    ):
-        ranks = f"ranks in it (default the first {most})"
-        parser.add_argument(f"--{what}", type=Path, metavar=metavar, help=help)
-        parser.add_argument(f"--{what}-ranks", type=size, metavar="N", help=ranks)
-    add_pass_flag(parser)
-    add_question_flags(parser)
+        "search the options that are not given for the shortest time, each pass for itself",
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,17 +67,18 @@ def run(args: argparse.Namespace) -> int:
             json.dump(trace_of(timelines, trace_ranks), file)
     if args.gantt:
         draw_gantt(timelines, args.gantt, gantt_ranks)
-    if args.json:
-        both = {one.direction.value: one.to_json() for one in found}
-        print_json(both if len(both) > 1 else found[0].to_json())
-        return 0
-    print(_for_people(found))
+    files = []
     if args.trace:
-        shown = min(trace_ranks, timelines[0].plan.num_ranks)
-        print(f"trace: {args.trace} (ranks 0 to {shown - 1}; open it at https://ui.perfetto.dev)")
+        shown = f"ranks 0 to {min(trace_ranks, timelines[0].plan.num_ranks) - 1}"
+        files.append(f"trace: {args.trace} ({shown}; open it at https://ui.perfetto.dev)")
     if args.gantt:
-        print(f"picture: {args.gantt}")
-    return 0
+        files.append(f"picture: {args.gantt}")
+    by_pass = {one.direction.value: one.to_json() for one in found}
+    return show(
+        args,
+        lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
+        lambda: "\n".join([_for_people(found), *files]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +130,13 @@ def simulated(
 
 def _show_clusters(args: argparse.Namespace) -> int:
     clusters = [load_cluster(name) for name in cluster_names()]
-    if args.json:
-        print_json({one.name: one.description for one in clusters})
-        return 0
     width = max(len(one.name) for one in clusters)
-    for one in clusters:
-        size = f"{one.nodes} x {one.node.ranks} GPUs"
-        print(f"{one.name:<{width}}  {size}: {one.description}")
-    return 0
+    lines = [
+        f"{one.name:<{width}}  {one.nodes} x {one.node.ranks} GPUs: {one.description}"
+        for one in clusters
+    ]
+    to_json = {one.name: one.description for one in clusters}
+    return show(args, lambda: to_json, lambda: "\n".join(lines))
 
 
 def _for_people(found: Sequence[Simulated]) -> str:
@@ -219,8 +193,22 @@ def _exposed_text(numbers: dict[str, Any]) -> str:
 COMMAND = Command(
     name="simulate",
     summary="model the timeline on a cluster: runtime, MFU, exposed communication, memory",
-    configure=configure,
     run=run,
+    flags=(
+        *CLUSTER_FLAGS,
+        Flag("--clusters", "list the clusters and stop"),
+        Flag(
+            "--overlap",
+            "events: each operation waits for its inputs only (default); strict: both halves of "
+            "a step end before the next begins; none: one operation at a time",
+            *(one_of("way to overlap", Overlap), "|".join(Overlap), Overlap.EVENTS.value),
+        ),
+        Flag("--trace", "write a trace that Perfetto opens", Path, "FILE.json"),
+        Flag("--trace-ranks", f"ranks in it (default the first {TRACE_RANKS})", size, "N"),
+        Flag("--gantt", "draw a Gantt chart, .png or .svg", Path, "FILE"),
+        Flag("--gantt-ranks", f"ranks in it (default the first {GANTT_RANKS})", size, "N"),
+    ),
+    more_flags=add_plan_flags,
     examples=(
         "mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 262144 --causal",
         "mesh-attention simulate --cluster paper --ranks 128 --heads 64 --best --pass forward",

@@ -19,6 +19,13 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
+def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
+    found = re.fullmatch(pattern, text)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is not {what}")
+    return found
+
+
 def size(text: str) -> int:
     """A whole number of at least 1."""
     return _whole_number(text, at_least=1)
@@ -30,9 +37,7 @@ def count(text: str) -> int:
 
 
 def _whole_number(text: str, *, at_least: int) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise ArgumentTypeError(f"{text!r} is not a whole number such as 8")
-    number = int(text)
+    number = int(_matched(text, r"-?[0-9]{1,18}", "a whole number such as 8")[0])
     if number < at_least:
         raise ArgumentTypeError(
             f"{text} is not possible; give a whole number of at least {at_least}"
@@ -42,9 +47,8 @@ def _whole_number(text: str, *, at_least: int) -> int:
 
 def fraction(text: str) -> float:
     """A decimal number above 0."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or float(text) <= 0:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0 such as 1.05")
-    return float(text)
+    pattern = r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?"
+    return float(_matched(text, pattern, "a number above 0 such as 1.05")[0])
 
 
 def rank_or(word: str) -> Callable[[str], int | str]:
@@ -62,9 +66,7 @@ def rank_or(word: str) -> Callable[[str], int | str]:
 
 def pair(what: str) -> Callable[[str], tuple[int, int]]:
     def read(text: str) -> tuple[int, int]:
-        found = re.fullmatch(r"([0-9]{1,18})x([0-9]{1,18})", text)
-        if not found:
-            raise ArgumentTypeError(f"{text!r} is not {what}")
+        found = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", what)
         first, second = int(found[1]), int(found[2])
         if first < 1 or second < 1:
             raise ArgumentTypeError(f"{text}: both numbers must be at least 1")
@@ -93,18 +95,16 @@ def window(text: str) -> tuple[int | None, int | None]:
     >>> window("128"), window("128:64"), window("inf:0")
     ((128, 0), (128, 64), (None, 0))
     """
-    left, colon, right = text.partition(":")
-    sides = (left, right if colon else "0")
-    if not all(re.fullmatch(r"[0-9]{1,18}|inf", side) for side in sides):
-        raise ArgumentTypeError(f"{text!r} is not a window such as 128, 128:64 or 128:inf")
-    first, second = (None if side == "inf" else int(side) for side in sides)
+    side = "[0-9]{1,18}|inf"
+    found = _matched(text, f"({side})(?::({side}))?", "a window such as 128, 128:64 or 128:inf")
+    first, second = (None if one == "inf" else int(one) for one in (found[1], found[2] or "0"))
     return first, second
 
 
 def starts(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})+", text):
-        raise ArgumentTypeError(f"{text!r} is not a list of document starts such as 0,100,400")
-    return tuple(map(int, text.split(",")))
+    pattern = r"[0-9]{1,18}(,[0-9]{1,18})+"
+    found = _matched(text, pattern, "a list of document starts such as 0,100,400")
+    return tuple(map(int, found[0].split(",")))
 
 
 def one_of(what: str, names: Iterable[str]) -> Callable[[str], str]:

@@ -5,50 +5,39 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from mesh_attention.cli.command import Command, UsageError
-from mesh_attention.cli.options import (
-    add_json_flag,
-    add_pass_flag,
-    add_question_flags,
-    directions_of,
-    given,
-    plan_of,
-)
-from mesh_attention.cli.output import print_json, progress
+from mesh_attention.cli.command import Command, Flag, UsageError
+from mesh_attention.cli.options import add_plan_flags, directions_of, given, plan_of
+from mesh_attention.cli.output import progress, show
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.text import digest, parse_plan
-from mesh_attention.plan.verify import verify
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
-    parser.add_argument(
-        "--text", metavar="FILE", help="verify the plan in FILE (- is stdin) instead of making one"
-    )
-    add_pass_flag(parser)
-    add_question_flags(parser)
+from mesh_attention.plan.verify import Finding, verify
 
 
 def run(args: argparse.Namespace) -> int:
     plan = plan_of(args) if args.text is None else _read(args)
     with progress("verifying") as tell:
         findings = verify(plan, progress=tell)
-    if args.json:
-        print_json({"ok": not findings, "problems": [found.to_json() for found in findings]})
-    elif findings:
-        print("\n".join(map(str, findings)))
-        print(f"bad: {len(findings)} problems found")
-    else:
-        operations = sum(len(p.operations) for one in plan.passes for p in one.programs)
-        passes = " and ".join(str(one.direction) for one in plan.passes)
-        print(
-            f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
-            f"computed once and reduced to its owner once, and no rank deadlocks "
-            f"({operations} operations, digest {digest(plan)[:12]})"
-        )
+    show(
+        args,
+        lambda: {"ok": not findings, "problems": [found.to_json() for found in findings]},
+        lambda: _for_people(plan, findings),
+    )
     return 1 if findings else 0
+
+
+def _for_people(plan: Plan, findings: Sequence[Finding]) -> str:
+    if findings:
+        return "\n".join([*map(str, findings), f"bad: {len(findings)} problems found"])
+    operations = sum(len(p.operations) for one in plan.passes for p in one.programs)
+    passes = " and ".join(str(one.direction) for one in plan.passes)
+    return (
+        f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
+        f"computed once and reduced to its owner once, and no rank deadlocks "
+        f"({operations} operations, digest {digest(plan)[:12]})"
+    )
 
 
 def _read(args: argparse.Namespace) -> Plan:
@@ -73,8 +62,11 @@ def _read(args: argparse.Namespace) -> Plan:
 COMMAND = Command(
     name="verify",
     summary="prove a plan by running all ranks on symbols; exit code 1 when it is wrong",
-    configure=configure,
     run=run,
+    flags=(
+        Flag("--text", "verify the plan in FILE (- is stdin) instead of making one", str, "FILE"),
+    ),
+    more_flags=add_plan_flags,
     examples=(
         "mesh-attention verify --ranks 64 --causal --chunks 4x4",
         "mesh-attention plan --text - | mesh-attention verify --text -",

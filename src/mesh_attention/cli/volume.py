@@ -6,57 +6,42 @@ Of one plan, of all methods side by side (`--compare`), or of the paper's table 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
-from mesh_attention.cli.command import Command, UsageError
+from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
-    add_json_flag,
-    add_pass_flag,
-    add_question_flags,
+    add_plan_flags,
     given,
     options_of,
     plan_of,
     problem_of,
     ranks_of,
 )
-from mesh_attention.cli.output import print_json, progress, table
+from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of
 from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.paper import paper_table
+from mesh_attention.plan.paper import CountedCell, paper_table
 from mesh_attention.plan.plan import Direction, Plan
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--compare", action="store_true", help="all methods at their best settings, side by side"
-    )
-    group.add_argument(
-        "--table",
-        type=one_of("table", ("paper",)),
-        metavar="paper",
-        help="the paper's volumes per GPU, counted from our plans",
-    )
-    add_pass_flag(parser)
-    add_question_flags(parser)
-
-
 def run(args: argparse.Namespace) -> int:
+    if args.table and args.compare:
+        raise UsageError("--table: not allowed with --compare; each has settings of its own")
     if args.table:
         return _show_paper_table(args)
     if args.compare:
         return _show_comparison(args)
     plan = plan_of(args)
     counts = count(plan)
-    if args.json:
-        print_json({str(direction): found.to_json() for direction, found in counts.items()})
-    else:
-        print(_for_people(plan, counts))
-    return 0
+    return show(
+        args,
+        lambda: {str(direction): found.to_json() for direction, found in counts.items()},
+        lambda: _for_people(plan, counts),
+    )
 
 
 def _for_people(plan: Plan, counts: dict[Direction, PassCount]) -> str:
@@ -106,21 +91,21 @@ def _show_comparison(args: argparse.Namespace) -> int:
             raise UsageError(f"--compare tries all methods and settings; leave --{name} out")
     with progress("planning") as tell:
         rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
-    if args.json:
-        print_json([row.to_json() for row in rows])
-        return 0
+    return show(args, lambda: [row.to_json() for row in rows], lambda: _compared(rows))
+
+
+def _compared(rows: Sequence[Compared]) -> str:
     directions = (Direction.FORWARD, Direction.BACKWARD)
     head = ["method", "setting"]
     for direction in directions:
         head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
     lines = [head] + [_line(row, directions) for row in rows]
-    print(table(lines))
-    print(
+    return (
+        f"{table(lines)}\n"
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
         "that brings the fewest forward bytes into a node, counted from its programs; not a time."
     )
-    return 0
 
 
 def _line(row: Compared, directions: tuple[Direction, ...]) -> list[str]:
@@ -145,28 +130,43 @@ def _show_paper_table(args: argparse.Namespace) -> int:
         raise UsageError(f"--table paper has a problem of its own; leave {given(args)[0]} out")
     with progress("counting") as tell:
         cells = paper_table(tell)
-    if args.json:
-        print_json([cell.to_json() for cell in cells])
-        return 0
-    print("256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, total / inter-node")
+    return show(args, lambda: [cell.to_json() for cell in cells], lambda: _paper_text(cells))
+
+
+def _paper_text(cells: Sequence[CountedCell]) -> str:
     lines = [["", "", "counted", "paper", ""]]
     for cell in cells:
         counted = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
         paper = f"{cell.cell.total} / {cell.cell.inter_node}"
         verdict = "agrees" if cell.agrees else "differs"
         lines.append([cell.cell.row, cell.cell.column, counted, paper, verdict])
-    print(table(lines))
-    for cell in cells:
-        if not cell.agrees and cell.cell.note:
-            print(f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}")
-    return 0
+    return "\n".join(
+        [
+            "256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, "
+            "total / inter-node",
+            table(lines),
+            *(
+                f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}"
+                for cell in cells
+                if not cell.agrees and cell.cell.note
+            ),
+        ]
+    )
 
 
 COMMAND = Command(
     name="volume",
     summary="count the bytes each rank receives, inside and between nodes, and holds at most",
-    configure=configure,
     run=run,
+    flags=(
+        Flag("--compare", "all methods at their best settings, side by side"),
+        Flag(
+            "--table",
+            "the paper's volumes per GPU, counted from our plans",
+            *(one_of("table", ("paper",)), "paper"),
+        ),
+    ),
+    more_flags=add_plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
         "mesh-attention volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 "

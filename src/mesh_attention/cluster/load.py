@@ -7,8 +7,8 @@ nobody chose.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -87,61 +87,50 @@ def parse_cluster(text: str, source: str) -> Cluster:
 
 
 def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
-    where = ".".join(path) or "the file"
-
-    def refuse(why: str) -> ClusterError:
-        return ClusterError(f"{source}: {where} {why}")
-
+    """A value of the type that a field of the dataclasses of `cluster.py` has."""
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
-        return kind(**_read_table(names, lambda n: hints[n], value, source, path, refuse))
+        return kind(**_read_table(get_type_hints(kind), value, source, path))
     if get_origin(kind) is dict:
-        inner = get_args(kind)[1]
-        table = _read_table(list(CallKind), lambda _: inner, value, source, path, refuse)
+        table = _read_table(dict.fromkeys(CallKind, get_args(kind)[1]), value, source, path)
         return {CallKind(name): entry for name, entry in table.items()}
+    why_not = _why_not(kind, value, path[-1])
+    if why_not is not None:
+        raise ClusterError(f"{source}: {'.'.join(path)} = {repr(value)[:40]} must be {why_not}")
+    return kind(value)
+
+
+def _read_table(
+    kinds: Mapping[str, Any], value: Any, source: str, path: tuple[str, ...]
+) -> dict[str, Any]:
+    where = f"{source}: {'.'.join(path) or 'the file'}"
+    if not isinstance(value, dict):
+        raise ClusterError(f"{where} = {value!r} must be a table")
+    if unknown := [name for name in value if name not in kinds]:
+        raise ClusterError(f"{where} has no field {unknown[0]!r}; its fields: {', '.join(kinds)}")
+    if missing := [name for name in kinds if name not in value]:
+        raise ClusterError(f"{where} lacks {missing[0]!r}; its fields: {', '.join(kinds)}")
+    return {name: _read(kind, value[name], source, (*path, name)) for name, kind in kinds.items()}
+
+
+def _why_not(kind: type, value: Any, name: str) -> str | None:
+    """None if a field of this kind and name can have the value, otherwise what it must be."""
     if kind is str:
-        if not isinstance(value, str) or not value:
-            raise refuse(f"= {value!r} must be text")
-        return value
+        return None if isinstance(value, str) and value else "text"
     if kind is bool:
-        if not isinstance(value, bool):
-            raise refuse(f"= {repr(value)[:40]} must be true or false")
-        return value
+        return None if isinstance(value, bool) else "true or false"
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_usual(value):
-        raise refuse(f"= {repr(value)[:40]} must be a number of usual size")
+        return "a number of usual size"
     if kind is int:
-        if not isinstance(value, int) or value < 1:
-            raise refuse(f"= {value!r} must be a whole number of at least 1")
-        return value
-    name = path[-1]
+        whole = isinstance(value, int) and value >= 1
+        return None if whole else "a whole number of at least 1"
     may_be_zero = name.endswith(_MAY_BE_ZERO)
     if value < 0 or (value == 0 and not may_be_zero):
-        raise refuse(f"= {value!r} must be {'at least' if may_be_zero else 'above'} 0")
+        return "at least 0" if may_be_zero else "above 0"
     if name.endswith("slowdown") and value >= 1:
-        raise refuse(f"= {value!r} must be below 1: it is the part of the speed that is lost")
-    return float(value)
+        return "below 1: it is the part of the speed that is lost"
+    return None
 
 
 def _is_usual(value: float) -> bool:
     """Neither NaN nor infinite, and not so large or small that results would be."""
     return value == 0 or 1e-12 < abs(value) < 1e12
-
-
-def _read_table(
-    names: list[str],
-    kind_of: Callable[[str], Any],
-    value: Any,
-    source: str,
-    path: tuple[str, ...],
-    refuse: Callable[[str], ClusterError],
-) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise refuse(f"= {value!r} must be a table")
-    unknown = [name for name in value if name not in names]
-    if unknown:
-        raise refuse(f"has no field {unknown[0]!r}; its fields: {', '.join(names)}")
-    missing = [name for name in names if name not in value]
-    if missing:
-        raise refuse(f"lacks {missing[0]!r}; its fields: {', '.join(names)}")
-    return {name: _read(kind_of(name), value[name], source, (*path, name)) for name in names}

@@ -61,24 +61,16 @@ class BlockVisibility:
         device: torch.device,
     ) -> None:
         check_mask(mask, num_queries, num_keys)
+        self._blocks = query_block, key_block
         self._positions: tuple[Tensor, Tensor, Tensor] | None = None
-        self._bounds: tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]] | None = None
-        self._query_block = query_block
-        self._key_block = key_block
+        self._bounds: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         if isinstance(mask, Full):
             return
         self._positions = _positions(mask, num_queries, device)
-        on_host = isinstance(mask, Causal) or mask.key_position.device.type == "cpu"
-        if on_host:  # reading bounds off a device would make the host wait for it
+        # Reading bounds off a device would make the host wait for it.
+        if isinstance(mask, Causal) or mask.key_position.device.type == "cpu":
             lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
-            queries = [
-                (*_extremes(lo[i : i + query_block]), *_extremes(hi[i : i + query_block]))
-                for i in range(0, num_queries, query_block)
-            ]
-            keys = [
-                _extremes(key_position[j : j + key_block]) for j in range(0, num_keys, key_block)
-            ]
-            self._bounds = queries, keys
+            self._bounds = _extremes(query_block, lo, hi), _extremes(key_block, key_position)
 
     def seen(self, query_start: int, key_start: int) -> Seen:
         if self._positions is None:
@@ -86,8 +78,8 @@ class BlockVisibility:
         if self._bounds is None:
             return Seen.SOME
         queries, keys = self._bounds
-        lo_min, lo_max, hi_min, hi_max = queries[query_start // self._query_block]
-        key_min, key_max = keys[key_start // self._key_block]
+        lo_min, lo_max, hi_min, hi_max = queries[query_start // self._blocks[0]]
+        key_min, key_max = keys[key_start // self._blocks[1]]
         if key_max < lo_min or key_min >= hi_max:
             return Seen.NONE
         if lo_max <= key_min and key_max < hi_min:
@@ -118,5 +110,8 @@ def _visible(lo_S: Tensor, hi_S: Tensor, key_position_T: Tensor) -> Tensor:
     return (lo_S[:, None] <= key) & (key < hi_S[:, None])
 
 
-def _extremes(x: Tensor) -> tuple[int, int]:
-    return int(x.min()), int(x.max())
+def _extremes(block: int, *positions: Tensor) -> list[tuple[int, ...]]:
+    """Smallest and largest of each of the positions, block by block."""
+    starts = range(0, len(positions[0]), block)
+    runs = ([x[start : start + block] for x in positions] for start in starts)
+    return [tuple(int(end) for x in run for end in (x.min(), x.max())) for run in runs]
