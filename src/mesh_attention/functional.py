@@ -99,11 +99,11 @@ def _kept(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOpti
     rest = repr([(name, x) for name, x in given.items() if name != "mask"])
     key = (mask if isinstance(mask, Mask) else repr(mask), rest)
 
-    def read() -> tuple[PlanSource, CallOptions]:
+    known = context.asked.find(key)
+    if known is None:
         asked, calls = read_arguments(context.groups.parent, given)
-        return context.source(asked), calls
-
-    return context.asked.find(key, read)
+        known = context.asked.keep(key, (context.source(asked), calls))
+    return known
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:

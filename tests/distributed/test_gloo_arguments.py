@@ -13,8 +13,8 @@ from mesh_attention import Mask, mesh_attention
 from mesh_attention.runtime import handshake
 from support.cases import Case
 from support.gloo_case import context
-from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
+from support.raised import Raised, all_raised, raised_by
 
 RANKS = 4
 CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
@@ -44,9 +44,9 @@ WRONG_ARGUMENTS = {
 
 def construct(
     rank: int, world_size: int, changes: dict[str, Any], by: list[int], usual: dict[str, Any]
-) -> Heard:
+) -> Raised:
     given = changes if rank in by else usual
-    return listen(lambda: context(CASE, **given))
+    return raised_by(lambda: context(CASE, **given))
 
 
 @pytest.mark.parametrize("by", [[0, 1, 2, 3], [1], [0]], ids=["all", "one", "first"])
@@ -55,9 +55,9 @@ def test_wrong_arguments_are_refused_by_name_on_all_ranks(
     pool: WorkerPool, name: str, by: list[int]
 ) -> None:
     changes, reason = WRONG_ARGUMENTS[name]
-    heard = pool.run(construct, RANKS, changes, by, {})
-    all_heard(heard)
-    for rank, one in enumerate(heard):
+    raised = pool.run(construct, RANKS, changes, by, {})
+    all_raised(raised)
+    for rank, one in enumerate(raised):
         assert reason in one.error
         if rank not in by:
             assert f"rank {by[0]}" in one.error
@@ -78,13 +78,13 @@ OTHER_ARGUMENTS = {
 def test_an_object_made_differently_on_one_rank_is_refused_and_the_rank_named(
     pool: WorkerPool, name: str, odd: int
 ) -> None:
-    heard = pool.run(construct, RANKS, OTHER_ARGUMENTS[name], [odd], {"tile": (2, 2)})
-    all_heard(heard)
-    for one in heard:
+    raised = pool.run(construct, RANKS, OTHER_ARGUMENTS[name], [odd], {"tile": (2, 2)})
+    all_raised(raised)
+    for one in raised:
         assert f"rank {odd} of the group [0, 1, 2, 3] disagrees" in one.error
 
 
-def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Heard:
+def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Raised:
     """One rank finds its own mistake; some ranks come when others have lost patience."""
     handshake._PATIENCE_SECONDS = 0.3
     try:
@@ -92,7 +92,7 @@ def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Heard:
             time.sleep(1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says, rightly, for whom it is waiting
-            return listen(lambda: context(CASE, tile=(3, 3) if rank == odd else None))
+            return raised_by(lambda: context(CASE, tile=(3, 3) if rank == odd else None))
     finally:
         handshake._PATIENCE_SECONDS = 10.0
 
@@ -100,33 +100,33 @@ def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Heard:
 @pytest.mark.parametrize(
     ("odd", "late"), [(0, [1, 2, 3]), (0, [2]), (2, [0]), (2, [0, 1]), (1, [1])]
 )
-def test_ranks_that_come_late_still_hear_of_the_mistake(
+def test_ranks_that_come_late_are_told_of_the_mistake(
     pool: WorkerPool, odd: int, late: list[int]
 ) -> None:
-    heard = pool.run(come_late, RANKS, odd, late, seconds=20.0)
-    all_heard(heard)
-    assert all("tiles that fit" in one.error for one in heard)
-    assert all(f"rank {odd}" in one.error for rank, one in enumerate(heard) if rank != odd)
+    raised = pool.run(come_late, RANKS, odd, late, seconds=20.0)
+    all_raised(raised)
+    assert all("tiles that fit" in one.error for one in raised)
+    assert all(f"rank {odd}" in one.error for rank, one in enumerate(raised) if rank != odd)
 
 
-def masks_that_cannot_be(rank: int, world_size: int) -> list[Heard]:
+def masks_that_cannot_be(rank: int, world_size: int) -> list[Raised]:
     return [
-        listen(lambda: context(CASE, mask=Mask(causal=True, prefix=3, window=(4, 0)))),
-        listen(lambda: context(CASE, mask=Mask(prefix=3))),
-        listen(lambda: context(CASE, mask=Mask(documents=(3, 40)))),
+        raised_by(lambda: context(CASE, mask=Mask(causal=True, prefix=3, window=(4, 0)))),
+        raised_by(lambda: context(CASE, mask=Mask(prefix=3))),
+        raised_by(lambda: context(CASE, mask=Mask(documents=(3, 40)))),
     ]
 
 
 def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
-    for heard in pool.run(masks_that_cannot_be, RANKS):
-        all_heard(heard)
-        assert "'prefix' and 'window' exclude each other" in heard[0].error
+    for raised in pool.run(masks_that_cannot_be, RANKS):
+        all_raised(raised)
+        assert "'prefix' and 'window' exclude each other" in raised[0].error
 
 
-def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Heard:
+def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Raised:
     inputs = [torch.randn(1, 8, 2, 8) for _ in range(3)]
     given = changes if rank == odd else {}
-    return listen(lambda: mesh_attention(*inputs, **{"causal": True, **given}))
+    return raised_by(lambda: mesh_attention(*inputs, **{"causal": True, **given}))
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: i
 def test_the_function_refuses_what_one_rank_asks_for_on_all(
     pool: WorkerPool, changes: dict[str, Any]
 ) -> None:
-    heard = pool.run(function_wrongly, 3, changes, 1)
-    all_heard(heard)
-    for rank, one in enumerate(heard):
+    raised = pool.run(function_wrongly, 3, changes, 1)
+    all_raised(raised)
+    for rank, one in enumerate(raised):
         if rank != 1:
             assert "rank 1" in one.error
         assert next(iter(changes)) in one.error or "plan is" in one.error

@@ -200,18 +200,13 @@ def test_a_context_that_one_rank_has_released_is_named(pool: WorkerPool) -> None
 
 def test_the_latest_are_kept_in_the_order_of_their_use() -> None:
     latest: Latest[int, str] = Latest(2)
-    made: list[int] = []
-
-    def make(key: int) -> str:
-        made.append(key)
-        return str(key)
-
-    assert [latest.find(key, lambda key=key: make(key)) for key in (1, 2, 1, 3, 1, 2)] == [  # type: ignore[misc]
-        "1", "2", "1", "3", "1", "2",
-    ]  # fmt: skip
-    assert made == [1, 2, 3, 2]
-    assert [key for key, _ in latest.items()] == [1, 2]
-    assert latest.get(3) is None
+    made = []
+    for key in (1, 2, 1, 3, 1, 2):
+        if latest.find(key) is None:
+            made.append(latest.keep(key, str(key)))
+    assert made == ["1", "2", "3", "2"]
+    assert [*latest] == [1, 2]
+    assert latest.find(3) is None
 
 
 def other_timeouts(rank: int, world_size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Mistakes in a call are heard by all ranks, name the odd one, and come before any data moves.
+"""Mistakes in a call are raised by all ranks, name the odd one, and come before any data moves.
 
 Each mistake is made by one rank, or by all; every rank must raise within ten seconds, and nothing
 may have been handed to the transport. Afterwards the right call must work on the same object.
@@ -24,8 +24,8 @@ from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_atten
 from mesh_attention.plan.program import Attend, CallKind
 from support.cases import Case
 from support.gloo_case import attend, context, whole
-from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
+from support.raised import Raised, all_raised, raised_by
 from support.reference import attention, errors
 
 RANKS = 4
@@ -73,12 +73,12 @@ def without_grad(inputs: Inputs) -> Inputs:
 
 def call_wrongly(
     rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
-) -> tuple[Heard, Any]:
+) -> tuple[Raised, Any]:
     with context(CASE) as cp:
         inputs = shards(cp, CASE)
         given = mistake(inputs) if rank in by else inputs
-        heard = listen(lambda: cp.attention(*given), cp)
-        return heard, attend(cp, CASE)
+        raised = raised_by(lambda: cp.attention(*given), cp)
+        return raised, attend(cp, CASE)
 
 
 MISTAKES = {
@@ -99,9 +99,9 @@ def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(
     pool: WorkerPool, name: str, odd: int
 ) -> None:
     mistake, reason = MISTAKES[name]
-    heard, parts = zip(*pool.run(call_wrongly, RANKS, mistake, [odd]), strict=True)
-    all_heard(list(heard))
-    for rank, one in enumerate(heard):
+    raised, parts = zip(*pool.run(call_wrongly, RANKS, mistake, [odd]), strict=True)
+    all_raised(list(raised))
+    for rank, one in enumerate(raised):
         assert reason in one.error
         if rank != odd or one.kind == "DisagreementError":
             assert f"rank {odd}" in one.error
@@ -114,27 +114,27 @@ def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(
 def test_the_same_wrong_tensors_on_all_ranks_raise_on_all(pool: WorkerPool, name: str) -> None:
     mistake, reason = MISTAKES[name]
     results = pool.run(call_wrongly, RANKS, mistake, list(range(RANKS)))
-    all_heard([heard for heard, _ in results])
-    assert all(reason in heard.error for heard, _ in results)
+    all_raised([raised for raised, _ in results])
+    assert all(reason in raised.error for raised, _ in results)
 
 
 def test_two_odd_ranks_are_both_named(pool: WorkerPool) -> None:
-    heard = pool.run(call_wrongly_once, 5, without_grad, [1, 3])
-    all_heard(heard)
-    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagrees" in h.error for h in heard)
+    raised = pool.run(call_wrongly_once, 5, without_grad, [1, 3])
+    all_raised(raised)
+    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagrees" in h.error for h in raised)
 
 
 def call_wrongly_once(
     rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
-) -> Heard:
+) -> Raised:
     case = replace(CASE, ranks=world_size)
     with context(case) as cp:
         inputs = shards(cp, case)
         given = mistake(inputs) if rank in by else inputs
-        return listen(lambda: cp.attention(*given), cp)
+        return raised_by(lambda: cp.attention(*given), cp)
 
 
-def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Heard, list[CallKind]]:
+def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Raised, list[CallKind]]:
     """With these tiles only the first rank meets the ragged edge of the window."""
     options = {"layout": "contiguous", "tile": (4, 1), "kernel": kernel}
     case = replace(CASE, mask=Mask(causal=True, window=(30, 0)), options=options)
@@ -142,79 +142,79 @@ def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Heard, list[
         inputs = shards(cp, case)
         program = cp.plan.forward.programs[cp.rank]
         kinds = [c.kind for op in program.operations if isinstance(op, Attend) for c in op.calls]
-        return listen(lambda: cp.attention(*inputs), cp), kinds
+        return raised_by(lambda: cp.attention(*inputs), cp), kinds
 
 
 def test_a_kernel_that_cannot_do_the_work_of_one_rank_is_refused_on_all(pool: WorkerPool) -> None:
-    heard, kinds = zip(*pool.run(forced_kernel, RANKS, "cpu_flash"), strict=True)
+    raised, kinds = zip(*pool.run(forced_kernel, RANKS, "cpu_flash"), strict=True)
     assert [CallKind.RANGE in own for own in kinds] == [True, False, False, False]
-    all_heard(list(heard))
-    assert all("kernel 'cpu_flash' cannot do" in one.error for one in heard)
+    all_raised(list(raised))
+    assert all("kernel 'cpu_flash' cannot do" in one.error for one in raised)
 
 
-def unknown_kernel(rank: int, world_size: int) -> Heard:
-    return listen(lambda: context(CASE, kernel="abacus"))
+def unknown_kernel(rank: int, world_size: int) -> Raised:
+    return raised_by(lambda: context(CASE, kernel="abacus"))
 
 
 def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
-    heard = pool.run(unknown_kernel, RANKS)
-    all_heard(heard)
-    assert all("no kernel is named 'abacus'" in one.error for one in heard)
+    raised = pool.run(unknown_kernel, RANKS)
+    all_raised(raised)
+    assert all("no kernel is named 'abacus'" in one.error for one in raised)
 
 
-def shard_wrongly(rank: int, world_size: int) -> list[Heard]:
+def shard_wrongly(rank: int, world_size: int) -> list[Raised]:
     with context(CASE) as cp:
         q = CASE.tensors()[0]
         once = cp.shard(q, 1)
         return [
-            listen(lambda: cp.shard(once, 1), cp),
-            listen(lambda: cp.shard(q[:, :-1], 1), cp),
-            listen(lambda: cp.shard(q, 4), cp),
-            listen(lambda: cp.unshard(q, 1), cp),
-            listen(lambda: cp.shard(q, 1, side="keys"), cp),  # type: ignore[arg-type]
+            raised_by(lambda: cp.shard(once, 1), cp),
+            raised_by(lambda: cp.shard(q[:, :-1], 1), cp),
+            raised_by(lambda: cp.shard(q, 4), cp),
+            raised_by(lambda: cp.unshard(q, 1), cp),
+            raised_by(lambda: cp.shard(q, 1, side="keys"), cp),  # type: ignore[arg-type]
         ]
 
 
 def test_sharding_twice_is_detected(pool: WorkerPool) -> None:
-    for heard in pool.run(shard_wrongly, RANKS):
-        all_heard(heard)
-        assert "looks sharded already" in heard[0].error
-        assert "all 40 tokens along dim 1, but it has 39" in heard[1].error
-        assert "dim=4 is outside a tensor of 4 dimensions" in heard[2].error
-        assert "wants 10 slots along dim 1, but it has 40" in heard[3].error
-        assert "must be 'q' or 'kv'" in heard[4].error
+    for raised in pool.run(shard_wrongly, RANKS):
+        all_raised(raised)
+        assert "looks sharded already" in raised[0].error
+        assert "all 40 tokens along dim 1, but it has 39" in raised[1].error
+        assert "dim=4 is outside a tensor of 4 dimensions" in raised[2].error
+        assert "wants 10 slots along dim 1, but it has 40" in raised[3].error
+        assert "must be 'q' or 'kv'" in raised[4].error
 
 
-def wrong_devices(rank: int, world_size: int) -> list[Heard]:
+def wrong_devices(rank: int, world_size: int) -> list[Raised]:
     with context(CASE) as cp:
         assert torch.equal(cp.positions(device="cpu"), cp.positions())
         places: list[Any] = [5.5, "here", True]
-        return [listen(partial(cp.positions, device=place), cp) for place in places]
+        return [raised_by(partial(cp.positions, device=place), cp) for place in places]
 
 
 def test_a_device_that_is_none_is_refused_by_name(pool: WorkerPool) -> None:
-    for heard in pool.run(wrong_devices, 1):
-        all_heard(heard)
-        said = [one.error.partition(":")[0] for one in heard]
+    for raised in pool.run(wrong_devices, 1):
+        all_raised(raised)
+        said = [one.error.partition(":")[0] for one in raised]
         assert said == ["device=5.5", "device='here'", "device=True"]
 
 
-def wrong_groups(rank: int, world_size: int) -> list[Heard]:
+def wrong_groups(rank: int, world_size: int) -> list[Raised]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     others: list[Any] = [dist.new_group([0, 1]), DeviceMesh("cpu", [1, 0])]
     nonsense: Any = "world"
-    heard = [listen(lambda: context(CASE, mesh)), listen(lambda: context(CASE, nonsense))]
+    raised = [raised_by(lambda: context(CASE, mesh)), raised_by(lambda: context(CASE, nonsense))]
     if rank > 1:
-        heard += [listen(partial(context, CASE, other)) for other in others]
-    return heard
+        raised += [raised_by(partial(context, CASE, other)) for other in others]
+    return raised
 
 
 def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPool) -> None:
-    for heard in pool.run(wrong_groups, RANKS):
-        all_heard(heard)
-        assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in heard[0].error
-        assert "the group is 'world'; give a torch.distributed.ProcessGroup" in heard[1].error
-        assert all("this rank is not a member of the" in one.error for one in heard[2:])
+    for raised in pool.run(wrong_groups, RANKS):
+        all_raised(raised)
+        assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in raised[0].error
+        assert "the group is 'world'; give a torch.distributed.ProcessGroup" in raised[1].error
+        assert all("this rank is not a member of the" in one.error for one in raised[2:])
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
@@ -231,24 +231,24 @@ def call_wrongly_when_warm(
 ) -> None:
     """One row of tiles: the first thing every rank waits for is a gather with all the others.
 
-    The gather stays under way for ever, so the process ends when it has written what it heard.
+    The gather stays in flight, so the process ends when it has written what it raised.
     """
     case = replace(CASE, options={"tile": (1, RANKS)})
     cp = context(case)
     inputs = shards(cp, case)
     cp.attention(*inputs)
     given = mistake(inputs) if rank == by else inputs
-    heard = listen(lambda: cp.attention(*given))
-    # What is under way must not be taken for messages of the next call, right as that one is.
-    after = listen(lambda: cp.attention(*inputs))
-    Path(folder, str(rank)).write_text(f"{heard.seconds} {heard.error}\n{after.error}")
-    time.sleep(3)  # an end seen by a rank that still listens would be heard instead
+    raised = raised_by(lambda: cp.attention(*given))
+    # What is in flight must not be taken for the data of the next call, right as that one is.
+    after = raised_by(lambda: cp.attention(*inputs))
+    Path(folder, str(rank)).write_text(f"{raised.seconds} {raised.error}\n{after.error}")
+    time.sleep(3)  # an end seen by a rank that still listens would be raised instead
     os._exit(0)
 
 
 @pytest.mark.parametrize("odd", [0, 3])
 @pytest.mark.parametrize("name", ["batch", "length"])
-def test_a_mistake_after_calls_that_were_agreed_on_is_heard_while_waiting_for_a_collective(
+def test_a_mistake_after_calls_that_were_agreed_on_is_told_while_waiting_for_a_collective(
     pool: WorkerPool, name: str, odd: int, tmp_path: Path
 ) -> None:
     mistake, reason = MISTAKES[name]

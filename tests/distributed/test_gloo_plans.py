@@ -20,8 +20,8 @@ from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
-from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
+from support.raised import Raised, all_raised, raised_by
 from support.reference import NAMES, attention, errors, tolerance
 
 CASE = Case(4, 45, 45, heads=(4, 2), batch=2, mask=Mask(causal=True), dtype=torch.float32)
@@ -73,8 +73,8 @@ def test_run_local_takes_any_plan(source: str) -> None:
     assert max(errors(found, truth).values()) <= tolerance(CASE.dtype)
 
 
-def construct(rank: int, world_size: int, given: dict[str, Any]) -> Heard:
-    return listen(lambda: ContextParallel(plan=made(CASE), **given))
+def construct(rank: int, world_size: int, given: dict[str, Any]) -> Raised:
+    return raised_by(lambda: ContextParallel(plan=made(CASE), **given))
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,19 @@ def construct(rank: int, world_size: int, given: dict[str, Any]) -> Heard:
 def test_what_the_plan_says_is_not_given_again(
     pool: WorkerPool, given: dict[str, Any], told: str
 ) -> None:
-    heard = pool.run(construct, 4, given)
-    all_heard(heard)
-    assert all(told in one.error for one in heard)
+    raised = pool.run(construct, 4, given)
+    all_raised(raised)
+    assert all(told in one.error for one in raised)
 
 
-def missing(rank: int, world_size: int) -> Heard:
-    return listen(lambda: ContextParallel(seq_len=12, head_dim=8))
+def missing(rank: int, world_size: int) -> Raised:
+    return raised_by(lambda: ContextParallel(seq_len=12, head_dim=8))
 
 
 def test_without_a_plan_what_is_missing_is_named(pool: WorkerPool) -> None:
-    heard = pool.run(missing, 2)
-    all_heard(heard)
-    assert all("num_heads, causal: missing; give seq_len" in one.error for one in heard)
+    raised = pool.run(missing, 2)
+    all_raised(raised)
+    assert all("num_heads, causal: missing; give seq_len" in one.error for one in raised)
 
 
 def changed(plan: Plan, rank: int, change: Callable[[Program], Program]) -> Plan:
@@ -125,31 +125,31 @@ def without(kind: type[Any]) -> Callable[[Program], Program]:
     return change
 
 
-def wrong_plans(rank: int, world_size: int) -> list[Heard]:
+def wrong_plans(rank: int, world_size: int) -> list[Raised]:
     wrong: list[Any] = [
         replace(CASE, ranks=6).plan(), replace(made(CASE), devices=(0, 1, 2, 2)), "a plan",
     ]  # fmt: skip
-    return [listen(partial(ContextParallel, plan=plan)) for plan in wrong]
+    return [raised_by(partial(ContextParallel, plan=plan)) for plan in wrong]
 
 
 def test_plans_of_other_ranks_or_no_plans_are_refused(pool: WorkerPool) -> None:
-    for heard in pool.run(wrong_plans, 4):
-        all_heard(heard)
-        assert "the plan is for 6 ranks, and the process group has 4" in heard[0].error
-        assert "the plan's devices (0, 1, 2, 2) are not the ranks" in heard[1].error
-        assert "str is not a Plan; make one with make_plan(...)" in heard[2].error
+    for raised in pool.run(wrong_plans, 4):
+        all_raised(raised)
+        assert "the plan is for 6 ranks, and the process group has 4" in raised[0].error
+        assert "the plan's devices (0, 1, 2, 2) are not the ranks" in raised[1].error
+        assert "str is not a Plan; make one with make_plan(...)" in raised[2].error
 
 
-def odd_plan(rank: int, world_size: int, odd: int) -> Heard:
+def odd_plan(rank: int, world_size: int, odd: int) -> Raised:
     plan = replace(CASE, options={"tile": (4, 1) if rank == odd else (2, 2)}).plan()
-    return listen(lambda: ContextParallel(plan=plan))
+    return raised_by(lambda: ContextParallel(plan=plan))
 
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_another_plan_on_one_rank_is_refused_and_the_rank_named(pool: WorkerPool, odd: int) -> None:
-    heard = pool.run(odd_plan, 4, odd)
-    all_heard(heard)
-    for one in heard:
+    raised = pool.run(odd_plan, 4, odd)
+    all_raised(raised)
+    for one in raised:
         assert f"rank {odd} of the group [0, 1, 2, 3] disagrees: plan is" in one.error
 
 
@@ -160,16 +160,16 @@ def test_a_damaged_plan_on_one_rank_is_refused_and_the_rank_named(
 ) -> None:
     """Whether the others parsed the text as well or made the plan themselves."""
     case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
-    heard = pool.run(damaged, 4, case, kind, others)
-    all_heard(heard)
-    for one in heard:
+    raised = pool.run(damaged, 4, case, kind, others)
+    all_raised(raised)
+    for one in raised:
         assert "rank 2 of the group [0, 1, 2, 3] disagrees: programs is" in one.error
 
 
-def damaged(rank: int, world_size: int, case: Case, kind: type[Any], others: str) -> Heard:
+def damaged(rank: int, world_size: int, case: Case, kind: type[Any], others: str) -> Raised:
     plan = SOURCES[others](case)
     given = changed(plan, 2, without(kind)) if rank == 2 else plan
-    return listen(lambda: ContextParallel(plan=given))
+    return raised_by(lambda: ContextParallel(plan=given))
 
 
 def half_made(rank: int, world_size: int, case: Case) -> Part:
@@ -184,7 +184,7 @@ def test_ranks_that_made_a_plan_and_ranks_that_read_it_agree(pool: WorkerPool) -
     assert max(distances.values()) <= tolerance(CASE.dtype)
 
 
-def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Heard:
+def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Raised:
     """Damage that the plan itself does not show: its programs look as if the method made them."""
     plan = made(case)
     if rank == 2:
@@ -193,7 +193,7 @@ def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Heard:
         plan = replace(plan, passes=(forward, *plan.passes[1:]))
     with ContextParallel(plan=plan) as cp:
         inputs = [cp.shard(x, 1) for x in case.tensors()[:3]]
-        return listen(lambda: cp.attention(*inputs), cp)
+        return raised_by(lambda: cp.attention(*inputs), cp)
 
 
 @pytest.mark.parametrize("kind", [AllGather, AllToAll])
@@ -201,10 +201,10 @@ def test_collectives_that_do_not_fit_together_are_named_by_group(
     pool: WorkerPool, kind: type[Any]
 ) -> None:
     case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
-    heard = pool.run(disguised, 4, case, kind)
-    all_heard(heard)
+    raised = pool.run(disguised, 4, case, kind)
+    all_raised(raised)
     groups = [name for name, members in made(case).forward.groups.items() if 2 in members]
-    for one in heard:
+    for one in raised:
         assert "the plans of the ranks do not fit together" in one.error
         assert any(f"in group forward {name}" in one.error for name in groups)
         assert "2" in one.error.partition("on ranks")[2]
@@ -214,12 +214,12 @@ def call(rank: int, world_size: int, directions: tuple[Direction, ...], dtype: t
     plan = make_plan(CASE.problem, 4, directions=directions)
     with ContextParallel(plan=plan) as cp:
         inputs = [cp.shard(x, 1).to(dtype).requires_grad_() for x in CASE.tensors()[:3]]
-        heard = listen(lambda: cp.attention(*inputs), cp)
+        raised = raised_by(lambda: cp.attention(*inputs), cp)
         with torch.no_grad():
             right = [x.float() for x in inputs]
             out = cp.attention(*right)
         assert isinstance(out, Tensor)
-        return heard, out.shape
+        return raised, out.shape
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_what_the_plan_cannot_do_is_refused_by_name(
     pool: WorkerPool, directions: tuple[Direction, ...], dtype: torch.dtype, told: str
 ) -> None:
     results = pool.run(call, 4, directions, dtype)
-    all_heard([heard for heard, _ in results])
-    assert all(told in heard.error for heard, _ in results)
+    all_raised([raised for raised, _ in results])
+    assert all(told in raised.error for raised, _ in results)
 
 
 def own_programs(rank: int, world_size: int, case: Case, training: bool) -> dict[str, list[int]]:

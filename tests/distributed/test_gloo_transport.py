@@ -17,8 +17,8 @@ from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.workspace import Workspace
 from support.cases import Case
 from support.gloo_case import attend, context
-from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
+from support.raised import Raised, all_raised, raised_by
 
 CASE = Case(4, 40, 40, mask=Mask(causal=True), options={"tile": (2, 2)})
 
@@ -43,12 +43,12 @@ def test_every_group_says_which_transport_it_has_and_why(
         assert all(name == "distributed" and why in reason for name, reason in found.values())
 
 
-def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Heard:
+def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Raised:
     def call() -> None:
         with context(CASE, transport=by_rank[rank]) as cp:
             attend(cp, CASE)
 
-    return listen(call)
+    return raised_by(call)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Heard:
 def test_what_cannot_be_is_refused_on_all_ranks(
     pool: WorkerPool, by_rank: list[Any], told: str
 ) -> None:
-    heard = pool.run(wanted, 4, by_rank)
-    all_heard(heard)
-    assert all(told in one.error for one in heard), heard
+    raised = pool.run(wanted, 4, by_rank)
+    all_raised(raised)
+    assert all(told in one.error for one in raised), raised
 
 
 def test_one_rank_needs_no_transport(pool: WorkerPool) -> None:
@@ -122,7 +122,7 @@ def share(rank: int, world_size: int, fails: tuple[int, str]) -> tuple[str, bool
 
 
 @pytest.mark.parametrize("step", ["begin", "allocate", "connect"])
-def test_a_failure_of_one_rank_is_heard_by_all(pool: WorkerPool, step: str) -> None:
+def test_a_failure_of_one_rank_is_told_to_all(pool: WorkerPool, step: str) -> None:
     found = pool.run(share, 3, (1, step))
     reasons = {reason for reason, _, _ in found}
     assert len(reasons) == 1

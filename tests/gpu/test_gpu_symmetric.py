@@ -14,8 +14,8 @@ from mesh_attention.plan.build.reduce import Combine
 from support.cases import Case
 from support.gloo_case import Part, attend, context, whole
 from support.gpu_case import LIMIT, SECONDS, check, relative_errors, warm_call
-from support.heard import Heard, all_heard, listen
 from support.pool import WorkerPool
+from support.raised import Raised, all_raised, raised_by
 from support.reference import attention
 
 pytestmark = pytest.mark.gpu
@@ -100,16 +100,18 @@ def test_ranks_with_different_histories_can_share_memory(gpu_pool: WorkerPool) -
     check(gpu_pool, [CASE], "symmetric")
 
 
-def not_allowed(rank: int, world_size: int, case: Case) -> tuple[Heard, dict[str, tuple[str, str]]]:
+def not_allowed(
+    rank: int, world_size: int, case: Case
+) -> tuple[Raised, dict[str, tuple[str, str]]]:
     """PyTorch reads this variable when ranks show each other their memory."""
     allowed = os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
     try:
         forced = context(case, transport="symmetric")
-        heard = listen(lambda: attend(forced, case, "cuda"), forced)
+        raised = raised_by(lambda: attend(forced, case, "cuda"), forced)
         forced.close()
         with context(case) as cp:
             attend(cp, case, "cuda")
-            return heard, cp.transports()
+            return raised, cp.transports()
     finally:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = allowed
 
@@ -118,25 +120,25 @@ def test_what_is_impossible_is_refused_or_done_otherwise_with_a_reason(
     gpu_pool: WorkerPool,
 ) -> None:
     found = gpu_pool.run(not_allowed, 2, replace(CASE, ranks=2, options={}), seconds=SECONDS)
-    all_heard([heard for heard, _ in found])
-    for heard, transports in found:
-        assert "transport='symmetric' is not possible" in heard.error
-        assert "overlapping devices" in heard.error
+    all_raised([raised for raised, _ in found])
+    for raised, transports in found:
+        assert "transport='symmetric' is not possible" in raised.error
+        assert "overlapping devices" in raised.error
         for name, reason in transports.values():
             assert name == "distributed"
             assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in reason
 
 
-def across_nodes(rank: int, world_size: int, case: Case) -> Heard:
+def across_nodes(rank: int, world_size: int, case: Case) -> Raised:
     with context(case, transport="symmetric") as cp:
-        return listen(lambda: attend(cp, case, "cuda"), cp)
+        return raised_by(lambda: attend(cp, case, "cuda"), cp)
 
 
 def test_a_plan_that_leaves_the_node_cannot_be_forced_into_it(gpu_pool: WorkerPool) -> None:
     case = replace(CASE, options={**CASE.options, "ranks_per_node": 2})
-    heard = gpu_pool.run(across_nodes, 4, case, seconds=SECONDS)
-    all_heard(heard)
-    assert all("on another node" in one.error for one in heard)
+    raised = gpu_pool.run(across_nodes, 4, case, seconds=SECONDS)
+    all_raised(raised)
+    assert all("on another node" in one.error for one in raised)
 
 
 def test_a_warm_call_over_shared_memory_never_stops_the_host(gpu_pool: WorkerPool) -> None:

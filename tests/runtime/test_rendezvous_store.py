@@ -35,7 +35,7 @@ def test_keys_without_a_number_are_left_alone() -> None:
     assert store.add("count", 2) == 2
 
 
-def test_who_waits_hears_of_a_failure() -> None:
+def test_who_waits_is_told_of_a_failure() -> None:
     shared = HashStore()
     waiting, failing = (RendezvousStore(shared, SECONDS) for _ in range(2))
     failing.tell_failure()

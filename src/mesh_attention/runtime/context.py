@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import TypeVar
 from weakref import WeakMethod, WeakSet
 
 import torch.distributed as dist
@@ -42,41 +42,25 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Latest(Generic[Key, Value]):
+class Latest(OrderedDict[Key, Value]):
     """The values used last, at most `limit` of them."""
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
-        self._values: OrderedDict[Key, Value] = OrderedDict()
 
-    def find(self, key: Key, make: Callable[[], Value]) -> Value:
-        if key not in self._values:
-            self.put(key, make())
-        self._values.move_to_end(key)
-        return self._values[key]
+    def find(self, key: Key) -> Value | None:
+        if key not in self:
+            return None
+        self.move_to_end(key)
+        return self[key]
 
-    def get(self, key: Key) -> Value | None:
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: Key, value: Value) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._limit:
-            self._values.popitem(last=False)
-
-    def items(self) -> tuple[tuple[Key, Value], ...]:
-        return tuple(self._values.items())
-
-    def values(self) -> tuple[Value, ...]:
-        return tuple(self._values.values())
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def clear(self) -> None:
-        self._values.clear()
+    def keep(self, key: Key, value: Value) -> Value:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+        return value
 
 
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # of a plan, by value
@@ -89,8 +73,7 @@ class Context:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
-        look_around = WeakMethod(self._look_around)  # contexts go when they are dropped
-        self.transports = Transports(self.groups, lambda: (look_around() or _nothing)())
+        self.transports = Transports(self.groups, _weakly(self._look_around))
         self.plans: Latest[Question, PlanOnRank] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
@@ -107,8 +90,11 @@ class Context:
 
     def source(self, asked: Question | Plan) -> PlanSource:
         """Plans for calls, as this rank sees them."""
-        given = self._on_rank(asked) if isinstance(asked, Plan) else asked
-        return PlanSource(given, lambda q: self.plans.find(q, lambda: self._on_rank(q.plan())))
+        return PlanSource(self._on_rank(asked) if isinstance(asked, Plan) else asked, self._planned)
+
+    def _planned(self, question: Question) -> PlanOnRank:
+        known = self.plans.find(question)
+        return known or self.plans.keep(question, self._on_rank(question.plan()))
 
     def _on_rank(self, plan: Plan) -> PlanOnRank:
         return PlanOnRank.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
@@ -156,7 +142,7 @@ class Context:
                 raise error or AssertionError("neither a plan nor an error")
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
-            call = kept.get(key) or PreparedCall(self.transports, mine, options, call_shape)
+            call = kept.find(key) or PreparedCall(self.transports, mine, options, call_shape)
             if needs_grad in call.statements:
                 self._statement = call.statements[needs_grad]
                 return call
@@ -181,7 +167,7 @@ class Context:
         self._agree(statement, options, error)
         self._connect(call, directions)
         call.statements[needs_grad] = self._statement = statement
-        kept.put(key, call)
+        kept.keep(key, call)
         self._living_calls.add(call)
         return call
 
@@ -320,7 +306,16 @@ class Share:
             self.context.leave()
 
 
-def _nothing() -> None: ...
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """So that a context is gone as soon as it is dropped, and with it what it holds."""
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call
 
 
 def context_of(parent: dist.ProcessGroup) -> Context:

@@ -13,9 +13,11 @@ which its members meet (`plan.agreement`).
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -93,67 +95,48 @@ class Handshake:
         self._first_kept = self._rounds
 
     def _verdict(self, prefix: str, error: Exception | None) -> str:
-        """The verdict of a round, as an error unless all agree."""
-        try:
-            if self._me == self._ranks[0]:
-                self._judge(prefix, patient=error is None)
+        """The verdict of a round, as an error unless all agree.
+
+        The first rank judges for all; where it does not come, each judges for itself. The first
+        verdict is that of all ranks, also of those who come late.
+        """
+        key, said = f"{prefix}/verdict", Said()
+        limit = self._timeout.total_seconds()
+        limit = limit if error is None else min(limit, _PATIENCE_SECONDS)
+        judges_from = 0.0 if self._me == self._ranks[0] else 2 * _GRACE_SECONDS
+        begun, pause = time.monotonic(), 0.001
+        contradicted, warned = math.inf, False
+        while not self._store.check([key]):
+            waited, verdict = time.monotonic() - begun, ""
+            if waited >= judges_from:
+                said |= self._statements(prefix, said)
+                complete = len(said) == len(self._ranks)
+                found = verdict_on(said, complete=complete)
+                contradicted = min(contradicted, waited) if found else contradicted
+                # Those who are silent may be past the agreement, and wait for us in the call.
+                if complete or waited > contradicted + _GRACE_SECONDS:
+                    verdict = found or _AGREED
+            if waited > limit:
+                own = f"rank {self._me}: {_told(error)}"
+                verdict = self._too_late(limit) if error is None else own
+            if verdict:
+                self._store.compare_set(key, "", verdict)
+                continue
+            if waited > _PATIENCE_SECONDS and not warned:
+                warned = True
+                self._warn(waited)
+            if waited >= judges_from:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
             else:
-                self._await_verdict(prefix, patient=error is None)
-            verdict = self._get(f"{prefix}/verdict", list(self._ranks), patient=error is None)
-        except DisagreementError:
-            if error is None:
-                raise
-            if self._me == self._ranks[0]:  # for those who come later
-                self._post_verdict(prefix, f"rank {self._me}: {_told(error)}")
-            raise error from None
+                with suppress(RuntimeError):
+                    self._store.wait([key], timedelta(seconds=_GRACE_SECONDS))
         if error is not None:
             raise error
+        verdict = self._store.get(key).decode()
         if verdict not in (_AGREED, _COMPARE_PROGRAMS):
             raise DisagreementError(verdict)
         return verdict
-
-    def _await_verdict(self, prefix: str, *, patient: bool) -> None:
-        """The first rank judges for all; where it does not come, each judges for itself."""
-        try:
-            self._store.wait([f"{prefix}/verdict"], timedelta(seconds=2 * _GRACE_SECONDS))
-        except RuntimeError:
-            self._judge(prefix, patient=patient)
-
-    def _judge(self, prefix: str, *, patient: bool) -> None:
-        """The verdict falls when all have spoken, or soon after some have contradicted others:
-        the rest may be past the agreement, and wait for ranks that will never come."""
-        said: Said = {}
-        begun = time.monotonic()
-        limit = self._timeout.total_seconds()
-        limit = limit if patient else min(limit, _PATIENCE_SECONDS)
-        contradicted: float | None = None
-        warned = False
-        pause = 0.001
-        while True:
-            said |= self._statements(prefix, said)
-            waited = time.monotonic() - begun
-            if len(said) == len(self._ranks):
-                break
-            if contradicted is None and verdict_on(said, complete=False):
-                contradicted = waited
-            if contradicted is not None and waited > contradicted + _GRACE_SECONDS:
-                break
-            if waited > limit:
-                late = self._too_late(list(self._ranks), limit)
-                if patient:
-                    self._post_verdict(prefix, late)
-                raise DisagreementError(late)
-            if waited > _PATIENCE_SECONDS and not warned:
-                warned = True
-                self._warn(list(self._ranks), waited)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        complete = len(said) == len(self._ranks)
-        self._post_verdict(prefix, verdict_on(said, complete=complete) or _AGREED)
-
-    def _post_verdict(self, prefix: str, verdict: str) -> None:
-        """The first verdict of a round is that of all ranks, also of those who come late."""
-        self._store.compare_set(f"{prefix}/verdict", "", verdict)
 
     def _statements(self, prefix: str, known: Said) -> Said:
         """What ranks have said since we last looked."""
@@ -164,41 +147,19 @@ class Handshake:
             if self._store.check([key])
         }
 
-    def _warn(self, awaited: list[int], seconds: float) -> None:
+    def _warn(self, seconds: float) -> None:
         warnings.warn(
-            f"rank {self._me} has waited {seconds:.0f} s for {self._missing(awaited)} "
+            f"rank {self._me} has waited {seconds:.0f} s for {self._missing()} "
             "to reach the same attention call",
             stacklevel=3,
         )
 
-    def _too_late(self, awaited: list[int], seconds: float) -> str:
-        return (
-            f"{self._missing(awaited)} did not reach the same attention call within {seconds:.0f} s"
-        )
+    def _too_late(self, seconds: float) -> str:
+        return f"{self._missing()} did not reach the same attention call within {seconds:.0f} s"
 
-    def _get(self, key: str, awaited: list[int], *, patient: bool) -> str:
-        begun = time.monotonic()
-        patience = min(timedelta(seconds=_PATIENCE_SECONDS), self._timeout)
-        try:
-            self._store.wait([key], patience)
-        except RuntimeError as late:
-            if not patient:
-                raise DisagreementError(f"{self._missing(awaited)} did not come") from late
-            self._warn(awaited, patience.total_seconds())
-            self._wait_on(key, awaited, begun)
-        return self._store.get(key).decode()
-
-    def _wait_on(self, key: str, awaited: list[int], begun: float) -> None:
-        limit = self._timeout.total_seconds()
-        left = limit - (time.monotonic() - begun)
-        try:
-            self._store.wait([key], timedelta(seconds=max(left, 0.001)))
-        except RuntimeError as error:
-            raise DisagreementError(self._too_late(awaited, limit)) from error
-
-    def _missing(self, awaited: list[int]) -> str:
+    def _missing(self) -> str:
         prefix = f"round{self._rounds}"
-        absent = [r for r in awaited if not self._store.check([f"{prefix}/{r}"])]
+        absent = [rank for rank in self._ranks if not self._store.check([f"{prefix}/{rank}"])]
         return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
 
 

@@ -1,4 +1,4 @@
-"""What a rank hears of a mistake, and what must hold for every rank that hears of one."""
+"""What a rank raises after a mistake, and what must hold for every rank that does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from mesh_attention import ContextParallel, MeshAttentionError
 from support.gloo_case import handed_bytes
 
-__all__ = ["Heard", "all_heard", "listen"]
+__all__ = ["Raised", "all_raised", "raised_by"]
 
 LIMIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What one rank heard, how long it took, and what had moved by then."""
+class Raised:
+    """What one rank raised, how long it took, and what had moved by then."""
 
     error: str
     kind: str
@@ -27,7 +27,7 @@ class Heard:
     groups: int
 
 
-def listen(action: Callable[[], object], cp: ContextParallel | None = None) -> Heard:
+def raised_by(action: Callable[[], object], cp: ContextParallel | None = None) -> Raised:
     groups = torch.distributed.distributed_c10d._world.pg_map
     before = len(groups)
     started = time.monotonic()
@@ -39,12 +39,12 @@ def listen(action: Callable[[], object], cp: ContextParallel | None = None) -> H
     seconds = time.monotonic() - started
     handed = handed_bytes(cp) if cp is not None else {}
     moved = sum(sum(sizes) for kinds in handed.values() for sizes in kinds.values())
-    return Heard(error, kind, seconds, moved, len(groups) - before)
+    return Raised(error, kind, seconds, moved, len(groups) - before)
 
 
-def all_heard(heard: list[Heard]) -> None:
-    for rank, one in enumerate(heard):
-        assert one.error, f"rank {rank} heard nothing"
+def all_raised(raised: list[Raised]) -> None:
+    for rank, one in enumerate(raised):
+        assert one.error, f"rank {rank} raised nothing"
         assert one.seconds < LIMIT_SECONDS
         assert one.moved == 0
         assert one.groups == 0
