@@ -39,8 +39,7 @@ class TorchOp(DenseKernel):
         """Values of `backward_arguments`."""
         return {}
 
-    def call_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        """(out_BSHE, the op's own log-sum-exp)"""
+    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten(self.op)(
             query=block.q.transpose(1, 2),
             key=block.k.transpose(1, 2),
@@ -51,9 +50,6 @@ class TorchOp(DenseKernel):
             **self.forward_options,
         )
         return out.transpose(1, 2), lse
-
-    def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        return self.call_forward(block, causal)
 
     def run_backward(
         self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
@@ -115,7 +111,7 @@ class CudaFlash(TorchOp):
         return self.why_op_unusable(request.direction)
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        out_BSHE, lse_BHS = self.call_forward(block, causal)
+        out_BSHE, lse_BHS = super().run_forward(block, causal)
         # A row that saw nothing is marked by +inf there.
         return out_BSHE, lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
 
@@ -164,7 +160,7 @@ class Cudnn(TorchOp):
         return results + own
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        out_BSHE, lse = self.call_forward(block, causal)
+        out_BSHE, lse = super().run_forward(block, causal)
         return out_BSHE, lse.reshape(lse.shape[:3])
 
     def run_backward(
@@ -196,5 +192,6 @@ def _lse_rank(device: torch.device) -> int:
     """How cuDNN's backward op wants its log-sum-exp: as the forward op of this PyTorch returns it,
     (B, H, S, 1) or (B, H, S)."""
     x_BSHD = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16, device=device)
-    _, lse = Cudnn().call_forward(Block(x_BSHD, x_BSHD, x_BSHD, Full(), 1.0), causal=False)
+    block = Block(x_BSHD, x_BSHD, x_BSHD, Full(), 1.0)
+    _, lse = TorchOp.run_forward(Cudnn(), block, causal=False)
     return lse.dim()
