@@ -16,7 +16,7 @@ from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.plan import Direction, Programs
 from mesh_attention.plan.program import AllGather, AllToAll, Attend, Program
-from mesh_attention.plan.text import parse_plan, plan_text
+from mesh_attention.plan.text import digest, parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
@@ -94,6 +94,18 @@ def test_what_the_plan_says_is_not_given_again(
     raised = pool.run(construct, 4, given)
     all_raised(raised)
     assert all(told in one.error for one in raised)
+
+
+def own_digest(rank: int, world_size: int, case: Case) -> str:
+    with context(case) as cp:
+        return digest(cp.plan)
+
+
+@pytest.mark.parametrize("method", ["mesh", "usp"])
+def test_the_object_asks_the_same_question_as_make_plan(pool: WorkerPool, method: str) -> None:
+    """Large enough for slices of heads to be chosen."""
+    case = Case(4, 2**18, 2**18, (8, 8), (64, 64), dtype=torch.bfloat16, options={"method": method})
+    assert pool.run(own_digest, 4, case) == [digest(case.plan())] * 4
 
 
 def missing(rank: int, world_size: int) -> Raised:

@@ -66,22 +66,12 @@ class Workspace:
         self._blocks[memory.device] = WorkspaceBlock(memory)
         self._adopted.add(memory.device)
 
-    def give_up(self, device: torch.device) -> None:
-        """Let an adopted block go, so that those who made it can free it."""
-        if device in self._adopted:
-            self._adopted.remove(device)
-            del self._blocks[device]
-
     def poison(self, memory: Tensor, outputs: Iterable[Tensor]) -> None:
         if not self._poison:
             return
         memory.fill_(_ALL_ONES)
         for output in outputs:
             output.fill_(torch.nan)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.memory.numel() for block in self._blocks.values())
 
     def release(self) -> None:
         self._blocks.clear()
