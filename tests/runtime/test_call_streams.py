@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mesh_attention.runtime.compute import _forward
+from mesh_attention.runtime.streams import ComputeStreams
 
 
 class Log(list[str]):
@@ -36,3 +37,16 @@ def test_only_the_first_call_waits_for_what_was_computed_before_and_every_merge_
     _forward(log, follows, [], [(call, log), (call, log)])
     each = ["turn", "call", "follow", "take"]
     assert log == (["turn", "follow", *each[1:], *each] if follows else [*each, *each])
+
+
+def test_with_one_stream_there_is_nothing_to_finish() -> None:
+    streams = ComputeStreams(torch.device("cpu"))
+    only: Any = object()
+    streams._main = streams._stream = only  # as a GPU has it: it would refuse to wait for itself
+    streams.turn()
+    streams.follow()
+    streams.switch()
+    streams.pause()
+    streams.finish()
+    assert streams._stream is only
+    assert not streams.two
