@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, release
 from mesh_attention import mesh_attention as attend
 from mesh_attention.runtime import context as contexts
+from mesh_attention.runtime.executor import Executor
 from support.cases import Case
 from support.gloo_case import Part, context, count_plans, whole
 from support.pool import WorkerPool
@@ -67,6 +70,22 @@ def test_the_second_call_of_a_kind_plans_nothing_and_release_lets_go(pool: Worke
         assert seen["plans"] == [1, 1, 1, 1, 2, 3]
         assert seen["during"] > 0
         assert seen["left"] == 0
+
+
+def held_by_autograd(rank: int, world_size: int) -> tuple[int, int]:
+    """Executors before and after `release`, while a result can still be differentiated."""
+    inputs = [torch.randn(1, 4, 2, 4, requires_grad=True) for _ in range(3)]
+    out = attend(*inputs, causal=True)
+    made = [weakref.ref(one) for one in gc.get_objects() if isinstance(one, Executor)]
+    release()
+    gc.collect()
+    left = sum(one() is not None for one in made)
+    del out
+    return len(made), left
+
+
+def test_release_lets_go_of_executors_of_calls_that_only_autograd_holds(pool: WorkerPool) -> None:
+    assert pool.run(held_by_autograd, 2) == [(2, 0)] * 2
 
 
 def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) -> Part:
