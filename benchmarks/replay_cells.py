@@ -23,7 +23,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.replay.rank_plan import RankPlan, rank_plan_of
+from mesh_attention.replay.rank import RankToReplay, rank_to_replay
 
 __all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
 
@@ -163,12 +163,12 @@ def prepare(cell: Cell, folder: Path) -> Path:
             **options,
         )
         timeline = simulate(plan, cluster, direction)
-    rank_plan = rank_plan_of(timeline)
+    given = rank_to_replay(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
-    rank_plan.predicted["setting"] = {key: str(value) for key, value in setting.items()}
+    given.predicted["setting"] = {key: str(value) for key, value in setting.items()}
     part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
     with gzip.open(part, "wb") as file:
-        pickle.dump(rank_plan, file)
+        pickle.dump(given, file)
     return part.rename(path)
 
 
@@ -182,7 +182,7 @@ def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
     return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})
 
 
-def load(cell: Cell, folder: Path) -> RankPlan:
+def load(cell: Cell, folder: Path) -> RankToReplay:
     with gzip.open(folder / f"{cell.name}.pickle.gz", "rb") as file:
-        rank_plan: RankPlan = pickle.load(file)
-    return rank_plan
+        given: RankToReplay = pickle.load(file)
+    return given

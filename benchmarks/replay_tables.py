@@ -27,7 +27,7 @@ from provenance import taken
 from replay_cells import TABLES, Cell, cells, load, prepare
 from replay_show import show
 
-from mesh_attention.replay.rank_plan import RankPlan
+from mesh_attention.replay.rank import RankToReplay
 
 SMS = 16
 
@@ -129,7 +129,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
 
 def _planned(
     chosen: list[Cell], folder: Path, workers: int, until: float
-) -> Iterator[tuple[Cell, RankPlan | str]]:
+) -> Iterator[tuple[Cell, RankToReplay | str]]:
     """Cells as they become ready, or why they do not."""
     folder.mkdir(parents=True, exist_ok=True)
     # Not forked: this process has a CUDA context.

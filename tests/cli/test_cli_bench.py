@@ -11,22 +11,22 @@ import torch
 from mesh_attention.cli.main import main
 from mesh_attention.plan.plan import Direction
 from mesh_attention.replay import measure as measuring
-from mesh_attention.replay.rank_plan import RankPlan, Replayed
+from mesh_attention.replay.rank import RankToReplay, Replayed
 
 SMALL = "bench replay --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankPlan, dict[str, Any]]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankToReplay, dict[str, Any]]]:
     """A GPU that takes twice as long as the simulator says, half of it for computation."""
-    calls: list[tuple[RankPlan, dict[str, Any]]] = []
+    calls: list[tuple[RankToReplay, dict[str, Any]]] = []
 
-    def pretend(rank_plan: RankPlan, **options: Any) -> Replayed:
-        calls.append((rank_plan, options))
-        lasts = 2 * rank_plan.predicted["runtime_seconds"]
+    def pretend(given: RankToReplay, **options: Any) -> Replayed:
+        calls.append((given, options))
+        lasts = 2 * given.predicted["runtime_seconds"]
         return Replayed(
             machine="a GPU",
-            rank_plan=rank_plan,
+            given=given,
             sms=options["sms"],
             high_priority=options["high_priority"],
             seconds=lasts,
@@ -56,20 +56,20 @@ def test_without_cuda_it_says_so_before_it_plans(
 
 
 def test_options_reach_the_measurement(
-    asked: list[tuple[RankPlan, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json"
     assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
-    ((rank_plan, options),) = asked
-    assert rank_plan.rank == found["rank"] == 3
-    assert rank_plan.one.direction is Direction.FORWARD
+    ((given, options),) = asked
+    assert given.rank == found["rank"] == 3
+    assert given.one.direction is Direction.FORWARD
     assert options == {"sms": 24, "repeats": 2, "high_priority": False}
     assert (found["compute"], found["network"]) == ("measured", "modelled")
 
 
 def test_both_passes_with_their_bounds(
-    asked: list[tuple[RankPlan, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SMALL.split(), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)
@@ -83,7 +83,7 @@ def test_both_passes_with_their_bounds(
 
 
 def test_people_read_what_is_measured_and_what_is_modelled(
-    asked: list[tuple[RankPlan, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SMALL.split(), "--method", "usp", "--ulysses", "4"]) == 0
     out = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_people_read_what_is_measured_and_what_is_modelled(
 
 
 def test_the_best_setting_can_be_searched(
-    asked: list[tuple[RankPlan, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "bench replay --ranks 4 --tokens 2048 --heads 4 --best --pass forward --json"
     assert main(line.split()) == 0
@@ -117,7 +117,7 @@ def test_the_best_setting_can_be_searched(
 def test_what_no_gpu_could_run_is_refused(
     rest: str,
     way_out: str,
-    asked: list[tuple[RankPlan, dict[str, Any]]],
+    asked: list[tuple[RankToReplay, dict[str, Any]]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*SMALL.split(), *rest.split()]) == 2

@@ -20,7 +20,7 @@ from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import writes
 from mesh_attention.replay.measure import measure
-from mesh_attention.replay.rank_plan import rank_plan_of
+from mesh_attention.replay.rank import rank_to_replay
 from mesh_attention.replay.stand_in_data import STOCK_BYTES
 from mesh_attention.runtime.transport.interface import Start
 
@@ -195,8 +195,8 @@ def test_a_small_replay(
     problem = Problem(65536, 16, 128, mask=Mask(causal=True))
     cluster = load_cluster("hgx-h100")
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,), **options)
-    rank_plan = rank_plan_of(simulate(plan, cluster, direction))
-    found = measure(rank_plan, sms=sms, repeats=3)
+    given = rank_to_replay(simulate(plan, cluster, direction))
+    found = measure(given, sms=sms, repeats=3)
     one = found.to_json()
     print(
         f"\n{method} {direction} sms={sms}: {found.seconds * 1e3:.3f} ms, "
@@ -204,13 +204,11 @@ def test_a_small_replay(
         f"communication {one['communication_seconds'] * 1e3:.3f}, "
         f"peak {found.peak_bytes / 2**20:.1f} planned {found.planned_bytes / 2**20:.1f} MiB"
     )
-    assert found.seconds > 0.98 * sum(rank_plan.seconds)
+    assert found.seconds > 0.98 * sum(given.seconds)
     assert found.seconds > 0.95 * found.compute_seconds
     # Small kernels leave the host too little time: each stand-in costs it some launches.
-    launches = [
-        len(list(writes(op))) for op in rank_plan.program.operations if is_communication(op)
-    ]
+    launches = [len(list(writes(op))) for op in given.program.operations if is_communication(op)]
     host = 20e-6 * (5 * len(launches) + sum(launches))
-    assert found.seconds < 1.2 * (found.compute_seconds + sum(rank_plan.seconds)) + host
+    assert found.seconds < 1.2 * (found.compute_seconds + sum(given.seconds)) + host
     assert found.peak_bytes - found.stand_in_bytes <= 1.03 * found.planned_bytes + 2**20
     assert found.peak_bytes >= 0.9 * found.planned_bytes

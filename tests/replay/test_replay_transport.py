@@ -14,7 +14,7 @@ from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
-from mesh_attention.replay.rank_plan import rank_plan_of
+from mesh_attention.replay.rank import rank_to_replay
 from mesh_attention.replay.stand_in_data import fill, inputs_of
 from mesh_attention.replay.transport import Landing, ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
@@ -54,24 +54,24 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
     cluster = load_cluster("paper")
     problem = Problem(1024, 16, 16, element_bytes=4, mask=Mask(causal=True))
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
-    rank_plan = rank_plan_of(simulate(plan, cluster, direction), 3)
+    given = rank_to_replay(simulate(plan, cluster, direction), 3)
     call_shape = CallShape(1, torch.float32, torch.device("cpu"))
     holder = NotingHolder()
     executor = Executor(
-        rank_plan.plan,
-        rank_plan.one,
+        given.plan,
+        given.one,
         0,
-        ReplayTransport(rank_plan.program, rank_plan.seconds, holder),
+        ReplayTransport(given.program, given.seconds, holder),
         Workspace(poison=True),
         call_shape,
         softmax_scale=0.25,
     )
     for _ in range(2):
         holder.held.clear()
-        outputs = run_to_end(executor.run(inputs_of(rank_plan.program, rank_plan.plan, call_shape)))
+        outputs = run_to_end(executor.run(inputs_of(given.program, given.plan, call_shape)))
         communications = [
             seconds
-            for op, seconds in zip(rank_plan.program.operations, rank_plan.seconds, strict=True)
+            for op, seconds in zip(given.program.operations, given.seconds, strict=True)
             if is_communication(op)
         ]
         assert holder.held == communications

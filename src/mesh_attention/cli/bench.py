@@ -13,7 +13,7 @@ from mesh_attention.cli.values import count, one_of, rank_or, size
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.draw.summary import problem_text
-from mesh_attention.replay.rank_plan import SLOWEST, RankPlan, Replayed, rank_plan_of
+from mesh_attention.replay.rank import SLOWEST, RankToReplay, Replayed, rank_to_replay
 
 BENCHMARKS = ("replay",)
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels
@@ -24,17 +24,17 @@ def run(args: argparse.Namespace) -> int:
     from mesh_attention.replay.measure import check_device, measure
 
     check_device(args.sms)  # before minutes of planning
-    plans = [_rank_plan(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
+    ranks = [_to_replay(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
     found = [
         measure(
-            rank_plan,
+            given,
             sms=args.sms,
             repeats=args.repeats,
             high_priority=not args.same_priority,
         )
-        for rank_plan in plans
+        for given in ranks
     ]
-    by_pass = {one.rank_plan.one.direction.value: one.to_json() for one in found}
+    by_pass = {one.given.one.direction.value: one.to_json() for one in found}
     return show(
         args,
         lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
@@ -42,15 +42,15 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _rank_plan(one: Simulated, rank: int | str) -> RankPlan:
-    rank_plan = rank_plan_of(one.timeline, rank)
-    rank_plan.predicted["setting"] = one.setting
-    return rank_plan
+def _to_replay(one: Simulated, rank: int | str) -> RankToReplay:
+    given = rank_to_replay(one.timeline, rank)
+    given.predicted["setting"] = one.setting
+    return given
 
 
 def _for_people(found: Sequence[Replayed]) -> str:
     first = found[0]
-    replayed = first.rank_plan
+    given = first.given
     numbers = [one.to_json() for one in found]
 
     def milliseconds(name: str) -> list[str]:
@@ -71,9 +71,9 @@ def _for_people(found: Sequence[Replayed]) -> str:
         ["  by the plan", *(bytes_text(one.planned_bytes) for one in found)],
     ]
     lines = [
-        f"{replayed.plan.method} on {replayed.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
+        f"{given.plan.method} on {given.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
         f"one of them replayed on {first.machine}",
-        problem_text(replayed.plan.problem),
+        problem_text(given.plan.problem),
         table(rows),
     ]
     for one, number in zip(found, numbers, strict=True):
@@ -83,7 +83,7 @@ def _for_people(found: Sequence[Replayed]) -> str:
     lines += [
         f"Compute measured, network modelled: communications {takes} and last as simulated.",
         f"Time: median of {len(first.all_seconds)}; "
-        f"MFU of {replayed.peak_tflops:g} TFLOP/s by mask area. Peak memory "
+        f"MFU of {given.peak_tflops:g} TFLOP/s by mask area. Peak memory "
         "holds shards, results, workspace, kernel results and some MiB of the stand-ins.",
     ]
     return "\n".join(lines)

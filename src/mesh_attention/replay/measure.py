@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.replay.rank_plan import RankPlan, Replayed
+from mesh_attention.replay.rank import RankToReplay, Replayed
 from mesh_attention.replay.stand_in_data import inputs_of
 from mesh_attention.replay.transport import ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
@@ -40,7 +40,7 @@ def check_device(sms: int) -> torch.device:
 
 
 def measure(
-    rank_plan: RankPlan,
+    given: RankToReplay,
     *,
     sms: int,
     repeats: int,
@@ -54,17 +54,17 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     there_before = torch.cuda.memory_allocated(device)  # libraries keep workspaces of their own
-    call_shape = CallShape(1, _DTYPES[rank_plan.plan.problem.element_bytes], device)
+    call_shape = CallShape(1, _DTYPES[given.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    inputs = inputs_of(rank_plan.program, rank_plan.plan, call_shape)
+    inputs = inputs_of(given.program, given.plan, call_shape)
     executor = Executor(
-        rank_plan.plan,
-        rank_plan.one,
+        given.plan,
+        given.one,
         0,  # there is one program, whatever its rank is
-        ReplayTransport(rank_plan.program, rank_plan.seconds, holder),
+        ReplayTransport(given.program, given.seconds, holder),
         Workspace(),
         call_shape,
-        softmax_scale=float(rank_plan.plan.problem.head_dim) ** -0.5,
+        softmax_scale=float(given.plan.problem.head_dim) ** -0.5,
     )
 
     def seconds(mode: Mode) -> float:
@@ -86,7 +86,7 @@ def measure(
             break
     return Replayed(
         machine=torch.cuda.get_device_name(device),
-        rank_plan=rank_plan,
+        given=given,
         sms=sms,
         high_priority=high_priority,
         seconds=statistics.median(replayed),

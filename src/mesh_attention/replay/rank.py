@@ -19,7 +19,7 @@ SLOWEST = "slowest"
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankToReplay:
     """`one` holds the program of this rank alone. `seconds` goes by operation: the simulated
     duration of communications, 0 for everything else. `flops` is 1/n of the whole by mask area."""
 
@@ -48,7 +48,7 @@ def rank_of(timeline: Timeline, asked: int | str) -> int:
     return asked
 
 
-def rank_plan_of(timeline: Timeline, asked: int | str = SLOWEST) -> RankPlan:
+def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToReplay:
     rank = rank_of(timeline, asked)
     one, times = timeline.one, timeline.ranks[rank]
     program = one.programs[rank]
@@ -58,7 +58,7 @@ def rank_plan_of(timeline: Timeline, asked: int | str = SLOWEST) -> RankPlan:
     )
     own = {name: members for name, members in one.groups.items() if rank in members}
     alone = replace(one, programs=(program,), groups=own)
-    return RankPlan(
+    return RankToReplay(
         plan=replace(timeline.plan, passes=(alone,)),
         one=alone,
         rank=rank,
@@ -83,7 +83,7 @@ class Replayed:
     """
 
     machine: str
-    rank_plan: RankPlan
+    given: RankToReplay
     sms: int
     high_priority: bool
     seconds: float
@@ -104,7 +104,7 @@ class Replayed:
         return self._mfu(self.compute_seconds)
 
     def _mfu(self, seconds: float) -> float:
-        return 100.0 * self.rank_plan.flops / (self.rank_plan.peak_tflops * 1e12 * seconds)
+        return 100.0 * self.given.flops / (self.given.peak_tflops * 1e12 * seconds)
 
     @property
     def exposed_seconds(self) -> float:
@@ -113,13 +113,13 @@ class Replayed:
     @property
     def planned_bytes(self) -> int:
         """Workspace, shards and results by the program, and what kernel calls return at most."""
-        problem, program = self.rank_plan.plan.problem, self.rank_plan.program
+        problem, program = self.given.plan.problem, self.given.program
         kept = sum(b.num_bytes(problem) for b in program.buffers if b.role is not Role.WORKSPACE)
         workspace = workspace_map(program, problem).total_bytes
         return workspace + kept + self.planned_scratch_bytes
 
     def to_json(self) -> dict[str, Any]:
-        given, predicted = self.rank_plan, self.rank_plan.predicted
+        given, predicted = self.given, self.given.predicted
         return {
             "compute": "measured",
             "network": "modelled",

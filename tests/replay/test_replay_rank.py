@@ -12,7 +12,7 @@ from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
-from mesh_attention.replay.rank_plan import rank_of, rank_plan_of
+from mesh_attention.replay.rank import rank_of, rank_to_replay
 
 
 def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:
@@ -26,34 +26,34 @@ def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:
 @pytest.mark.parametrize("method", METHODS)
 def test_communications_last_as_simulated(method: str, direction: Direction) -> None:
     found = timeline(method, direction)
-    rank_plan = rank_plan_of(found, 5)
+    given = rank_to_replay(found, 5)
     events = {event.name: event for event in found.events(5)}
     talked = 0.0
-    for op, seconds in zip(rank_plan.program.operations, rank_plan.seconds, strict=True):
+    for op, seconds in zip(given.program.operations, given.seconds, strict=True):
         if is_communication(op):
             assert seconds == events[op.name].end - events[op.name].start
             talked += seconds
         else:
             assert seconds == 0.0
     assert talked > 0.0
-    assert rank_plan.program == found.one.programs[5]
-    assert rank_plan.rank == 5
+    assert given.program == found.one.programs[5]
+    assert given.rank == 5
 
 
 def test_flops_of_the_whole_are_shared_equally() -> None:
     found = timeline("mesh")
-    rank_plan = rank_plan_of(found, 0)
-    assert rank_plan.flops * 16 == pytest.approx(found.flops)
-    assert rank_plan.peak_tflops == 989
-    assert rank_plan.predicted["runtime_seconds"] == found.runtime_seconds
+    given = rank_to_replay(found, 0)
+    assert given.flops * 16 == pytest.approx(found.flops)
+    assert given.peak_tflops == 989
+    assert given.predicted["runtime_seconds"] == found.runtime_seconds
 
 
-def test_nothing_of_other_ranks_is_kept_and_a_rank_plan_can_be_stored() -> None:
-    rank_plan = rank_plan_of(timeline("mesh"), 7)
-    assert len(rank_plan.one.programs) == len(rank_plan.plan.passes[0].programs) == 1
-    assert all(7 in members for members in rank_plan.one.groups.values())
-    again = pickle.loads(pickle.dumps(rank_plan))
-    assert again == rank_plan
+def test_nothing_of_other_ranks_is_kept_and_it_can_be_stored() -> None:
+    given = rank_to_replay(timeline("mesh"), 7)
+    assert len(given.one.programs) == len(given.plan.passes[0].programs) == 1
+    assert all(7 in members for members in given.one.groups.values())
+    again = pickle.loads(pickle.dumps(given))
+    assert again == given
 
 
 def test_the_slowest_rank_ends_last() -> None:
