@@ -9,9 +9,9 @@ import pytest
 from mesh_attention import Mask, MeshAttentionError, Problem
 from mesh_attention.cluster import Timeline, load_cluster, simulate
 from mesh_attention.cluster.planning import plan_on
-from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import Communication
 from mesh_attention.replay.rank import rank_of, rank_to_replay
 
 
@@ -30,7 +30,7 @@ def test_communications_last_as_simulated(method: str, direction: Direction) -> 
     events = {event.name: event for event in found.events(5)}
     talked = 0.0
     for op, seconds in zip(given.program.operations, given.seconds, strict=True):
-        if is_communication(op):
+        if isinstance(op, Communication):
             assert seconds == events[op.name].end - events[op.name].start
             talked += seconds
         else:

@@ -11,9 +11,9 @@ from mesh_attention import Mask, Problem
 from mesh_attention.cluster import load_cluster, simulate
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.buffers import Kind
-from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import Communication
 from mesh_attention.replay.rank import rank_to_replay
 from mesh_attention.replay.stand_in_data import fill, inputs_of
 from mesh_attention.replay.transport import Landing, ReplayTransport
@@ -72,7 +72,7 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
         communications = [
             seconds
             for op, seconds in zip(given.program.operations, given.seconds, strict=True)
-            if is_communication(op)
+            if isinstance(op, Communication)
         ]
         assert holder.held == communications
         assert outputs

@@ -135,9 +135,7 @@ class _Simulation:
         self._clock.run()
         stuck = [state.rank for state in self._ranks if not state.finished]
         if stuck:
-            raise ClusterError(
-                f"ranks {stuck[:4]} never finish: this plan waits for itself; `verify` says why"
-            )
+            raise ClusterError(f"ranks {stuck[:4]} deadlock; `verify` says why")
         times = tuple(state.times for state in self._ranks)
         return Timeline(
             self._plan,

@@ -16,9 +16,8 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Free
+from mesh_attention.plan.program import Communication, Free
 from mesh_attention.plan.runs import Run, visible_pairs
 
 
@@ -90,7 +89,7 @@ class Timeline:
         for at, op in enumerate(self.one.programs[rank].operations):
             if isinstance(op, Free):
                 continue
-            stream = Stream.COMMUNICATION if is_communication(op) else Stream.COMPUTE
+            stream = Stream.COMMUNICATION if isinstance(op, Communication) else Stream.COMPUTE
             yield Event(
                 rank,
                 stream,

@@ -18,9 +18,6 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
 from mesh_attention.plan.question import make_plan
 
-__all__ = ["Compared", "Counts", "compare"]
-
-
 _FORWARD, _BACKWARD = (Direction.FORWARD,), (Direction.BACKWARD,)
 
 

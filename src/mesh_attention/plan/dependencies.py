@@ -11,23 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Operation,
-    Program,
-    ReduceScatter,
-    SendRecv,
-    reads,
-    writes,
-)
+from mesh_attention.plan.program import Communication, Program, reads, writes
 from mesh_attention.plan.workspace import WorkspaceMap
-
-__all__ = ["dependencies", "is_communication"]
-
-
-def is_communication(op: Operation) -> bool:
-    return isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv)
 
 
 @dataclass(slots=True)
@@ -48,7 +33,7 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
     history: dict[str, _History] = defaultdict(_History)
     places: list[tuple[int, int, _History]] = []  # of all workspace buffers met so far
     result: list[tuple[int, ...]] = []
-    communicates = [is_communication(op) for op in program.operations]
+    communicates = [isinstance(op, Communication) for op in program.operations]
     for at, op in enumerate(program.operations):
         waits: set[int] = set()
         taken, given = tuple(reads(op)), tuple(writes(op))

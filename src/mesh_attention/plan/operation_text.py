@@ -29,8 +29,6 @@ from mesh_attention.plan.program import (
     Task,
 )
 
-__all__ = ["operation_text", "parse_operation"]
-
 _PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
 _CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)")
 

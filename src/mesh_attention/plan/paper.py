@@ -17,8 +17,6 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 
-__all__ = ["CELLS", "Cell", "CountedCell", "count_cell", "paper_table"]
-
 GIB = 2**30
 
 

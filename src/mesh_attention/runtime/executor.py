@@ -29,7 +29,7 @@ from mesh_attention.kernels import (
     choose_rows,
     kind_of,
 )
-from mesh_attention.plan.dependencies import dependencies, is_communication
+from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
@@ -182,7 +182,7 @@ class Executor:
     def _make_steps(
         self, operations: tuple[Operation, ...], waits: tuple[tuple[int, ...], ...]
     ) -> tuple[_Step, ...]:
-        communicates = [is_communication(op) for op in operations]
+        communicates = [isinstance(op, Communication) for op in operations]
         marked = {i for at, before in enumerate(waits) if communicates[at] for i in before} - {
             i for i, c in enumerate(communicates) if c
         }

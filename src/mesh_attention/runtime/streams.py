@@ -19,8 +19,7 @@ from functools import cache
 import torch
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.dependencies import is_communication
-from mesh_attention.plan.program import Attend, AttendBackward, Operation, writes
+from mesh_attention.plan.program import Attend, AttendBackward, Communication, Operation, writes
 
 Marks = tuple[torch.cuda.Event, ...]
 
@@ -149,7 +148,7 @@ def must_follow(operations: Sequence[Operation]) -> set[int]:
             if any(computed.get(name, -1) >= calls for name in _kernel_inputs(op)):
                 found.add(at)
             calls += len(op.calls)
-        if not is_communication(op):
+        if not isinstance(op, Communication):
             computed.update((piece.buffer, calls) for piece in writes(op))
     return found
 

@@ -15,10 +15,9 @@ from mesh_attention.plan.build.tile_tasks import (
     buffers_of,
     fragment,
 )
-from mesh_attention.plan.dependencies import is_communication
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Call, Operation, Task
+from mesh_attention.plan.program import Call, Communication, Operation, Task
 from mesh_attention.plan.schedule import Schedule
 
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
@@ -140,7 +139,7 @@ class MeshBuilder(TileBuilder):
 def _up_to_transfers(operations: list[Operation]) -> list[list[Operation]]:
     parts: list[list[Operation]] = [[]]
     for op in operations:
-        if parts[-1] and is_communication(parts[-1][-1]):
+        if parts[-1] and isinstance(parts[-1][-1], Communication):
             parts.append([])
         parts[-1].append(op)
     return parts
