@@ -1,6 +1,6 @@
 """How operations are written and read back: `C-0-0: attend q=q.0[0:512] ... fresh=yes`.
 
-One table says how each field of each operation is written; there is no other syntax.
+An operation is its fields in turn, each written by its type; there is no other syntax.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 from mesh_attention.errors import PlanTextError
 from mesh_attention.plan.buffers import Piece
@@ -92,50 +92,42 @@ def _optional(one: _Codec) -> _Codec:
 
 
 _YES_NO = ("no", "yes")
-_STR = _Codec(str, str)
-_INT = _Codec(str, int)
-_FLAG = _Codec(lambda flag: "yes" if flag else "no", lambda text: bool(_YES_NO.index(text)))
-_ONE = _Codec(_piece_text, _parse_piece)
-_SOME = _many(_ONE, "+")
-_BY_MEMBER = _many(_SOME, "|")
-_MOVES = _many(_Codec(_move_text, _parse_move), "+")
-_CALLS = _many(_Codec(_call_text, _parse_call), "+")
-_RULE = _Codec(str, MergeRule)
-
-_VERBS: dict[str, tuple[type, dict[str, _Codec]]] = {
-    "all-gather": (AllGather, {"group": _STR, "moves": _MOVES}),
-    "reduce-scatter": (ReduceScatter, {"group": _STR, "moves": _MOVES}),
-    "all-to-all": (AllToAll, {"group": _STR, "sends": _BY_MEMBER, "receives": _BY_MEMBER}),
-    "send-recv": (
-        SendRecv,
-        {"group": _STR, "to_member": _INT, "sends": _SOME, "from_member": _INT, "receives": _SOME},
-    ),
-    "attend": (
-        Attend,
-        {
-            "q": _ONE, "k": _ONE, "v": _ONE, "out": _ONE, "lse": _ONE,
-            "calls": _CALLS, "fresh": _FLAG,
-        },
-    ),
-    "attend-backward": (
-        AttendBackward,
-        {
-            "q": _ONE, "k": _ONE, "v": _ONE, "grad_out": _ONE, "lse": _ONE,
-            "out": _optional(_ONE), "delta": _optional(_ONE),
-            "grad_q": _ONE, "grad_k": _ONE, "grad_v": _ONE,
-            "calls": _CALLS, "fresh_q": _FLAG, "fresh_kv": _FLAG,
-        },
-    ),
-    "merge": (Merge, {"rule": _RULE, "inputs": _SOME, "outputs": _SOME}),
-    "free": (Free, {"buffers": _many(_STR, "+")}),
-}  # fmt: skip
-_VERB_OF = {cls: (verb, fields) for verb, (cls, fields) in _VERBS.items()}
+_PIECE_CODEC = _Codec(_piece_text, _parse_piece)
+_PIECES_CODEC = _many(_PIECE_CODEC, "+")
+_CODECS: dict[Any, _Codec] = {
+    str: _Codec(str, str),
+    int: _Codec(str, int),
+    bool: _Codec(lambda flag: _YES_NO[flag], lambda text: bool(_YES_NO.index(text))),
+    MergeRule: _Codec(str, MergeRule),
+    Piece: _PIECE_CODEC,
+    Piece | None: _optional(_PIECE_CODEC),
+    tuple[str, ...]: _many(_Codec(str, str), "+"),
+    tuple[Piece, ...]: _PIECES_CODEC,
+    tuple[tuple[Piece, ...], ...]: _many(_PIECES_CODEC, "|"),
+    tuple[Move, ...]: _many(_Codec(_move_text, _parse_move), "+"),
+    tuple[Call, ...]: _many(_Codec(_call_text, _parse_call), "+"),
+}
+_VERBS = {
+    "all-gather": AllGather,
+    "reduce-scatter": ReduceScatter,
+    "all-to-all": AllToAll,
+    "send-recv": SendRecv,
+    "attend": Attend,
+    "attend-backward": AttendBackward,
+    "merge": Merge,
+    "free": Free,
+}
+_VERB_OF: dict[type, str] = {cls: verb for verb, cls in _VERBS.items()}
+_FIELDS: dict[type, dict[str, _Codec]] = {
+    cls: {name: _CODECS[kind] for name, kind in get_type_hints(cls).items() if name != "task"}
+    for cls in _VERB_OF
+}
 
 
 def operation_text(op: Operation) -> str:
-    verb, fields = _VERB_OF[type(op)]
-    words = [f"{field}={codec.write(getattr(op, field))}" for field, codec in fields.items()]
-    return " ".join([f"{op.name}: {verb}", *words])
+    fields = _FIELDS[type(op)].items()
+    words = [f"{field}={codec.write(getattr(op, field))}" for field, codec in fields]
+    return " ".join([f"{op.name}: {_VERB_OF[type(op)]}", *words])
 
 
 def parse_operation(text: str) -> Operation:
@@ -143,7 +135,8 @@ def parse_operation(text: str) -> Operation:
     verb, *words = rest.split(" ")
     if verb not in _VERBS:
         raise PlanTextError(f"{verb!r} in {text!r} is not an operation; known: {', '.join(_VERBS)}")
-    cls, fields = _VERBS[verb]
+    cls = _VERBS[verb]
+    fields = _FIELDS[cls]
     found = dict(word.split("=", 1) for word in words if "=" in word)
     if set(found) != set(fields):
         raise PlanTextError(f"{text!r} must give exactly: {', '.join(fields)}")

@@ -6,14 +6,14 @@ every cell. The assignment matrix, the balance of work and the costs of tasks al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer, Piece
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Layout, Spans, slice_spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Task
@@ -112,34 +112,77 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
 
 def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, Task, float]]:
     """(rank, task, visible pairs of its calls); a task on half of the heads counts half."""
+    pairs_of = CallPairs(plan)
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
             if isinstance(op, Attend | AttendBackward):
-                q_buffer = table[op.q.buffer]
-                heads = op.q.heads or (0, q_buffer.num_heads)
-                share = (heads[1] - heads[0]) / plan.problem.num_heads
-                pairs = sum(_call_pairs(plan, op, call, table) for call in op.calls)
+                share = op.q.num_heads(table[op.q.buffer]) / plan.problem.num_heads
+                pairs = sum(pairs_of(op, table, call) for call in op.calls)
                 yield program.rank, op.task, share * pairs
 
 
-def _call_pairs(
-    plan: Plan, op: Attend | AttendBackward, call: Call, table: dict[str, Buffer]
-) -> int:
-    height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
-    if call.kind is CallKind.FULL:
-        return height * width
-    if call.kind is CallKind.CAUSAL:
-        return height * (height + 1) // 2
-    sides = []
-    for layout, piece, start, stop in (
-        (plan.q_layout, op.q, call.q_start, call.q_stop),
-        (plan.kv_layout, op.k, call.k_start, call.k_stop),
-    ):
-        part = Piece(piece.buffer, piece.start + start, piece.start + stop)
-        spans = part.spans(table[piece.buffer])
-        sides.append([run for span in spans for run in layout.runs(*span)])
-    return int(visible_pairs(sides[0], sides[1], plan.problem.rows).sum())
+class CallPairs:
+    """Visible pairs of a kernel call. Remembers what it counted: ranks of one group hold the same
+    rows."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._rows = plan.problem.rows
+        self._runs: dict[tuple[bool, Spans], tuple[Run, ...]] = {}
+        self._pairs: dict[tuple[Spans, Spans], int] = {}
+
+    def __call__(self, op: Attend | AttendBackward, table: Mapping[str, Buffer], call: Call) -> int:
+        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
+        if call.kind is CallKind.FULL:
+            return height * width
+        if call.kind is CallKind.CAUSAL:
+            return height * (height + 1) // 2
+        q, k = op.q.start, op.k.start
+        queries = slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop)
+        keys = slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop)
+        found = self._pairs.get((queries, keys))
+        if found is None:
+            q_runs = self._runs_of(False, queries, self._plan.q_layout)
+            k_runs = self._runs_of(True, keys, self._plan.kv_layout)
+            found = int(visible_pairs(q_runs, k_runs, self._rows).sum())
+            self._pairs[queries, keys] = found
+        return found
+
+    def _runs_of(self, key_side: bool, spans: Spans, layout: Layout) -> tuple[Run, ...]:
+        known = self._runs.get((key_side, spans))
+        if known is None:
+            slots = layout.slots
+            runs: list[Run] = []
+            for start, stop in spans:
+                for partition in range(start // slots, -(-stop // slots)):
+                    first = max(start, partition * slots)
+                    runs += layout.runs(first, min(stop, (partition + 1) * slots))
+            known = self._runs[key_side, spans] = tuple(_join(runs))
+        return known
+
+
+def _join(runs: list[Run]) -> list[Run]:
+    """Neighbouring partitions of a striped layout are one strided run of wider blocks: what a Q
+    group gathered is counted as one run and not as many.
+
+    >>> _join([Run(0, 1, 8, 4), Run(1, 1, 8, 4)])
+    [Run(start=0, block=2, stride=8, count=4)]
+    """
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda r: r.start):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.count == run.count > 1
+            and last.stride == run.stride
+            and last.start + last.block == run.start
+            and last.block + run.block <= run.stride
+        ):
+            joined[-1] = Run(last.start, last.block + run.block, run.stride, run.count)
+        else:
+            joined.append(run)
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
