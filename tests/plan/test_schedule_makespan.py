@@ -17,6 +17,7 @@ from mesh_attention.plan.schedule import (
     lower_bound,
     strict_makespan,
 )
+from mesh_attention.plan.schedule.makespan import one_machine_bound
 
 
 def test_events_are_never_later_than_steps_over_500_random_graphs() -> None:
@@ -86,3 +87,21 @@ def test_an_empty_graph_takes_no_time() -> None:
     graph = TaskGraph((), ())
     assert event_makespan(graph, Schedule(())) == strict_makespan(graph, Schedule(())) == 0.0
     assert lower_bound(graph) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("jobs", "bound"),
+    [
+        ([], 0.0),
+        ([(2.0, 3.0, 4.0)], 9.0),
+        ([(0.0, 3.0, 0.0), (1.0, 1.0, 0.0), (2.0, 1.0, 0.0)], 5.0),  # all work, without a gap
+        ([(0.0, 1.0, 0.0), (5.0, 1.0, 0.0)], 6.0),  # a gap
+        ([(0.0, 4.0, 1.0), (1.0, 2.0, 6.0)], 9.0),  # the first is interrupted for the second
+        ([(0.0, 2.0, 6.0), (1.0, 4.0, 1.0)], 8.0),
+        ([(0.0, 2.0, 3.0), (1.0, 4.0, 1.0)], 7.0),
+    ],
+)
+def test_one_machine_ends_no_sooner_than_by_hand(
+    jobs: list[tuple[float, float, float]], bound: float
+) -> None:
+    assert one_machine_bound(jobs) == bound

@@ -11,7 +11,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from mesh_attention.runtime.transport import shared_memory
-from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short
+from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short, _Rounds
+from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock
 from mesh_attention.runtime.workspace import Workspace
 
 
@@ -49,3 +50,20 @@ def test_a_rank_that_is_alone_on_its_host_shares_nothing_and_says_why(alone: Sha
 
 def test_ranks_of_another_node_are_named(alone: SharedMemory) -> None:
     assert alone.why_not((7, 4, 6)) == "rank 4 is on another node than ranks [6, 7]"
+
+
+def test_what_was_said_in_earlier_rounds_is_forgotten() -> None:
+    store = HashStore()
+    rounds = _Rounds(store, (4,), 4, timedelta(seconds=5))
+    for number in range(5):
+        assert rounds.exchange(str(number)) == {4: str(number)}
+        assert store.num_keys() == 1
+
+
+def test_a_block_that_is_connected_forgets_what_its_store_was_told() -> None:
+    told: list[str] = []
+    block = object.__new__(SymmetricBlock)  # made without a GPU
+    store: Any = SimpleNamespace(forget=lambda: told.append("forget"))
+    block._store = store
+    block.connected()
+    assert told == ["forget"]
