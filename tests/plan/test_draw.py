@@ -26,6 +26,7 @@ from mesh_attention.plan.draw import (
     summary,
     task_graph,
 )
+from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -217,3 +218,13 @@ def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0
     assert found.failed == 0
+
+
+def test_a_problem_is_told_with_what_is_out_of_the_ordinary_and_without_the_rest() -> None:
+    plain = Problem(8, 4, 16)
+    assert problem_text(plain) == "8 tokens, 4 heads of 16, 2 bytes an element, full"
+    special = Problem(8, 4, 16, kv_tokens=9, num_kv_heads=2, v_head_dim=12, element_bytes=4)
+    assert problem_text(special) == (
+        "8 tokens against 9 keys, 4 heads of 16 (2 KV heads), values of 12, "
+        "4 bytes an element, full"
+    )
