@@ -1,0 +1,29 @@
+"""Where buffers are freed: right after their last use, or some attentions later."""
+
+from __future__ import annotations
+
+import pytest
+
+from mesh_attention.plan.build.assemble import Assembler
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attend, Free
+from mesh_attention.plan.question import make_plan
+
+
+@pytest.mark.parametrize("hold", [0, 1, 2])
+def test_a_buffer_is_freed_right_after_its_last_use_or_so_many_attentions_later(hold: int) -> None:
+    made = make_plan(Problem(96, 2, 8), 6, method="ring").forward.programs[0]
+    operations = [op for op in made.operations if not isinstance(op, Free)]
+    held = Assembler(hold).program(0, operations, made.buffer_table()).operations
+    assert [op for op in held if not isinstance(op, Free)] == operations
+    freed = 0
+    for at, free in enumerate(held):
+        for name in free.buffers if isinstance(free, Free) else ():
+            last = max(i for i, op in enumerate(held[:at]) if name in op.touched)
+            after = [op for op in held[last + 1 : at] if not isinstance(op, Free)]
+            attentions = sum(isinstance(op, Attend) for op in after)
+            at_the_end = all(isinstance(op, Free) for op in held[at:])
+            assert attentions == hold or (at_the_end and attentions < hold)
+            assert at_the_end or not after or isinstance(after[-1], Attend)
+            freed += 1
+    assert freed > 6
