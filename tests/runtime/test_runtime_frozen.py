@@ -10,9 +10,7 @@ import pkgutil
 import mesh_attention.runtime
 
 
-def test_every_dataclass_of_the_runtime_is_frozen_but_blocks_of_memory_and_meetings_of_threads() -> (
-    None
-):
+def test_every_dataclass_of_the_runtime_is_frozen_but_blocks_and_meetings() -> None:
     open_ones = set()
     for info in pkgutil.walk_packages(mesh_attention.runtime.__path__, "mesh_attention.runtime."):
         for name, found in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
