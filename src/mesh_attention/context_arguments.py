@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.plan.arguments import flag, number, real
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Plan, a_plan
+from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
+from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.transports import TransportName
 
@@ -48,9 +50,12 @@ def read_arguments(
         plan = a_plan(given.pop("plan"))
         if given or options:
             names = ", ".join((*given, *options))
-            raise MeshAttentionError(f"{names}: the plan says this already; leave it out")
+            raise MeshAttentionError(
+                f"{names}: the plan says what is computed and how; leave this out beside plan"
+            )
+        _refuse_if_wrong(plan)
         return plan, calls
-    missing = [name for name in _NEEDED if name not in given]
+    missing = [n for n in _NEEDED if n not in given and not (n == "causal" and "mask" in given)]
     if missing:
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
@@ -58,10 +63,19 @@ def read_arguments(
     return ask(_problem(**given), dist.get_world_size(group), **options), calls
 
 
+def _refuse_if_wrong(plan: Plan) -> None:
+    """Plans of methods are proven by tests. One that was parsed or put together may be anything:
+    it is proven here, for it would compute something else without a word."""
+    if not all(isinstance(one.programs, Programs) for one in plan.passes):
+        findings = verify(plan)
+        if findings:
+            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
+
+
 def _problem(
     *,
     seq_len: Any,
-    causal: Any,
+    causal: Any = None,
     kv_seq_len: Any = None,
     mask: Any = None,
     window_size: Any = None,
@@ -70,6 +84,8 @@ def _problem(
 ) -> Problem:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
+    if causal is None:
+        causal = isinstance(mask, Mask) and mask.causal
     return Problem(
         q_tokens=number("seq_len", seq_len),
         kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -80,11 +81,11 @@ def construct(rank: int, world_size: int, given: dict[str, Any]) -> Raised:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"seq_len": 45}, "seq_len: the plan says this already"),
-        ({"causal": True, "head_dim": 8}, "head_dim, causal: the plan says this already"),
-        ({"method": "mesh", "tile": (2, 2)}, "method, tile: the plan says this already"),
-        ({"dtype": torch.float32}, "dtype: the plan says this already"),
-        ({"scheduler": "greedy"}, "scheduler: the plan says this already"),
+        ({"seq_len": 45}, "seq_len: the plan says what is computed"),
+        ({"causal": True, "head_dim": 8}, "head_dim, causal: the plan says what is computed"),
+        ({"method": "mesh", "tile": (2, 2)}, "method, tile: the plan says what is computed"),
+        ({"dtype": torch.float32}, "dtype: the plan says what is computed"),
+        ({"scheduler": "greedy"}, "scheduler: the plan says what is computed"),
         ({"kernel": "abacus"}, "no kernel is named 'abacus'"),
     ],
 )
@@ -174,8 +175,8 @@ def test_a_damaged_plan_on_one_rank_is_refused_and_the_rank_named(
     case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
     raised = pool.run(damaged, 4, case, kind, others)
     all_raised(raised)
-    for one in raised:
-        assert "rank 2 of the group [0, 1, 2, 3] disagrees: programs is" in one.error
+    for rank, one in enumerate(raised):
+        assert one.error.startswith("the plan is wrong" if rank == 2 else "rank 2: the plan is")
 
 
 def damaged(rank: int, world_size: int, case: Case, kind: type[Any], others: str) -> Raised:
@@ -273,3 +274,23 @@ def test_a_rank_makes_its_own_programs_only(pool: WorkerPool, method: str, train
     case = replace(CASE, heads=(4, 4), options={"method": method})
     for rank, found in enumerate(pool.run(own_programs, 4, case, training)):
         assert found == {"forward": [rank], "backward": [rank] if training else []}
+
+
+def wrong_everywhere(rank: int, world_size: int, change: str) -> Raised:
+    """A text in which somebody changed a line, read by all ranks."""
+    text = plan_text(made(CASE))
+    if change == "calls":
+        line = next(x for x in text.splitlines() if ": attend " in x and "+" in x)
+        text = text.replace(line, re.sub(r"calls=[^+ ]*\+", "calls=", line), 1)
+    else:
+        text = text.replace('"causal": true', '"causal": false')
+    return raised_by(lambda: ContextParallel(plan=parse_plan(text)))
+
+
+@pytest.mark.parametrize("change", ["calls", "mask"])
+def test_a_plan_that_computes_something_else_is_refused_on_all_ranks(
+    pool: WorkerPool, change: str
+) -> None:
+    raised = pool.run(wrong_everywhere, 4, change)
+    all_raised(raised)
+    assert all("the plan is wrong: forward" in one.error for one in raised)

@@ -203,3 +203,13 @@ def test_half_against_half_says_that_either_may_be_right() -> None:
         "ranks [2, 3] (or [0, 1]) of the group [0, 1, 2, 3] disagrees: "
         "tokens is 6 there, 4 elsewhere"
     )
+
+
+def test_a_rank_inside_a_call_and_one_with_a_new_plan_are_told_apart() -> None:
+    inside = {"plan": "old", "batch": 1}
+    new = {"plan": "new", "programs": AS_MADE}
+    said = {
+        rank: {"statement": statement, "error": None, "in_flight": rank != 8}
+        for rank, statement in ((3, inside), (5, inside), (8, new))
+    }
+    assert "rank 8 of the group [3, 5, 8] disagrees: " in verdict_on(said, complete=True)

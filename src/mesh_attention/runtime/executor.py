@@ -85,8 +85,9 @@ class Executor:
             program = split_long_calls(program)
         if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
-                f"the plan is for {plan.problem.element_bytes}-byte elements, "
-                f"but the tensors are {call_shape.dtype}"
+                f"the plan is for {plan.problem.element_bytes}-byte elements, but the tensors are "
+                f"{call_shape.dtype}; make one for a "
+                f"Problem(..., element_bytes={call_shape.dtype.itemsize})"
             )
         self.call_shape = call_shape
         self._memory = workspace_map(program, plan.problem)

@@ -55,6 +55,11 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
         findings.append(
             Finding(direction, 0, "programs", "there must be one program for each rank")
         )
+    p = plan.problem
+    for name, layout, tokens in (("q", plan.q_layout, p.q_tokens), ("kv", plan.kv_layout, p.keys)):
+        if (layout.num_tokens, layout.num_ranks) != (tokens, plan.num_ranks):
+            message = "is not one of the problem's tokens on the plan's ranks"
+            findings.append(Finding(direction, 0, f"{name}_layout", message))
     if sorted(plan.devices) != list(range(plan.num_ranks)):
         findings.append(Finding(direction, 0, "devices", "must number every rank exactly once"))
     for name, members in one.groups.items():
