@@ -11,8 +11,10 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
 
+# SlipCover writes which lines ran, and then says which did not and whether they are too many.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m slipcover --merge coverage.json --out /dev/null --skip-covered --fail-under 85
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -45,4 +47,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) demo-output coverage.json .mypy_cache .ruff_cache .pytest_cache

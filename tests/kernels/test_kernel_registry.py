@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mesh_attention import Problem, make_plan
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
     KernelRefusedError,
@@ -27,6 +30,7 @@ from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.flash_attn import FlashAttn3
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
 from mesh_attention.plan.plan import Direction
+from mesh_attention.testing import run_local
 
 ON_CPU = Request(Direction.BACKWARD, "cpu", None, torch.float32, 64, 64, 8, 2, MaskKind.FULL)
 ON_HOPPER = replace(ON_CPU, device_type="cuda", capability=(9, 0), dtype=torch.bfloat16)
@@ -200,3 +204,17 @@ def test_an_op_that_is_gone_makes_its_kernel_refuse(monkeypatch: pytest.MonkeyPa
     for direction in Direction:
         request = replace(ON_CPU, direction=direction)
         assert "has no aten::_gone" in (CpuFlash().refuses(request) or "")
+
+
+def test_the_kernel_of_the_docs_works_as_it_stands() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    q, k, v, grad = (torch.randn(1, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
+    plan = make_plan(Problem(40, 4, 8, num_kv_heads=2, element_bytes=8), 4)
+    usual = run_local(plan, q, k, v, grad)
+    try:
+        exec(code, {})
+        own = run_local(plan, q, k, v, grad, kernel="plain-full")
+    finally:
+        unregister("plain-full")
+    torch.testing.assert_close((own.out, own.grad_k), (usual.out, usual.grad_k))
