@@ -130,7 +130,6 @@ def cases() -> list[Case]:
             (4096, 2048 * K, 63.2, "simulate", {}),
             (256, 512 * K, 23.5, "simulate", ring),
             (4096, 2048 * K, 169.4, "verify", uncut),
-            (4096, 2048 * K, 0.0, "verify", {}),
             (256, 512 * K, 69.6, "verify, count", ring),
         )
     ]
