@@ -17,6 +17,8 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 
 PAPER = load_cluster("paper")
+# Two nodes are enough to have links of two kinds, and small ones enough to have two.
+SMALL = replace(PAPER, node=replace(PAPER.node, ranks=4), network=replace(PAPER.network, nics=4))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -25,24 +27,24 @@ def test_the_best_is_at_least_as_fast_as_the_methods_own_choice(
     method: str, direction: Direction
 ) -> None:
     problem = problem_of(65536)
-    default = plan_on(PAPER, problem, 16, method=method, directions=(direction,))
-    usual = simulate(default, PAPER, direction).runtime_seconds
-    best = find_best(problem, 16, PAPER, method=method, direction=direction)
+    default = plan_on(SMALL, problem, 8, method=method, directions=(direction,))
+    usual = simulate(default, SMALL, direction).runtime_seconds
+    best = find_best(problem, 8, SMALL, method=method, direction=direction)
     assert best.timeline.runtime_seconds <= usual
-    plan = plan_on(PAPER, problem, 16, method=method, directions=(direction,), **best.options)
-    again = simulate(plan, PAPER, direction)
+    plan = plan_on(SMALL, problem, 8, method=method, directions=(direction,), **best.options)
+    again = simulate(plan, SMALL, direction)
     assert again.runtime_seconds == best.timeline.runtime_seconds
 
 
 def test_the_climb_finds_what_trying_everything_finds() -> None:
-    problem = problem_of(131072)
-    best = find_best(problem, 16, PAPER)
+    problem = problem_of(65536)
+    best = find_best(problem, 8, SMALL)
     everything = []
-    for shape in METHODS["mesh"].candidates(problem, 16, 8):
+    for shape in METHODS["mesh"].candidates(problem, 8, 4):
         for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4))):
             cut: dict[str, Any] = {"chunks": (kq, kkv)} | ({"head_slices": heads} if heads else {})
-            plan = plan_on(PAPER, problem, 16, directions=(Direction.FORWARD,), **cut, **shape)
-            everything.append(simulate(plan, PAPER).runtime_seconds)
+            plan = plan_on(SMALL, problem, 8, directions=(Direction.FORWARD,), **cut, **shape)
+            everything.append(simulate(plan, SMALL).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)
     assert best.tried < len(everything) / 2
 
@@ -64,17 +66,17 @@ def test_shapes_are_searched_where_the_cut_is_given() -> None:
 
 
 def with_memory(num_bytes: float) -> Cluster:
-    return replace(PAPER, gpu=replace(PAPER.gpu, memory_gib=num_bytes / 2**30))
+    return replace(SMALL, gpu=replace(SMALL.gpu, memory_gib=num_bytes / 2**30))
 
 
 def test_what_fits_into_memory_wins() -> None:
     problem = problem_of(65536)
-    free = find_best(problem, 16, PAPER).timeline
+    free = find_best(problem, 8, SMALL).timeline
     smaller = with_memory(free.peak_bytes - 1)
-    fitting = find_best(problem, 16, smaller).timeline
+    fitting = find_best(problem, 8, smaller).timeline
     assert fitting.peak_bytes < free.peak_bytes
     assert fitting.runtime_seconds >= free.runtime_seconds
-    assert find_best(problem, 16, with_memory(1)).timeline.runtime_seconds > 0  # still an answer
+    assert find_best(problem, 8, with_memory(1)).timeline.runtime_seconds > 0  # still an answer
 
 
 def test_a_refusal_of_everything_is_the_methods_own() -> None:

@@ -21,7 +21,7 @@ from support.cases import Case
 from support.reference import NAMES, attention, errors, tolerance
 
 EACH = list(product(METHODS, RANKS))
-FEW = 13  # from so many ranks on, a part of the shapes
+FEW = 9  # from so many ranks on, a part of the shapes
 
 
 def drawn(name: str, ranks: int) -> list[Case]:
