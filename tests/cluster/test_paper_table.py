@@ -39,6 +39,7 @@ def test_simulated_mfu_is_near_the_published_one_and_methods_come_in_the_same_or
     assert summary["same_order_of_methods_in_every_row"], summary
 
 
+@pytest.mark.slow
 def test_without_the_rings_the_shorter_sequence_is_explained_too() -> None:
     script = calibration()
     cells = [c for c in script.cells() if c.tokens == "256K" and c.method != "ring"]

@@ -106,8 +106,8 @@ def fail(rank: int, world_size: int, method: str, how: str, when: str, folder: s
     ("method", "how", "when"),
     [
         ("ring", "error", "forward"),
-        ("ring-q", "error", "backward"),
-        ("mesh", "interrupt", "forward"),
+        pytest.param("ring-q", "error", "backward", marks=pytest.mark.slow),  # ranks wait long
+        pytest.param("mesh", "interrupt", "forward", marks=pytest.mark.slow),
         ("mesh", "error", "backward"),
     ],
 )
