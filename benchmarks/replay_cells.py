@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from replay.rank import RankToReplay, rank_to_replay
+
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.cluster.planning import plan_on, setting_of
@@ -23,7 +25,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.replay.rank import RankToReplay, rank_to_replay
 
 __all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
 

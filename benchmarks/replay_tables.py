@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from provenance import taken
+from replay.rank import RankToReplay
 from replay_cells import TABLES, Cell, cells, load, prepare
 from replay_show import show
-
-from mesh_attention.replay.rank import RankToReplay
 
 SMS = 16
 
@@ -74,8 +73,7 @@ def main() -> None:
 
 def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
     import torch
-
-    from mesh_attention.replay.measure import check_device, measure
+    from replay.measure import check_device, measure
 
     device = check_device(max(given.sms))
     report: dict[str, Any] = {

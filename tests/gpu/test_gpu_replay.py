@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from replay.measure import measure
+from replay.rank import rank_to_replay
+from replay.stand_in_data import STOCK_BYTES
 from torch import Tensor
 
 from mesh_attention import Mask, Problem
@@ -18,9 +21,6 @@ from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Precision
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication, writes
-from mesh_attention.replay.measure import measure
-from mesh_attention.replay.rank import rank_to_replay
-from mesh_attention.replay.stand_in_data import STOCK_BYTES
 from mesh_attention.runtime.transport.interface import Start
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def landing(megabytes: int) -> list[tuple[Buffer, Tensor]]:
 @pytest.mark.parametrize("sms", [0, 1, 16])
 @pytest.mark.parametrize("microseconds", [100, 1000, 20000])
 def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> None:
-    from mesh_attention.replay.hold import CudaHolder
+    from replay.hold import CudaHolder
 
     holder = CudaHolder(DEVICE, sms)
     wanted, count = microseconds * 1e-6, max(5, 20000 // microseconds)
@@ -71,7 +71,7 @@ def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> N
 
 @pytest.mark.parametrize("megabytes", [64])
 def test_bytes_are_written_at_the_speed_of_memory(megabytes: int) -> None:
-    from mesh_attention.replay.hold import CudaHolder
+    from replay.hold import CudaHolder
 
     for sms in (0, 16):
         holder = CudaHolder(DEVICE, sms)
@@ -107,7 +107,7 @@ def seconds_alone(work: Callable[[], object]) -> float:
 
 
 def test_attention_beside_a_stand_in_loses_its_sms() -> None:
-    from mesh_attention.replay.hold import CudaHolder
+    from replay.hold import CudaHolder
 
     work = attention()
     work()
@@ -128,7 +128,7 @@ def test_attention_beside_a_stand_in_loses_its_sms() -> None:
 
 def test_no_program_of_attention_fits_beside_a_stand_in_on_its_sm() -> None:
     """With a stand-in on every SM nothing that begins after it ends before it."""
-    from mesh_attention.replay.hold import CudaHolder
+    from replay.hold import CudaHolder
 
     there = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     lasts = 0.02
@@ -157,7 +157,7 @@ def test_no_program_of_attention_fits_beside_a_stand_in_on_its_sm() -> None:
 def test_every_byte_of_a_landing_is_written_and_no_other(
     sms: int, heads: tuple[int, int] | None, batch: int
 ) -> None:
-    from mesh_attention.replay.hold import CudaHolder
+    from replay.hold import CudaHolder
 
     holder = CudaHolder(DEVICE, sms)
     shapes = [

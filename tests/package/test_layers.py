@@ -26,7 +26,6 @@ LAYERS = (
     ("__main__", "cli"),
     ("demo",),
     ("__init__", "context_arguments", "context_parallel", "functional", "testing"),
-    ("replay",),
     ("runtime",),
     ("kernels",),
     ("cluster",),

@@ -1,19 +1,24 @@
 """What a subcommand is, and the parser that all of them share.
 
 A subcommand file makes one `Command` and `main.COMMANDS` lists it. Mistakes of the caller are one
-line on standard error with the way out, and exit code 2.
+line on standard error with the way out. Exit codes: 0 done, 1 the answer is no (a plan that does
+not verify), 2 asked for the impossible.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
+
+from mesh_attention.errors import MeshAttentionError
 
 
 class Flag(NamedTuple):
@@ -59,8 +64,7 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """argparse without its page of usage on an error, and without guessing at options."""
 
-    def __init__(self, program: str, command: Command) -> None:
-        prog = f"{program} {command.name}"
+    def __init__(self, prog: str, command: Command) -> None:
         lines = [f"  {example}" for example in command.examples]
         super().__init__(
             prog=prog,
@@ -101,6 +105,38 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # names of methods have hyphens
+
+
+def run_command(prog: str, command: Command, words: list[str]) -> int:
+    parser = Parser(prog, command)
+    try:
+        return command.run(parser.parse(words))
+    except SystemExit as done:  # argparse leaves this way after --help
+        return int(done.code or 0)
+    except MeshAttentionError as error:
+        raise UsageError(with_flags(str(error), parser)) from error
+
+
+def exit_code(prog: str, work: Callable[[], int]) -> int:
+    """That of `work`; what goes wrong is told in one line."""
+    try:
+        code = work()
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        return code
+    except (UsageError, MeshAttentionError) as error:
+        message = str(error)
+    except BrokenPipeError:
+        # The reader (such as head) has seen enough; keep the interpreter's last flush quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        message = f"{error.filename or 'input or output'}: {error.strerror}"
+    except UnicodeDecodeError as error:
+        message = f"the file is not text: {error}"
+    except KeyboardInterrupt:
+        return 130
+    print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def with_flags(text: str, parser: argparse.ArgumentParser) -> str:

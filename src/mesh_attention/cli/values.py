@@ -51,19 +51,6 @@ def fraction(text: str) -> float:
     return float(_matched(text, pattern, "a number above 0 such as 1.05")[0])
 
 
-def rank_or(word: str) -> Callable[[str], int | str]:
-    """The number of a rank, or a word that stands for one."""
-
-    def read(text: str) -> int | str:
-        if text == word:
-            return text
-        if not text.isdigit():
-            raise ArgumentTypeError(f"{text!r} is neither the number of a rank nor {word}")
-        return count(text)
-
-    return read
-
-
 def pair(what: str) -> Callable[[str], tuple[int, int]]:
     def read(text: str) -> tuple[int, int]:
         found = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", what)

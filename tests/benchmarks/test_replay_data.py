@@ -6,14 +6,13 @@ import ctypes
 
 import pytest
 import torch
-from torch import Tensor
-
-from mesh_attention.replay.stand_in_data import (
+from replay.stand_in_data import (
     BLOCK_WORDS,
     WriteTable,
     memory_runs,
     write_table,
 )
+from torch import Tensor
 
 
 def follow(found: WriteTable) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.replay.rank import RankToReplay, Replayed
-from mesh_attention.replay.stand_in_data import inputs_of
-from mesh_attention.replay.transport import ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.workspace import Workspace
+from replay.rank import RankToReplay, Replayed
+from replay.stand_in_data import inputs_of
+from replay.transport import ReplayTransport
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -49,7 +49,7 @@ def measure(
 ) -> Replayed:
     """`limit_seconds` ends the repetitions early; at least one is always made."""
     device = check_device(sms)
-    from mesh_attention.replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
+    from replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
 
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`mesh-attention bench replay` without a GPU: what it asks for, what it refuses, what it says."""
+"""`benchmarks/replay_rank.py` without a GPU: what it asks for, what it refuses, what it says."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from replay import measure as measuring
+from replay.rank import RankToReplay, Replayed
+from replay_rank import main
 
-from mesh_attention.cli.main import main
 from mesh_attention.plan.plan import Direction
-from mesh_attention.replay import measure as measuring
-from mesh_attention.replay.rank import RankToReplay, Replayed
 
-SMALL = "bench replay --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
+SMALL = "--cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_without_cuda_it_says_so_before_it_plans(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "replay", "--ranks", "256", "--tokens", "524288"]) == 2
+    assert main(["--ranks", "256", "--tokens", "524288"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -98,7 +98,7 @@ def test_people_read_what_is_measured_and_what_is_modelled(
 def test_the_best_setting_can_be_searched(
     asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "bench replay --ranks 4 --tokens 2048 --heads 4 --best --pass forward --json"
+    line = "--ranks 4 --tokens 2048 --heads 4 --best --pass forward --json"
     assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(line.replace(" --best", "").split()) == 0
@@ -112,6 +112,9 @@ def test_the_best_setting_can_be_searched(
         ("--rank 16", "the plan has ranks 0 to 15; or give slowest"),
         ("--cluster nowhere", "neither a file nor one of"),
         ("--tile 3x4", "tile"),
+        ("--rank first", "neither the number of a rank nor slowest"),
+        ("--sms -1", "at least 0"),
+        ("--repeats 0", "at least 1"),
     ],
 )
 def test_what_no_gpu_could_run_is_refused(

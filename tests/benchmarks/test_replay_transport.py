@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from replay.rank import rank_to_replay
+from replay.stand_in_data import fill, inputs_of
+from replay.transport import Landing, ReplayTransport
 
 from mesh_attention import Mask, Problem
 from mesh_attention.cluster import load_cluster, simulate
@@ -14,9 +17,6 @@ from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication
-from mesh_attention.replay.rank import rank_to_replay
-from mesh_attention.replay.stand_in_data import fill, inputs_of
-from mesh_attention.replay.transport import Landing, ReplayTransport
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start

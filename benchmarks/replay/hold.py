@@ -21,16 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mesh_attention.replay.stand_in_data import (
+from mesh_attention.runtime.streams import Marks
+from mesh_attention.runtime.transport.interface import Handle, Start
+from replay.stand_in_data import (
     STOCK_BYTES,
     Stock,
     WriteTable,
     memory_runs,
     write_table,
 )
-from mesh_attention.replay.transport import Landing
-from mesh_attention.runtime.streams import Marks
-from mesh_attention.runtime.transport.interface import Handle, Start
+from replay.transport import Landing
 
 WARPS = 32
 # Launching and draining a stand-in, taken off its time (found on an H200: 1.9 to 2.2 us).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from replay.rank import rank_of, rank_to_replay
 
 from mesh_attention import Mask, MeshAttentionError, Problem
 from mesh_attention.cluster import Timeline, load_cluster, simulate
@@ -12,7 +13,6 @@ from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication
-from mesh_attention.replay.rank import rank_of, rank_to_replay
 
 
 def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:

@@ -1,27 +1,40 @@
-"""`mesh-attention bench replay`: one rank of a plan on the GPU at hand, with a modelled network."""
+"""One rank of a plan on the GPU at hand, with a modelled network (docs/replay.md).
+
+    python benchmarks/replay_rank.py --cluster paper --ranks 256 --tokens 524288 --heads 64 --best
+
+Communications are replaced by stand-ins that last as long as the cluster model says.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from mesh_attention.cli.command import Command, Flag
+from replay.rank import SLOWEST, RankToReplay, Replayed, rank_to_replay
+
+from mesh_attention.cli.command import Command, Flag, exit_code, run_command
 from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import show, table
 from mesh_attention.cli.simulate import CLUSTER_FLAGS, Simulated, simulated
-from mesh_attention.cli.values import count, one_of, rank_or, size
+from mesh_attention.cli.values import count, size
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.draw.summary import problem_text
-from mesh_attention.replay.rank import SLOWEST, RankToReplay, Replayed, rank_to_replay
 
-BENCHMARKS = ("replay",)
+PROGRAM = "python benchmarks/replay_rank.py"
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels
 DEFAULT_REPEATS = 5
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(PROGRAM, lambda: run_command(PROGRAM, COMMAND, words))
+
+
 def run(args: argparse.Namespace) -> int:
-    from mesh_attention.replay.measure import check_device, measure
+    from replay.measure import check_device, measure
 
     check_device(args.sms)  # before minutes of planning
     ranks = [_to_replay(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
@@ -93,22 +106,24 @@ def _exposed(one: Replayed) -> str:
     return f"{one.exposed_seconds * 1e3:.2f} ms ({one.exposed_seconds / one.seconds:.0%})"
 
 
+def _rank(text: str) -> int | str:
+    if text == SLOWEST:
+        return text
+    if not text.isdigit():
+        raise ArgumentTypeError(f"{text!r} is neither the number of a rank nor {SLOWEST}")
+    return count(text)
+
+
 COMMAND = Command(
-    name="bench",
+    name="replay",
     summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
     run=run,
     flags=(
-        Flag(
-            "benchmark",
-            "replay: run one rank's program on this GPU, communications replaced by stand-ins "
-            "that last as long as the cluster model says",
-            *(one_of("benchmark", BENCHMARKS), "|".join(BENCHMARKS)),
-        ),
         *CLUSTER_FLAGS,
         Flag(
             "--rank",
             "whose program (default: of the rank that is predicted to end last)",
-            *(rank_or(SLOWEST), f"R|{SLOWEST}", SLOWEST),
+            *(_rank, f"R|{SLOWEST}", SLOWEST),
         ),
         Flag(
             "--sms",
@@ -123,10 +138,12 @@ COMMAND = Command(
         ),
     ),
     more_flags=add_plan_flags,
-    usage="replay [options]",
     examples=(
-        "mesh-attention bench replay --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",
-        "mesh-attention bench replay --cluster hgx-h100 --method usp --ulysses 8 --ranks 64 "
+        f"{PROGRAM} --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",
+        f"{PROGRAM} --cluster hgx-h100 --method usp --ulysses 8 --ranks 64 "
         "--tokens 262144 --causal --pass forward --rank 0 --sms 24 --json",
     ),
 )
+
+if __name__ == "__main__":
+    sys.exit(main())
