@@ -170,8 +170,8 @@ class ContextParallel:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
         Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
-        log-sum-exp, (batch, heads, local_seq), which is not differentiable. Padding rows give 0
-        and -inf.
+        log-sum-exp, (batch, heads, local_seq), through which backward is refused. Padding rows give
+        0 and -inf.
         """
         fault = fault_of_tensors(self.plan, q, k, v)
         out, lse = attention(self._share, self._source, self._options, (q, k, v), fault)

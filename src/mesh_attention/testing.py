@@ -18,6 +18,7 @@ from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Plan, a_plan
 from mesh_attention.runtime.executor import CallShape, Executor
+from mesh_attention.runtime.modes import outside_autocast
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
@@ -120,7 +121,8 @@ class _Run:
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)
         }
-        return _in_turns(runs)
+        with outside_autocast():
+            return _in_turns(runs)
 
 
 def _in_turns(

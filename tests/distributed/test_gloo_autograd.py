@@ -224,13 +224,93 @@ def with_lse(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         padding = cp.padding()
         return (
             torch.equal(out, out_of(cp, *leaves)),
-            not lse.requires_grad and lse.shape == (2, 4, 12),
+            lse.requires_grad and lse.shape == (2, 4, 12),  # so that backward can refuse it
             bool((lse[..., padding] == -torch.inf).all() and (out[:, padding] == 0).all()),
         )
 
 
 def test_return_lse_gives_it_beside_the_same_output(pool: WorkerPool) -> None:
     assert pool.run(with_lse, 4) == [(True, True, True)] * 4
+
+
+def lse_without_a_loss(rank: int, world_size: int) -> list[bool]:
+    """Returned, detached, compared, logged, or filled in with zeros by what is around it."""
+
+    def both_of(cp: ContextParallel, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+        both = cp.attention(*leaves, return_lse=True)
+        assert isinstance(both, tuple)
+        return both
+
+    with context(CASE) as cp:
+        leaves, grad_out = local(cp)
+        wanted = torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
+        found = []
+        out, lse = both_of(cp, *leaves)
+        told = f"{lse.max().item():.3f}"
+        weighted = out * (lse.detach() > float(told)).logical_not().any()
+        found.append(torch.autograd.grad(weighted, leaves, grad_out))
+        out, lse = checkpoint(both_of, cp, *leaves, use_reentrant=True)
+        torch.autograd.backward(out, grad_out)
+        found.append(tuple(leaf.grad for leaf in leaves))
+        out, lse = both_of(cp, *leaves)
+        zeros = torch.autograd.grad(lse, leaves, torch.zeros_like(lse))
+        found.append(tuple(a + b for a, b in zip(zeros, wanted, strict=True)))
+        return [all_equal(wanted, one) for one in found]
+
+
+def test_lse_that_no_loss_depends_on_changes_nothing(pool: WorkerPool) -> None:
+    assert pool.run(lse_without_a_loss, 4) == [[True] * 3] * 4
+
+
+def loss_of_lse(rank: int, world_size: int, by: tuple[int, ...], with_out: bool) -> str:
+    cp = context(CASE)
+    leaves, _ = local(cp)
+    both = cp.attention(*leaves, return_lse=True)
+    assert isinstance(both, tuple)
+    out, lse = both
+    loss = out.sum()
+    if rank in by:
+        seen = lse.masked_fill(cp.padding(), 0.0).sum()
+        loss = loss + seen if with_out else seen
+    try:
+        torch.autograd.backward(loss)
+    except MeshAttentionError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+def test_a_loss_of_lse_is_refused_in_backward(pool: WorkerPool, with_out: bool) -> None:
+    for told in pool.run(loss_of_lse, 4, (0, 1, 2, 3), with_out):
+        assert "a loss depends on lse, whose gradient is not supported" in told
+
+
+def test_a_loss_of_lse_on_one_rank_is_an_error_on_all(pool: WorkerPool) -> None:
+    told = pool.run(loss_of_lse, 4, (2,), True, group_seconds=3.0)
+    assert "a loss depends on lse" in told[2]
+    assert "nothing" not in told
+
+
+def under_autocast(rank: int, world_size: int, kernel: str) -> list[bool]:
+    """The forward pass under it, the backward pass, and both."""
+    with context(CASE, kernel=kernel) as cp:
+        leaves, grad_out = local(cp)
+
+        def with_modes(forward: bool, backward: bool) -> tuple[Tensor, ...]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                out = out_of(cp, *leaves)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+
+        wanted = with_modes(False, False)
+        return [
+            all_equal(wanted, with_modes(*modes))
+            for modes in ((True, False), (False, True), (True, True))
+        ]
+
+
+def test_autocast_around_a_call_changes_nothing(pool: WorkerPool) -> None:
+    assert pool.run(under_autocast, 4, "blockwise") == [[True] * 3] * 4
 
 
 def warm(rank: int, world_size: int) -> tuple[int, int]:

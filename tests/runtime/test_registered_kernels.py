@@ -140,6 +140,20 @@ def test_a_kernel_that_is_none_of_ours_is_given_what_it_declares(
         exact(case(gather_out=gather_out), "both_passes")
 
 
+def test_autocast_around_a_run_reaches_no_kernel() -> None:
+    """Neither ours, which multiplies float32 matrices in plain PyTorch, nor a user's."""
+    plan = Case(4, 64, 64, heads=(2, 2), mask=Mask(causal=True), dtype=torch.float32).plan()
+    tensors = [x.float() for x in case().tensors()]
+    with registered(BothPasses(BackwardNeeds())):
+        for kernel in ("blockwise", "both_passes"):
+            wanted = run_local(plan, *tensors, kernel=kernel)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = run_local(plan, *tensors, kernel=kernel)
+                assert torch.is_autocast_enabled("cpu")
+            for name in NAMES:
+                assert torch.equal(getattr(found, name), getattr(wanted, name)), (kernel, name)
+
+
 def test_calls_of_one_operation_share_what_is_made_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,8 +5,6 @@ Only q, k, v, out and lse are kept for the backward pass, and the call that it b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.context import Share
 from mesh_attention.runtime.executor import CallShape
+from mesh_attention.runtime.modes import outside_autocast, outside_inference_mode
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.sharding import rows_first
@@ -32,11 +31,13 @@ class _Attention(torch.autograd.Function):
         lse = result["lse"].squeeze(-1).permute(1, 2, 0)  # a view: backward wants rows first again
         ctx.share, ctx.call = share, call
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         # Gradients are recorded here only for create_graph=True. `once_differentiable` would not
         # do: torch.autograd.grad passes its error node by and returns a wrong second derivative.
         if torch.is_grad_enabled():
@@ -44,8 +45,10 @@ class _Attention(torch.autograd.Function):
                 "second derivatives of attention are not supported; call with create_graph=False"
             )
         ctx.share.refuse_if_closed()
-        with ctx.share.context.whole_or_broken():
+        with ctx.share.context.whole_or_broken(), outside_autocast():
+            _refuse_gradient_of_lse(grad_lse)
             q, k, v, out, lse = ctx.saved_tensors
+            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
             inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
@@ -66,7 +69,7 @@ def attention(
     tensors: tuple[Tensor, Tensor, Tensor],
     error: Exception | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards q, k, v; out is differentiable, lse is not.
+    """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward.
 
     `error`: what is wrong with this rank's arguments, for all ranks to raise.
     """
@@ -78,19 +81,23 @@ def attention(
     q = tensors[0]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
-    with _outside_inference_mode():
+    with outside_inference_mode(), outside_autocast():
         call = context.prepare(source, options, call_shape, needs_grad)
         with context.whole_or_broken():
             out, lse = _Attention.apply(share, call, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """What is kept from call to call (workspaces, bound tensors) must serve training too, and
-    tensors made in inference mode never can."""
-    if not torch.is_inference_mode_enabled():
-        yield
+def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
+    """Zeros are no gradient: functions around the call that fill in what is missing pass them."""
+    if grad_lse is None:
         return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    if grad_lse.is_cuda and torch.cuda.is_current_stream_capturing():
+        nothing = False  # its values cannot be asked for
+    else:
+        nothing = not grad_lse.any()
+    if not nothing:
+        raise MeshAttentionError(
+            "a loss depends on lse, whose gradient is not supported: those of q and k would be "
+            "wrong; use lse.detach() in the loss"
+        )
