@@ -24,8 +24,8 @@ from support.pool import Ended, WorkerPool
 
 CASE = Case(4, 64, 64, mask=Mask(causal=True), options={"tile": (2, 2), "chunks": (2, 2)})
 VICTIM = 2
-TIMEOUT_SECONDS = 5.0
-SLACK_SECONDS = 4.0  # for a machine that is busy with other things
+TIMEOUT_SECONDS = 3.0
+LIMIT_SECONDS = 30.0  # for a machine that is busy with other things
 
 
 def end() -> NoReturn:
@@ -99,10 +99,10 @@ def test_a_rank_that_stops_ends_the_others_with_an_error(
         if rank == VICTIM:
             continue
         kind, words, seconds = result
-        assert seconds < TIMEOUT_SECONDS + SLACK_SECONDS
+        assert seconds < LIMIT_SECONDS
         if when == "before the call":
             assert kind == "DisagreementError"
-            assert f"ranks [{VICTIM}] did not reach the same attention call within 5 s" in words
+            assert f"ranks [{VICTIM}] did not reach the same attention call within 3 s" in words
         else:
             assert kind == "CommunicationError"
             assert "another rank has ended, or did not answer in time" in words

@@ -6,8 +6,6 @@ may have been handed to the transport. Afterwards the right call must work on th
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +23,7 @@ from mesh_attention.plan.program import Attend, CallKind
 from support.cases import Case
 from support.gloo_case import attend, context, whole
 from support.pool import WorkerPool
-from support.raised import Raised, all_raised, raised_by
+from support.raised import Raised, all_raised, leave_with_all, raised_by
 from support.reference import attention, errors
 
 RANKS = 4
@@ -241,9 +239,7 @@ def call_wrongly_when_warm(
     raised = raised_by(lambda: cp.attention(*given))
     # What is in flight must not be taken for the data of the next call, right as that one is.
     after = raised_by(lambda: cp.attention(*inputs))
-    Path(folder, str(rank)).write_text(f"{raised.seconds} {raised.error}\n{after.error}")
-    time.sleep(3)  # an end seen by a rank that still listens would be raised instead
-    os._exit(0)
+    leave_with_all(folder, rank, world_size, f"{raised.seconds} {raised.error}\n{after.error}")
 
 
 @pytest.mark.parametrize("odd", [0, 3])

@@ -54,6 +54,7 @@ def serve(address: str, store_port: int) -> None:
 
     import pytest  # noqa: F401
     import torch
+    import torch._dynamo  # gradients and checkpoints import it, for seconds
     import torch.distributed.device_mesh
 
     import mesh_attention.context_parallel
