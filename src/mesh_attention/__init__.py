@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mesh_attention.errors import MeshAttentionError
     from mesh_attention.functional import mesh_attention, release
     from mesh_attention.kernels import register as register_kernel
+    from mesh_attention.kernels import unregister as unregister_kernel
     from mesh_attention.plan.count import count
     from mesh_attention.plan.mask import Mask
     from mesh_attention.plan.plan import Plan
@@ -34,6 +35,7 @@ _HOMES = {
     "mesh_attention": ("mesh_attention.functional", "mesh_attention"),
     "register_kernel": ("mesh_attention.kernels", "register"),
     "release": ("mesh_attention.functional", "release"),
+    "unregister_kernel": ("mesh_attention.kernels", "unregister"),
     "verify": ("mesh_attention.plan.verify", "verify"),
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "mesh_attention",
     "register_kernel",
     "release",
+    "unregister_kernel",
     "verify",
 ]
 

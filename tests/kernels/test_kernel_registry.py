@@ -16,6 +16,7 @@ import torch
 from mesh_attention import Problem, make_plan
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
+    KernelNameError,
     KernelRefusedError,
     MaskKind,
     Request,
@@ -91,8 +92,18 @@ def test_a_user_can_add_a_kernel_in_front_of_another(mine: Mine) -> None:
     names = kernel_names()
     assert names.index("mine") == names.index("cpu_flash") - 1
     assert choose(ON_CPU).kernel is mine
-    with pytest.raises(UnknownKernelError, match="'mine' is registered already"):
+    told = r"'mine' is registered already; unregister_kernel\('mine'\) removes it"
+    with pytest.raises(KernelNameError, match=told):
         register(mine)
+
+
+def test_the_librarys_own_kernels_stay() -> None:
+    before = kernel_names()
+    with pytest.raises(KernelNameError, match="'blockwise' is the library's own and stays"):
+        unregister("blockwise")
+    with pytest.raises(KernelNameError, match="'blockwise' is the library's own; choose another"):
+        register(Blockwise())
+    assert kernel_names() == before
 
 
 @pytest.mark.parametrize("kernel", [None, "cudnn", Mine, object()])
@@ -105,7 +116,10 @@ def test_what_is_not_a_kernel_cannot_be_added(kernel: Any) -> None:
 
 def test_a_kernel_without_a_backward_pass_is_refused_by_the_name_of_what_it_lacks() -> None:
     half: Any = SimpleNamespace(name="half", refuses=print, forward=print)
-    with pytest.raises(MeshAttentionError, match="kernel 'half' has no method backward"):
+    told = (
+        "kernel 'half' has no method backward.*`backward_needs = None` says that it has a forward"
+    )
+    with pytest.raises(MeshAttentionError, match=told):
         register(half)
 
 
@@ -113,7 +127,9 @@ def test_a_kernel_must_say_what_its_backward_pass_is_to_be_given() -> None:
     whole: Any = SimpleNamespace(
         name="whole", refuses=print, scratch_bytes=print, forward=print, backward=print
     )
-    with pytest.raises(MeshAttentionError, match="'whole' must say in `backward_needs`"):
+    with pytest.raises(
+        MeshAttentionError, match=r"'whole' must say in `backward_needs`.*BackwardNeeds"
+    ):
         register(whole)
     assert "whole" not in kernel_names()
 

@@ -21,6 +21,7 @@ NAMES = [
     "mesh_attention",
     "register_kernel",
     "release",
+    "unregister_kernel",
     "verify",
 ]
 

@@ -18,6 +18,7 @@ from mesh_attention.kernels import (
     BackwardNeeds,
     Block,
     BlockSize,
+    KernelResultError,
     MaskKind,
     Request,
     unregister,
@@ -26,7 +27,8 @@ from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AttendBackward
-from mesh_attention.runtime.executor import CallShape, Executor
+from mesh_attention.runtime import compute
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 from mesh_attention.testing import run_local
@@ -152,6 +154,74 @@ def test_autocast_around_a_run_reaches_no_kernel() -> None:
                 assert torch.is_autocast_enabled("cpu")
             for name in NAMES:
                 assert torch.equal(getattr(found, name), getattr(wanted, name)), (kernel, name)
+
+
+class Wrong(BothPasses):
+    """Returns something else than it should, in one of its passes."""
+
+    name = "wrong"
+
+    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+        super().__init__(BackwardNeeds())
+        self.change = {"forward": forward, "backward": backward}
+
+    def forward(self, block: Block) -> Any:
+        change, result = self.change["forward"], super().forward(block)
+        return change(*result) if change else result
+
+    def backward(self, block: Block, given: BackwardInputs) -> Any:
+        change, result = self.change["backward"], super().backward(block, given)
+        return change(*result) if change else result
+
+
+WRONG_RESULTS: dict[str, tuple[Wrong, str]] = {
+    "only out": (Wrong(lambda out, lse: out), "not a tensor"),
+    "three": (Wrong(lambda out, lse: (out, lse, lse)), "not 3 values"),
+    "nothing": (Wrong(lambda out, lse: None), "not NoneType"),
+    "no tensor": (Wrong(lambda out, lse: (out, 1.0)), "its lse is float"),
+    "rows last": (Wrong(lambda out, lse: (out.transpose(1, 2), lse)), "its out is a tensor"),
+    "one lse": (Wrong(lambda out, lse: (out, lse[:, :1])), "its lse is a tensor"),
+    "lse with a width": (Wrong(lambda out, lse: (out, lse[..., None])), "its lse is a tensor"),
+    "narrow lse": (Wrong(lambda out, lse: (out, lse.half())), "its lse is torch.float16, and must"),
+    "narrow out": (Wrong(lambda out, lse: (out.half(), lse)), "its out is torch.float16, and must"),
+    "two gradients": (Wrong(backward=lambda q, k, v: (q, k)), "not 2 values"),
+    "swapped": (Wrong(backward=lambda q, k, v: (q, v[..., :4], k)), "its dk is a tensor"),
+    "narrow": (Wrong(backward=lambda q, k, v: (q, k, v.half())), "its dv is torch.float16"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_RESULTS)
+def test_a_kernel_that_returns_something_else_is_named_with_what_is_expected(which: str) -> None:
+    kernel, told = WRONG_RESULTS[which]
+    method, names = ("forward", "out") if kernel.change["forward"] else ("backward", "dq")
+    with registered(kernel), pytest.raises(KernelResultError, match=told) as info:
+        exact(case(), "wrong")
+    assert f"kernel 'wrong': {method} of a block with q (1, " in str(info.value)
+    assert f"must return ({names} (1, " in str(info.value)
+
+
+def test_results_may_be_wider_than_the_inputs() -> None:
+    plan = Case(4, 64, 64, heads=(2, 2), mask=Mask(causal=True), dtype=torch.float32).plan()
+    wide = Wrong(
+        lambda out, lse: (out.double(), lse.double()),
+        lambda q, k, v: (q.double(), k.double(), v.double()),
+    )
+    with registered(wide):
+        run_local(plan, *(x.float() for x in case().tensors()), kernel="wrong")
+
+
+def test_results_are_checked_the_first_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm call is not to cost more."""
+    checked: list[str] = []
+    monkeypatch.setattr(compute, "check_forward", lambda *_: checked.append("forward"))
+    plan = case().plan()
+    with registered(ForwardOnly()):
+        one = executor(plan, Direction.FORWARD, "forward_only")
+        q, k, v = (x[:, :16].transpose(0, 1).contiguous() for x in case().tensors()[:3])
+        run_to_end(one.run({"q": q, "k": k, "v": v}))
+        first = len(checked)
+        run_to_end(one.run({"q": q, "k": k, "v": v}))
+    assert 0 < first == len(checked)
 
 
 def test_calls_of_one_operation_share_what_is_made_for_them(

@@ -20,6 +20,7 @@ from mesh_attention.kernels.interface import (
 )
 from mesh_attention.kernels.registry import (
     Choice,
+    KernelNameError,
     KernelRefusedError,
     UnknownKernelError,
     choose,
@@ -28,6 +29,7 @@ from mesh_attention.kernels.registry import (
     table_version,
     unregister,
 )
+from mesh_attention.kernels.results import KernelResultError
 from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
 
 __all__ = [
@@ -40,7 +42,9 @@ __all__ = [
     "Choice",
     "Full",
     "Kernel",
+    "KernelNameError",
     "KernelRefusedError",
+    "KernelResultError",
     "MaskKind",
     "Request",
     "RowChoice",

@@ -26,13 +26,18 @@ _KERNELS: list[Kernel] = [
     Reference(),
 ]
 
+_OWN = frozenset(kernel.name for kernel in _KERNELS)
 _version = 0
 
 _METHODS = ("refuses", "scratch_bytes", "forward")
 
 
 class UnknownKernelError(MeshAttentionError):
-    """A name that is not in the table, or one that is already taken."""
+    """A name that is not in the table."""
+
+
+class KernelNameError(MeshAttentionError):
+    """A name that is already taken, or that of one of the library's own kernels."""
 
 
 class KernelRefusedError(MeshAttentionError):
@@ -101,15 +106,23 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
     wanted = _METHODS if needs is None else ("backward", *_METHODS)
     missing = [method for method in wanted if not callable(getattr(kernel, method, None))]
     if missing:
-        raise MeshAttentionError(f"kernel {kernel.name!r} has no method {', '.join(missing)}")
+        forward_only = "; `backward_needs = None` says that it has a forward pass only"
+        raise MeshAttentionError(
+            f"kernel {kernel.name!r} has no method {', '.join(missing)}"
+            + (forward_only if "backward" in missing else "")
+        )
     if not isinstance(getattr(kernel, "backward_needs", 0), BackwardNeeds | None):
         raise MeshAttentionError(
             f"kernel {kernel.name!r} must say in `backward_needs` what its backward pass is to be "
-            "given (a BackwardNeeds), or None if it has a forward pass only"
+            "given: None if it has a forward pass only; mesh_attention.kernels.BackwardNeeds() if "
+            "it takes `out` or `delta`, whichever there is; BackwardNeeds(out=True) or (delta=True)"
         )
     if kernel.name in kernel_names():
-        raise UnknownKernelError(
-            f"a kernel named {kernel.name!r} is registered already; unregister it first"
+        own = kernel.name in _OWN
+        raise KernelNameError(
+            f"a kernel named {kernel.name!r} is "
+            + ("the library's own; choose another name" if own else "registered already; ")
+            + ("" if own else f"unregister_kernel({kernel.name!r}) removes it")
         )
     global _version
     _KERNELS.insert(0 if before is None else _index(before), kernel)
@@ -117,8 +130,14 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
 
 
 def unregister(name: str) -> None:
+    """Remove a kernel that was registered. Calls that were prepared with it keep it."""
     global _version
-    del _KERNELS[_index(name)]
+    at = _index(name)
+    if name in _OWN:
+        raise KernelNameError(
+            f"kernel {name!r} is the library's own and stays; kernel=... chooses another"
+        )
+    del _KERNELS[at]
     _version += 1
 
 

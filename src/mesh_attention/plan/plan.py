@@ -108,7 +108,10 @@ class Plan:
             if one.direction == direction:
                 return one
         known = ", ".join(one.direction for one in self.passes)
-        raise PlanError(f"this plan has no {direction} pass; it has: {known}")
+        raise PlanError(
+            f"this plan has no {direction} pass; it has: {known}; make_plan(...) without "
+            "directions makes both"
+        )
 
     @property
     def forward(self) -> Pass:

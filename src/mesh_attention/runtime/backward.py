@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import BackwardInputs, BackwardNeeds, Block, Kernel, RowKernels
+from mesh_attention.kernels.results import check_backward
 from mesh_attention.runtime.accumulate import SummedRows, clear
 from mesh_attention.runtime.binding import cut
 from mesh_attention.runtime.streams import ComputeStreams
@@ -128,7 +129,8 @@ class BackwardCalls:
     """All kernel calls of one operation on its tensors, to be made in every call of the program.
 
     `untouched` rows of the gradients are seen by no call; `follows`: the first call reads what was
-    computed right before it.
+    computed right before it; `unchecked`: places in the program, `at` is that of this operation,
+    whose kernels have not returned anything yet.
     """
 
     def __init__(
@@ -140,7 +142,10 @@ class BackwardCalls:
         untouched: Sequence[Tensor],
         streams: ComputeStreams,
         follows: bool,
+        at: int,
+        unchecked: set[int],
     ) -> None:
+        self._at, self._unchecked = at, unchecked
         self._untouched = untouched
         self._streams = streams
         self._follows = follows
@@ -151,6 +156,7 @@ class BackwardCalls:
 
     def __call__(self) -> None:
         streams = self._streams
+        check = self._at in self._unchecked
         for rows in self._untouched:
             clear(rows)
         inputs: list[BackwardInputs] = []
@@ -165,11 +171,14 @@ class BackwardCalls:
             elif at == 1 and self._prepared is not None:
                 streams.wait_for(self._prepared)
             grads = call.kernel.backward(call.block, inputs[at])
+            if check:
+                check_backward(call.kernel, call.block, grads)
             streams.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
         streams.hold(inputs)
+        self._unchecked.discard(self._at)
 
 
 def backward_needs(kernel: Kernel) -> BackwardNeeds:

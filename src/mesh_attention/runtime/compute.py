@@ -29,6 +29,7 @@ from mesh_attention.kernels import (
     RowRange,
     kind_of,
 )
+from mesh_attention.kernels.results import check_forward
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import (
@@ -68,6 +69,7 @@ class ComputeOperations:
         self._rows = rows
         self._softmax_scale = softmax_scale
         self._streams = streams
+        self._unchecked = set(masks)  # attentions whose kernels have not returned anything yet
 
     def bind(self, at: int, views: Views) -> Work:
         op = self.operations[at]
@@ -88,7 +90,9 @@ class ComputeOperations:
         calls = [
             (
                 partial(
-                    self._kernels[kind_of(mask)].forward,
+                    self._checked_forward,
+                    at,
+                    self._kernels[kind_of(mask)],
                     _block(call, q, k, v, mask, self._softmax_scale),
                 ),
                 MergedRows(self._rows, out, lse, stretches),
@@ -98,7 +102,14 @@ class ComputeOperations:
             )
         ]
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
-        return partial(_forward, self._streams, at in self._follow, untouched, calls)
+        done = partial(self._unchecked.discard, at)
+        return partial(_forward, self._streams, at in self._follow, untouched, calls, done)
+
+    def _checked_forward(self, at: int, kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+        result = kernel.forward(block)
+        if at in self._unchecked:
+            check_forward(kernel, block, result)
+        return result
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
@@ -130,6 +141,8 @@ class ComputeOperations:
             untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
             streams=self._streams,
             follows=at in self._follow,
+            at=at,
+            unchecked=self._unchecked,
         )
 
     def _merge(self, op: Merge, views: Views) -> Work:
@@ -162,6 +175,7 @@ def _forward(
     follows: bool,
     untouched: Sequence[tuple[Tensor, Tensor]],
     calls: Sequence[tuple[Callable[[], tuple[Tensor, Tensor]], MergedRows]],
+    done: Callable[[], None] | None = None,
 ) -> None:
     """`follows`: the first kernel call reads what was computed right before it."""
     for out, lse in untouched:
@@ -175,6 +189,8 @@ def _forward(
         streams.follow()
         target.take(*result)
         del result  # before the next call asks for as much memory again
+    if done is not None:
+        done()
 
 
 def _block(
