@@ -45,6 +45,20 @@ def _same_moves(members: Sequence[int], operations: Sequence[AllGather | ReduceS
             raise Broken(member, f"moves other sizes than rank {members[0]}")
 
 
+def _same_kinds(
+    memory: Memory,
+    members: Sequence[int],
+    operations: Sequence[AllGather | ReduceScatter],
+    at: int,
+) -> None:
+    """The parts and wholes of all members, of one tensor: what each sends arrives at all others."""
+    first = memory.buffer(members[0], operations[0].moves[at].part)
+    for rank, op in zip(members, operations, strict=True):
+        move = op.moves[at]
+        for piece in (move.part, move.whole):
+            memory.expect_same_kind(members[0], first, rank, memory.buffer(rank, piece))
+
+
 def _owners_in_whole(move: Move, num_members: int) -> list[tuple[int, int, int]]:
     """(member, start, stop) of the part's rows, in the order in which the whole holds them."""
     return [(member, a, b) for a, b in pairwise(move.cuts) for member in range(num_members)]
@@ -58,14 +72,13 @@ def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGath
     for at, move in enumerate(operations[0].moves):
         values: list[Content] = []
         labels: list[tuple[int, int]] = []
+        _same_kinds(memory, members, operations, at)
         for member, a, b in _owners_in_whole(move, len(members)):
             rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
             values += memory.read(rank, part)
             labels += memory.labels(rank, part)
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
-            have, want = memory.buffer(members[0], move.part), memory.buffer(rank, whole)
-            memory.expect_same_kind(members[0], have, rank, want)
             if memory.labels(rank, whole) != labels:
                 raise Broken(rank, f"gathers other tokens or heads than {whole.buffer} holds")
             memory.write(rank, whole, values)
@@ -77,10 +90,9 @@ def _reduce_scatter(
     for at, move in enumerate(operations[0].moves):
         contributions = []
         labels = memory.labels(members[0], move.whole)
-        part_buffer = memory.buffer(members[0], move.part)
+        _same_kinds(memory, members, operations, at)
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
-            memory.expect_same_kind(rank, memory.buffer(rank, whole), members[0], part_buffer)
             if memory.labels(rank, whole) != labels:
                 raise Broken(
                     rank, f"{whole.buffer} holds other tokens or heads than rank {members[0]}'s"

@@ -25,6 +25,7 @@ class SymbolicCompute:
 
     def attend(self, rank: int, op: Attend) -> None:
         self._check_calls(rank, op.q, op.k, op.calls)
+        self._check_heads(rank, op.q, op.k)
         self._expect(rank, op.q, Kind.Q)
         keys = self._keys(rank, op.k, op.v)
         self._same_rows(rank, (op.q, op.out, op.lse))
@@ -45,6 +46,7 @@ class SymbolicCompute:
     def attend_backward(self, rank: int, op: AttendBackward) -> None:
         atoms = self._atoms
         self._check_calls(rank, op.q, op.k, op.calls)
+        self._check_heads(rank, op.q, op.k)
         if (op.out is None) == (op.delta is None):
             raise Broken(rank, "needs either out or delta")
         statistic = (op.delta, Kind.DELTA) if op.out is None else (op.out, Kind.OUT)
@@ -78,14 +80,8 @@ class SymbolicCompute:
             self._memory.write(rank, piece, sums, accumulates=not op.fresh_kv)
 
     def merge(self, rank: int, op: Merge) -> None:
-        self._same_rows(rank, (*op.inputs, *op.outputs))
+        kind = self._check_operands(rank, op)
         inputs = [self._memory.read(rank, piece) for piece in op.inputs]
-        kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
-        want = _kinds_of(op, kinds[-1])
-        if kinds != want:
-            raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
-        if op.rule is MergeRule.SUM and len(inputs) != 1:
-            check_summable(rank, kinds[-1])
         size = len(self._memory.labels(rank, op.outputs[0]))
         name = op.outputs[0].buffer
         if op.rule is MergeRule.DELTA:
@@ -107,10 +103,26 @@ class SymbolicCompute:
                 results = inputs[0]  # a copy keeps whatever it is
             else:
                 results = self._union_all(rank, name, inputs, size)
-                if kinds[-1] is Kind.OUT:
+                if kind is Kind.OUT:
                     check_scaled(rank, results)
+        # A softmax merge can only be made in its first pair, into which the others are merged.
+        kept = op.inputs[:2] if op.rule is MergeRule.SOFTMAX else op.inputs
         for piece in op.outputs:
-            self._memory.write(rank, piece, results, accumulates=piece in op.inputs)
+            self._memory.write(rank, piece, results, accumulates=piece in kept)
+
+    def _check_operands(self, rank: int, op: Merge) -> Kind:
+        """They are those of the rule; gives the kind of the last result."""
+        if len(op.outputs) != (2 if op.rule is MergeRule.SOFTMAX else 1):
+            raise Broken(rank, f"writes {len(op.outputs)} pieces by the rule {op.rule}")
+        self._same_rows(rank, (*op.inputs, *op.outputs))
+        kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
+        if kinds != _kinds_of(op, kinds[-1]):
+            raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
+        if op.rule is MergeRule.LSE and not op.inputs:
+            raise Broken(rank, f"merges nothing by the rule {op.rule}")
+        if op.rule is MergeRule.SUM and len(op.inputs) != 1:
+            check_summable(rank, kinds[-1])
+        return kinds[-1]
 
     def _union_all(
         self, rank: int, name: str, inputs: Sequence[list[Content]], size: int
@@ -137,6 +149,22 @@ class SymbolicCompute:
         wrong = self._checked[key]
         if wrong:
             raise Broken(rank, wrong)
+
+    def _check_heads(self, rank: int, q: Piece, k: Piece) -> None:
+        """A kernel gives each key head as many of the query heads as the next, in their order:
+        those must be the heads that share it."""
+        q_first, q_stop = _heads(self._memory.buffer(rank, q), q)
+        k_first, k_stop = _heads(self._memory.buffer(rank, k), k)
+        group = self._plan.problem.heads_per_kv_head
+        if (q_first, q_stop) == (k_first * group, k_stop * group):
+            return
+        each, rest = divmod(q_stop - q_first, k_stop - k_first)
+        if rest or any(
+            (q_first + at) // group != k_first + at // each for at in range(q_stop - q_first)
+        ):
+            raise Broken(
+                rank, f"{q.buffer} and {k.buffer} have heads that do not belong to each other"
+            )
 
     def _piece_spans(self, rank: int, piece: Piece) -> Spans:
         buffer = self._memory.buffer(rank, piece)
@@ -185,6 +213,13 @@ class SymbolicCompute:
         if fresh:
             return [Partial(0)] * len(self._memory.labels(rank, piece))
         return [_partial(rank, piece.buffer, v) for v in self._memory.read(rank, piece)]
+
+
+def _heads(buffer: Buffer, piece: Piece) -> tuple[int, int]:
+    """The heads of a piece, of all that there are."""
+    if piece.heads is None:
+        return buffer.heads
+    return buffer.heads[0] + piece.heads[0], buffer.heads[0] + piece.heads[1]
 
 
 def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:

@@ -3,11 +3,12 @@ inside their buffers, groups with this rank, tasks in the order of the schedule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mesh_attention.plan.buffers import Kind, Precision, Role
+from mesh_attention.plan.buffers import Kind, Piece, Precision, Role
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
@@ -96,6 +97,8 @@ def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | 
         want = wanted.pop((buffer.role, buffer.kind), None)
         if want is None:
             return buffer.name, f"is not an {buffer.role} of the {one.direction} pass, or is twice"
+        if buffer.name != str(buffer.kind):  # callers give and get their tensors by name
+            return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
         if (buffer.rows, buffer.heads, buffer.precision) != want:
             return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
     if wanted:
@@ -114,7 +117,6 @@ def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int,
 def _schedule_findings(one: Pass) -> list[Finding]:
     """The schedule that is drawn and simulated is the order in which the programs run."""
     place = {task: at for at, task in enumerate(one.schedule.order())}
-    seen: set[Task] = set()
     for program in one.programs:
         last = -1
         begun: set[Task] = set()
@@ -129,15 +131,11 @@ def _schedule_findings(one: Pass) -> list[Finding]:
                 message = "does not stand where the schedule has it"
                 return [Finding(str(one.direction), program.rank, op.name, message)]
             last = at
-            seen.add(task)
         attends = [op.task for op in program.operations if isinstance(op, Attend | AttendBackward)]
         strange = [task for task in attends if task not in place]
         if strange:
             message = "is not in the schedule"
             return [Finding(str(one.direction), program.rank, str(strange[0]), message)]
-    missing = [task for task in place if task not in seen]
-    if missing:
-        return [Finding(str(one.direction), 0, str(missing[0]), "is scheduled but no rank does it")]
     return []
 
 
@@ -179,6 +177,9 @@ def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] |
         places = layout.slots * layout.num_ranks
         if any(not 0 <= start < stop <= places for start, stop in buffer.rows):
             return buffer.name, f"has rows outside the {places} places of all ranks"
+        heads = plan.problem.kv_heads if buffer.kind.is_key_side else plan.problem.num_heads
+        if not 0 <= buffer.heads[0] < buffer.heads[1] <= heads:
+            return buffer.name, f"has heads {buffer.heads}, of which there are {heads}"
     sizes = {name: (b.num_rows, b.num_heads) for name, b in table.items()}
     tasks: set[Task] = set()
     for op in program.operations:
@@ -195,15 +196,37 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
     if isinstance(op, Free):
         missing = [name for name in op.buffers if name not in sizes]
         return f"frees the unknown buffer {missing[0]}" if missing else None
-    for piece in (*reads(op), *writes(op)):
+    taken, given = tuple(reads(op)), tuple(writes(op))
+    for piece in (*taken, *given):
         if piece.buffer not in sizes:
             return f"uses the unknown buffer {piece.buffer}"
         rows, heads = sizes[piece.buffer]
-        if not 0 <= piece.start <= piece.stop <= rows:
+        if not 0 <= piece.start < piece.stop <= rows:
             return f"uses rows {piece.start}:{piece.stop} of {piece.buffer}, which has {rows}"
-        if piece.heads and not 0 <= piece.heads[0] <= piece.heads[1] <= heads:
+        if piece.heads and not 0 <= piece.heads[0] < piece.heads[1] <= heads:
             return f"uses heads {piece.heads} of {piece.buffer}, which has {heads}"
+    if isinstance(op, Communication):
+        return overlap_fault(taken, given)
     return None
+
+
+def overlap_fault(taken: Sequence[Piece], given: Sequence[Piece]) -> str | None:
+    """What a communication sends it must not receive into: what arrives first would be sent on."""
+    names = {piece.buffer for piece in given}
+    for piece in taken:
+        if piece.buffer in names and any(_overlap(piece, other) for other in given):
+            return f"sends rows {piece.start}:{piece.stop} of {piece.buffer} and receives into them"
+    return None
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    apart = one.heads and other.heads and not _meet(one.heads, other.heads)
+    rows = (one.start, one.stop), (other.start, other.stop)
+    return one.buffer == other.buffer and not apart and _meet(*rows)
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _group_fault(one: Pass, rank: int, op: Communication) -> str | None:

@@ -1,0 +1,254 @@
+"""Damage inside one operation: its pieces, its moves, its calls, its rule."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+from damage import (
+    CALL,
+    PIECE,
+    PIECE_FIELD,
+    Lines,
+    Mutation,
+    any_match,
+    buffers_of,
+    operations,
+    other_interval,
+    program_of,
+    put,
+    replaced,
+)
+
+__all__ = ["OPERANDS"]
+
+
+def buffer_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, PIECE)
+    if found is None:
+        return None
+    at, piece = found
+    known = buffers_of(lines, at)
+    kind = next((words[2] for words in known if words[1] == piece[1]), "")
+    alike = [words[1] for words in known if words[2] == kind]
+    name = rng.choice(alike if rng.random() < 0.6 and alike else [words[1] for words in known])
+    line = lines[at]
+    return put(rng, lines, at, line[: piece.start(1)] + name + line[piece.end(1) :])
+
+
+def rows_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, PIECE)
+    if found is None:
+        return None
+    at, piece = found
+    a, b = other_interval(rng, int(piece[2]), int(piece[3]))
+    line = lines[at]
+    return put(rng, lines, at, f"{line[: piece.start(2)]}{a}:{b}{line[piece.end(3) :]}")
+
+
+def heads_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, PIECE)
+    if found is None:
+        return None
+    at, piece = found
+    a, b = sorted((rng.randint(0, 4), rng.randint(0, 4)))
+    heads = "" if rng.random() < 0.2 else f"{{{a}:{b}}}"
+    return put(
+        rng, lines, at, replaced(lines[at], piece, f"{piece[1]}[{piece[2]}:{piece[3]}]{heads}")
+    )
+
+
+def heads_of_all_pieces_of_one_side(rng: Random, lines: Lines) -> Lines | None:
+    """Query and key heads cut apart: each side alone is in order."""
+    places = operations(lines, "attend")
+    if not places:
+        return None
+    at = rng.choice(places)
+    fields = rng.choice((("k", "v", "grad_k", "grad_v"), ("q", "out", "lse", "grad_out", "grad_q")))
+    a, b = sorted(rng.sample(range(5), 2))
+
+    def cut(match: re.Match[str]) -> str:
+        piece = match[2].partition("{")[0]
+        return f"{match[1]}={piece}{{{a}:{b}}}" if match[1] in fields else match[0]
+
+    return put(rng, lines, at, PIECE_FIELD.sub(cut, lines[at]))
+
+
+def two_pieces_swapped(rng: Random, lines: Lines) -> Lines | None:
+    places = [i for i in operations(lines) if len(PIECE.findall(lines[i])) > 1]
+    if not places:
+        return None
+    at = rng.choice(places)
+    one, other = sorted(rng.sample(list(PIECE.finditer(lines[at])), 2), key=lambda m: m.start())
+    line = replaced(lines[at], other, one[0])
+    return put(rng, lines, at, replaced(line, one, other[0]))
+
+
+def a_piece_for_another(rng: Random, lines: Lines) -> Lines | None:
+    places = [i for i in operations(lines) if len(PIECE.findall(lines[i])) > 1]
+    if not places:
+        return None
+    at = rng.choice(places)
+    one, other = rng.sample(list(PIECE.finditer(lines[at])), 2)
+    return put(rng, lines, at, replaced(lines[at], one, other[0]))
+
+
+def a_list_of_pieces(rng: Random, lines: Lines) -> Lines | None:
+    """A piece, a pair or a move dropped, doubled or moved in its list."""
+    field = re.compile(r"(moves|inputs|outputs|sends|receives)=(\S+)")
+    found = any_match(rng, lines, field)
+    if found is None:
+        return None
+    at, match = found
+    separator = "|" if "|" in match[2] and rng.random() < 0.5 else "+"
+    items = match[2].split(separator)
+    i, j = rng.randrange(len(items)), rng.randrange(len(items))
+    how = rng.randrange(4)
+    if how == 0:
+        del items[i]
+    elif how == 1:
+        items.insert(j, items[i])
+    elif how == 2:
+        items[i], items[j] = items[j], items[i]
+    else:
+        items.insert(j, items.pop(i))
+    new = separator.join(items) or "-"
+    return put(rng, lines, at, replaced(lines[at], match, f"{match[1]}={new}"))
+
+
+def parts_or_wholes_of_two_moves(rng: Random, lines: Lines) -> Lines | None:
+    """The parts, or the wholes, of two tensors of one collective change places."""
+    places = [i for i in operations(lines, " moves=") if "+" in lines[i]]
+    if not places:
+        return None
+    at = rng.choice(places)
+    head, moves = lines[at].rsplit("=", 1)
+    items = [re.split("[</]", move) for move in moves.split("+")]
+    i, j = rng.sample(range(len(items)), 2)
+    field = rng.randrange(3)
+    items[i][field], items[j][field] = items[j][field], items[i][field]
+    return put(rng, lines, at, f"{head}={'+'.join(f'{p}<{w}/{c}' for p, w, c in items)}")
+
+
+def cuts_of_a_move(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, re.compile(r"/([\d,]+)"))
+    if found is None:
+        return None
+    at, match = found
+    last = int(match[1].rsplit(",", 1)[-1])
+    inner = sorted(rng.sample(range(1, last), rng.randint(0, min(2, last - 1)))) if last > 1 else []
+    cuts = ",".join(map(str, (0, *inner, last)))
+    return put(rng, lines, at, replaced(lines[at], match, f"/{cuts}"))
+
+
+def a_merge_rule(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, re.compile(r"rule=(\w+)"))
+    if found is None:
+        return None
+    at, match = found
+    rule = rng.choice(("softmax", "lse", "rescale", "sum", "delta"))
+    return put(rng, lines, at, replaced(lines[at], match, f"rule={rule}"))
+
+
+def a_merge_into_one_of_its_inputs(rng: Random, lines: Lines) -> Lines | None:
+    """The output becomes an input, here and in all that the program does with it afterwards."""
+    places = [i for i in operations(lines, ": merge ") if "inputs=-" not in lines[i]]
+    if not places:
+        return None
+    at = rng.choice(places)
+    head, _, outputs = lines[at].rpartition(" outputs=")
+    inputs = [piece[0] for piece in PIECE.finditer(head)]
+    out = [piece[0] for piece in PIECE.finditer(f"={outputs}")]
+    if not inputs or not out:
+        return None
+    old, new = rng.choice(out), rng.choice(inputs)
+    stop = program_of(lines, at).stop
+    if rng.random() < 0.5:
+        stop = at + 1
+    lines[at] = f"{head} outputs={outputs.replace(old, new)}"
+    return [line.replace(old, new) if at < i < stop else line for i, line in enumerate(lines)]
+
+
+def rows_of_a_call(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, CALL)
+    if found is None:
+        return None
+    at, call = found
+    numbers = [int(call[i]) for i in range(2, 6)]
+    side = rng.choice((0, 2))
+    numbers[side : side + 2] = other_interval(rng, *numbers[side : side + 2])
+    q0, q1, k0, k1 = numbers
+    return put(rng, lines, at, replaced(lines[at], call, f"{call[1]}({q0}:{q1},{k0}:{k1})"))
+
+
+def kind_of_a_call(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, CALL)
+    if found is None:
+        return None
+    at, call = found
+    kind = rng.choice(("full", "causal", "range"))
+    line = lines[at]
+    return put(rng, lines, at, line[: call.start(1)] + kind + line[call.end(1) :])
+
+
+def the_calls(rng: Random, lines: Lines) -> Lines | None:
+    """One dropped or doubled, two in another order, or all as one row range."""
+    found = any_match(rng, lines, re.compile(r"calls=(\S+)"))
+    if found is None:
+        return None
+    at, match = found
+    calls = match[1].split("+")
+    i, j = rng.randrange(len(calls)), rng.randrange(len(calls))
+    how = rng.randrange(4)
+    if how == 0:
+        del calls[i]
+    elif how == 1:
+        calls.append(calls[i])
+    elif how == 2:
+        calls[i], calls[j] = calls[j], calls[i]
+    else:
+        q, k = (re.search(rf" {side}=[^\[]+\[(\d+):(\d+)\]", lines[at]) for side in "qk")
+        if q is None or k is None:
+            return None
+        calls = [f"range(0:{int(q[2]) - int(q[1])},0:{int(k[2]) - int(k[1])})"]
+    return put(rng, lines, at, replaced(lines[at], match, f"calls={'+'.join(calls) or '-'}"))
+
+
+def a_fresh_flag(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, re.compile(r"(fresh\w*)=(yes|no)"))
+    if found is None:
+        return None
+    at, match = found
+    new = "no" if match[2] == "yes" else "yes"
+    return put(rng, lines, at, replaced(lines[at], match, f"{match[1]}={new}"))
+
+
+def out_or_delta(rng: Random, lines: Lines) -> Lines | None:
+    found = any_match(rng, lines, re.compile(r" (out|delta)=(\S+)"), "attend-backward")
+    if found is None:
+        return None
+    at, match = found
+    rows = re.search(r" q=[^\[]+(\[\d+:\d+\])", lines[at])
+    names = [words[1] for words in buffers_of(lines, at) if words[2] == match[1]]
+    new = rng.choice(["none", *(name + (rows[1] if rows else "[0:2]") for name in names)])
+    return put(rng, lines, at, replaced(lines[at], match, f" {match[1]}={new}"))
+
+
+OPERANDS: tuple[Mutation, ...] = (
+    buffer_of_a_piece,
+    rows_of_a_piece,
+    heads_of_a_piece,
+    heads_of_all_pieces_of_one_side,
+    two_pieces_swapped,
+    a_piece_for_another,
+    a_list_of_pieces,
+    parts_or_wholes_of_two_moves,
+    cuts_of_a_move,
+    a_merge_rule,
+    a_merge_into_one_of_its_inputs,
+    rows_of_a_call,
+    kind_of_a_call,
+    the_calls,
+    a_fresh_flag,
+    out_or_delta,
+)
