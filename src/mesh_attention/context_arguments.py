@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.plan.arguments import flag, number, real
-from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
@@ -84,8 +85,6 @@ def _problem(
 ) -> Problem:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
-    if causal is None:
-        causal = isinstance(mask, Mask) and mask.causal
     return Problem(
         q_tokens=number("seq_len", seq_len),
         kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),
@@ -124,14 +123,18 @@ def _call_options(
     timeout: Any = None,
 ) -> CallOptions:
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    if kernel is not None and kernel not in kernel_names():
+    if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
         known = ", ".join(kernel_names())
         raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
-    if transport not in list(TransportName):
+    if not (isinstance(transport, str) and transport in list(TransportName)):
         known = ", ".join(TransportName)
         raise MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    if timeout is not None and timeout <= timedelta(0):
+        raise MeshAttentionError(
+            f"timeout={timeout!r}: must be above 0; leave it out for that of the group"
+        )
     graph, backend = flag("cuda_graph", cuda_graph), dist.get_backend(group)
     if graph and backend != dist.Backend.NCCL:
         raise MeshAttentionError(
@@ -147,12 +150,13 @@ def _call_options(
 
 def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:
     """What is wrong with one rank's tensors for a call; returned, since all ranks must be told."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
-            kind = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
-            return MeshAttentionError(f"{name} is {kind}; it must be a dense torch.Tensor")
+    fault = fault_of_kind(q=q, k=k, v=v)
+    if fault is not None:
+        return fault
     p = plan.problem
     batch = q.shape[0] if q.ndim == 4 else 1
+    if batch == 0:
+        return MeshAttentionError(f"q has shape {tuple(q.shape)}: a batch of 0 is not supported")
     slots, kv_slots = plan.q_layout.slots, plan.kv_layout.slots
     wanted = {
         "q": (q, (batch, slots, p.num_heads, p.head_dim)),
@@ -172,6 +176,43 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return MeshAttentionError(f"dtype {q.dtype} is not a floating-point type of attention")
     return None
+
+
+def fault_of_kind(**tensors: Any) -> MeshAttentionError | None:
+    """Tensors, by name, that hold no plain numbers of this process: kernels and transports read
+    memory, and would fail in the middle of a call, or read something else."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            kind, way_out = type(x).__name__, "it must be a torch.Tensor"
+        elif x.is_nested:
+            kind, way_out = "a nested tensor", "give a dense one, and documents in the mask"
+        elif x.layout is not torch.strided:
+            kind, way_out = f"a {x.layout} tensor", "it must be a dense torch.Tensor"
+        elif type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            kind, way_out = f"a {type(x).__name__}", _WAYS_OUT.get(type(x).__name__, _PLAIN)
+        elif x.is_meta:
+            kind, way_out = "on the meta device", "it must have data"
+        elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            kind, way_out = "a dual tensor", "forward-mode derivatives are not supported"
+        else:
+            continue
+        return MeshAttentionError(f"{name} is {kind}; {way_out}")
+    if torch._C._are_functorch_transforms_active():
+        return MeshAttentionError(
+            "transforms of torch.func (vmap, grad, jvp, ...) around attention are not supported"
+        )
+    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+        return MeshAttentionError(f"a FakeTensorMode is active; {_WAYS_OUT['FakeTensor']}")
+    return None
+
+
+_PLAIN = "give the plain torch.Tensor that this rank holds"
+_WAYS_OUT = {
+    "FakeTensor": "tracing (torch.compile, torch.export) is not supported yet: leave the call out "
+    "of it, with torch.compiler.disable",
+    "DTensor": f"{_PLAIN}, x.to_local()",
+    "AsyncCollectiveTensor": f"{_PLAIN}, x.wait()",
+}
 
 
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import fault_of_tensors, process_group, read_arguments
+from mesh_attention.context_arguments import (
+    fault_of_kind,
+    fault_of_tensors,
+    process_group,
+    read_arguments,
+)
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
@@ -27,7 +32,7 @@ def mesh_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
+    causal: bool | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     seq_len: int | None = None,
     kv_seq_len: int | None = None,
@@ -70,9 +75,10 @@ def _sizes(
     context: Context, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Any]:
     """What the shapes of the shards say. A length of 0 was given too, and is refused later."""
+    fault = fault_of_kind(q=q, k=k, v=v)
+    if fault is not None:
+        raise fault
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise MeshAttentionError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
         if x.ndim != 4:
             raise MeshAttentionError(
                 f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"

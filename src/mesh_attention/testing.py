@@ -13,6 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from mesh_attention.context_arguments import fault_of_kind
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
@@ -148,9 +149,9 @@ def _in_turns(
 def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None) -> None:
     p = a_plan(plan).problem
     given = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise MeshAttentionError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+    fault = fault_of_kind(**given)
+    if fault is not None:
+        raise fault
     if grad_out is not None:
         plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
     batch = q.shape[0] if q.ndim else 0

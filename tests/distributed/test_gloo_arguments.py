@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,11 +35,16 @@ WRONG_ARGUMENTS = {
     "length": ({"seq_len": 0}, "seq_len=0: must be a whole number of at least 1"),
     "keys": ({"kv_seq_len": 0}, "kv_seq_len=0: must be a whole number of at least 1"),
     "window-twice": ({"mask": Mask(causal=True), "window_size": (4, 0)}, "not both"),
+    "mask-and-causal": ({"mask": Mask(causal=True), "causal": False}, "causal=False contradicts"),
     "causal-and-mask": ({"mask": Mask(window=(3, 3)), "causal": True}, "contradicts"),
     "documents": ({"mask": Mask(causal=True, documents=(0, 39))}, "documents end at 39"),
     "alpha": ({"alpha": 2}, "'alpha' needs ranks_per_node"),
     "graph": ({"cuda_graph": True}, "cuda_graph=True needs a group over nccl"),
     "graph-text": ({"cuda_graph": "yes"}, "cuda_graph='yes': must be True or False"),
+    "kernel": ({"kernel": np.array(["cudnn", "blockwise"])}, "no kernel is named array(["),
+    "transport": ({"transport": np.array([1, 2])}, "transport=array([1, 2]) is unknown"),
+    "method-array": ({"method": np.array(["mesh", "ring"])}, "unknown method array(["),
+    "timeout": ({"timeout": timedelta(0)}, "timeout=datetime.timedelta(0): must be above 0"),
     "memory": ({"max_memory_bytes": 10}, "10"),
 }
 

@@ -6,6 +6,7 @@ may have been handed to the transport. Afterwards the right call must work on th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
 from mesh_attention.plan.program import Attend, CallKind
@@ -69,6 +73,34 @@ def without_grad(inputs: Inputs) -> Inputs:
     return [x.detach() for x in inputs]
 
 
+def strided_nested(inputs: Inputs) -> Inputs:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch recommends the other layout
+        return [torch.nested.nested_tensor([*x.detach()]) for x in inputs]
+
+
+def fake(inputs: Inputs) -> Inputs:
+    mode = FakeTensorMode()
+    return [mode.from_tensor(x.detach()) for x in inputs]
+
+
+def spread(inputs: Inputs) -> Inputs:
+    mesh = DeviceMesh("cpu", [torch.distributed.get_rank()], _init_backend=False)
+    return [DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False) for x in inputs]
+
+
+def without_data(inputs: Inputs) -> Inputs:
+    return [x.detach().to("meta") for x in inputs]
+
+
+def sparse(inputs: Inputs) -> Inputs:
+    return [x.detach().to_sparse() for x in inputs]
+
+
+def nobody(inputs: Inputs) -> Inputs:
+    return [x[:0] for x in inputs]
+
+
 def call_wrongly(
     rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
 ) -> tuple[Raised, Any]:
@@ -88,6 +120,12 @@ MISTAKES = {
     "ndim": (no_batch, "q has shape (10, 4, 8)"),
     "integers": (whole_numbers, "torch.int64 is not a floating-point type"),
     "grad": (without_grad, "needs_grad is False there, True elsewhere"),
+    "nested": (strided_nested, "q is a nested tensor; give a dense one"),
+    "fake": (fake, "q is a FakeTensor; tracing (torch.compile, torch.export) is not supported yet"),
+    "dtensor": (spread, "q is a DTensor; give the plain torch.Tensor that this rank holds"),
+    "meta": (without_data, "q is on the meta device; it must have data"),
+    "sparse": (sparse, "q is a torch.sparse_coo tensor; it must be a dense torch.Tensor"),
+    "nobody": (nobody, "q has shape (0, 10, 4, 8): a batch of 0 is not supported"),
 }
 
 
@@ -114,6 +152,66 @@ def test_the_same_wrong_tensors_on_all_ranks_raise_on_all(pool: WorkerPool, name
     results = pool.run(call_wrongly, RANKS, mistake, list(range(RANKS)))
     all_raised([raised for raised, _ in results])
     assert all(reason in raised.error for raised, _ in results)
+
+
+def transformed(rank: int, world_size: int, how: str, odd: int) -> Raised:
+    with context(CASE) as cp:
+        q, k, v = (x.detach() for x in shards(cp, CASE))
+
+        def call() -> Any:
+            if rank != odd:
+                return cp.attention(q, k, v)
+            if how == "vmap":
+                return torch.vmap(lambda x: cp.attention(x, k, v))(q[None])
+            if how == "grad":
+                return torch.func.grad(lambda x: cp.attention(x, k, v).sum())(q)  # type: ignore[union-attr]
+            if how == "mode":
+                with FakeTensorMode(allow_non_fake_inputs=True):
+                    return cp.attention(q, k, v)
+            with forward_ad.dual_level():
+                return cp.attention(forward_ad.make_dual(q, q), k, v)  # type: ignore[no-untyped-call]
+
+        return raised_by(call, cp)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("vmap", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
+        ("grad", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
+        ("dual", "q is a dual tensor; forward-mode derivatives are not supported"),
+        ("mode", "a FakeTensorMode is active; tracing"),
+    ],
+)
+def test_transforms_around_a_call_on_one_rank_are_refused_on_all(
+    pool: WorkerPool, how: str, reason: str
+) -> None:
+    raised = pool.run(transformed, RANKS, how, 1)
+    all_raised(raised)
+    assert all(reason in one.error for one in raised)
+
+
+def negated(rank: int, world_size: int) -> list[bool]:
+    """Views whose memory holds the opposite: their numbers travel, not their memory."""
+    with context(CASE) as cp:
+        q, k, v = shards(cp, CASE)
+        views = [torch._neg_view(-x.detach()).requires_grad_() for x in (q, k, v)]
+        plain, found = cp.attention(q, k, v), cp.attention(*views)
+        assert isinstance(plain, Tensor)
+        assert isinstance(found, Tensor)
+        grads = torch.autograd.grad(plain, (q, k, v), plain.detach())
+        same = torch.autograd.grad(found, views, torch._neg_view(-plain.detach()))
+        whole = cp.unshard(views[0], 1)
+        return [
+            all(x.is_neg() for x in views),
+            torch.equal(plain, found),
+            all(torch.equal(a, b) for a, b in zip(grads, same, strict=True)),
+            torch.equal(whole, cp.unshard(q, 1)),
+        ]
+
+
+def test_negated_views_are_read_as_what_they_mean(pool: WorkerPool) -> None:
+    assert pool.run(negated, RANKS) == [[True] * 4] * RANKS
 
 
 def test_two_odd_ranks_are_both_named(pool: WorkerPool) -> None:

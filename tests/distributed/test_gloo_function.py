@@ -124,7 +124,7 @@ def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) 
         ),
         (
             Case(4, 48, 48, mask=Mask(causal=True, documents=(0, 9, 48))),
-            {"causal": False, "mask": Mask(causal=True, documents=(0, 9, 48)), "chunks": "2x2"},
+            {"mask": Mask(causal=True, documents=(0, 9, 48)), "chunks": "2x2"},
         ),
     ],
 )

@@ -81,19 +81,24 @@ def make_plan(
 
 
 def attention_mask(
-    *, causal: bool, mask: Mask | None = None, window_size: tuple[int, int] | None = None
+    *, causal: bool | None, mask: Mask | None = None, window_size: tuple[int, int] | None = None
 ) -> Mask:
-    """One mask from the ways to say it; contradictions are refused."""
-    flag("causal", causal)
+    """One mask from the ways to say it; contradictions are refused. Causal None: as the mask."""
+    if causal is not None:
+        flag("causal", causal)
     window = _window(window_size)
     if mask is not None and not isinstance(mask, Mask):
         raise PlanError(f"mask={mask!r}: must be a Mask, such as Mask(causal=True)")
     if mask is None:
-        return Mask(causal=causal, window=window)
+        return Mask(causal=bool(causal), window=window)
     if window is not None:
         raise PlanError("give the window either as window_size or inside mask, not both")
-    if causal and not mask.causal:
-        raise PlanError("causal=True contradicts a mask that is not causal; say it in the mask")
+    if causal is not None and causal != mask.causal:
+        kind = "causal" if mask.causal else "not causal"
+        raise PlanError(
+            f"causal={causal} contradicts a mask that is {kind}; say it in the mask, and leave "
+            "causal out"
+        )
     return mask
 
 

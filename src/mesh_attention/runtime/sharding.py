@@ -41,8 +41,10 @@ def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
 
 
 def rows_first(x_BSHD: Tensor) -> Tensor:
-    """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one."""
-    return x_BSHD.transpose(0, 1).contiguous()
+    """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one. Transports
+    read memory, which in a negated view holds the opposite."""
+    x = x_BSHD.resolve_neg() if x_BSHD.is_neg() else x_BSHD
+    return x.transpose(0, 1).contiguous()
 
 
 class _Unshard(torch.autograd.Function):
@@ -51,7 +53,7 @@ class _Unshard(torch.autograd.Function):
         ctx: Any, x: Tensor, layout: Layout, mine: PlanOnRank, group: dist.ProcessGroup, dim: int
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, mine.rank, dim
-        own = x.contiguous()
+        own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
         devices = mine.plan.devices
         size = len(devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
