@@ -7,8 +7,8 @@ cell can be prepared on any computer (`prepare`) and stored; the GPU then runs w
 from __future__ import annotations
 
 import gzip
+import json
 import os
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -142,7 +142,7 @@ def _tuned() -> Iterator[Cell]:
 
 def prepare(cell: Cell, folder: Path) -> Path:
     """Plan, simulate, and store one rank's part; what is stored already stays."""
-    path = folder / f"{cell.name}.pickle.gz"
+    path = folder / f"{cell.name}.json.gz"
     if path.exists():
         return path
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
@@ -168,8 +168,8 @@ def prepare(cell: Cell, folder: Path) -> Path:
     setting = setting_of(timeline.plan, timeline.one, options)
     given.predicted["setting"] = {key: str(value) for key, value in setting.items()}
     part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
-    with gzip.open(part, "wb") as file:
-        pickle.dump(given, file)
+    with gzip.open(part, "wt", encoding="utf-8") as file:
+        json.dump(given.to_json(), file)
     return part.rename(path)
 
 
@@ -184,6 +184,5 @@ def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def load(cell: Cell, folder: Path) -> RankToReplay:
-    with gzip.open(folder / f"{cell.name}.pickle.gz", "rb") as file:
-        given: RankToReplay = pickle.load(file)
-    return given
+    with gzip.open(folder / f"{cell.name}.json.gz", "rt", encoding="utf-8") as file:
+        return RankToReplay.from_json(json.load(file))

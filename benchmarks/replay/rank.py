@@ -13,9 +13,11 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Communication, Program
+from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.workspace import workspace_map
 
 SLOWEST = "slowest"
+_NUMBERS = ("rank", "flops", "peak_tflops", "predicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,16 @@ class RankToReplay:
     @property
     def program(self) -> Program:
         return self.one.programs[0]
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return {"plan": plan_text(self.plan), "seconds": self.seconds} | numbers
+
+    @staticmethod
+    def from_json(stored: dict[str, Any]) -> RankToReplay:
+        plan = parse_plan(stored["plan"])
+        numbers = {name: stored[name] for name in _NUMBERS}
+        return RankToReplay(plan, plan.passes[0], seconds=tuple(stored["seconds"]), **numbers)
 
 
 def rank_of(timeline: Timeline, asked: int | str) -> int:

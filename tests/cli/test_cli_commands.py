@@ -76,7 +76,9 @@ def test_volume_shows_people_one_column_a_pass(capsys: pytest.CaptureFixture[str
 def test_verify_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
     line = "verify --ranks 6 --tokens 100 --causal --chunks 2x2"
     assert output(line, capsys).startswith("ok: mesh on 6 ranks, forward and backward")
-    assert as_json(line + " --json", capsys) == {"ok": True, "problems": []}
+    told = as_json(line + " --json", capsys)
+    planned = as_json(line.replace("verify", "plan") + " --json", capsys)
+    assert told == {"ok": True, "digest": planned["digest"], "problems": []}
 
 
 def test_a_plan_file_verifies_and_a_corrupted_one_does_not(

@@ -30,10 +30,10 @@ LAYERS = (
     ("kernels",),
     ("cluster",),
     ("plan",),
-    ("plots",),
+    ("files", "plots"),
     ("errors", "version"),
 )
-WITHOUT_TORCH = ("cluster", "plan", "plots", "errors", "version")
+WITHOUT_TORCH = ("cluster", "plan", "files", "plots", "errors", "version")
 ROOT = Path(mesh_attention.__path__[0])
 MODULES = sorted(
     info.name

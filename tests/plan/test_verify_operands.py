@@ -132,6 +132,16 @@ def test_query_heads_with_key_heads_that_are_not_theirs_are_caught_at_that_call(
         assert "heads that do not belong to each other" in finding.message
 
 
+def test_keys_in_place_of_queries_are_caught_before_their_rows_are_looked_up() -> None:
+    """There may be more keys than queries."""
+    plan = plan_mesh(Problem(8, 1, 4, kv_tokens=64), 4, MeshSetting(tile=(2, 2)))
+    for place in places(plan, lambda op: isinstance(op, Attend | AttendBackward)):
+        op = place.op
+        assert isinstance(op, Attend | AttendBackward)
+        finding = caught(place, place.put(replace(op, q=op.k, k=op.q)))
+        assert (finding.rank, finding.operation) == (place.rank, op.name)
+
+
 def test_query_heads_of_two_key_heads_in_equal_parts_are_proven() -> None:
     """Heads 0, 1 | 2, 3 of two key heads: calls for (0), (1, 2), (3), each with its key heads."""
     plan = mesh(kv_heads=2)

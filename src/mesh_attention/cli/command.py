@@ -2,7 +2,7 @@
 
 A subcommand file makes one `Command` and `main.COMMANDS` lists it. Mistakes of the caller are one
 line on standard error with the way out. Exit codes: 0 done, 1 the answer is no (a plan that does
-not verify), 2 asked for the impossible.
+not verify), 2 asked for the impossible, 3 a mistake in here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -135,6 +136,12 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         message = f"the file is not text: {error}"
     except KeyboardInterrupt:
         return 130
+    except MemoryError:
+        message = "there is not enough memory for this"
+    except Exception:
+        traceback.print_exc()
+        print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
+        return 3
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

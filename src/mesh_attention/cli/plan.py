@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
+from mesh_attention.files import replacing
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw import (
     ScheduleComparison,
@@ -53,7 +53,7 @@ def _write_text(plan: Plan, target: str) -> None:
     if target == "-":
         sys.stdout.writelines(lines)
         return
-    with Path(target).open("w", encoding="utf-8") as file:
+    with replacing(target) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(lines)
 
 

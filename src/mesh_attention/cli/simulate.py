@@ -28,6 +28,7 @@ from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.trace import trace_of
 from mesh_attention.cluster.waits import Overlap
+from mesh_attention.files import replacing
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     found = simulated(args, cluster, args.overlap)
     timelines = [one.timeline for one in found]
     if args.trace:
-        with args.trace.open("w", encoding="utf-8") as file:
-            json.dump(trace_of(timelines, trace_ranks), file)
+        with replacing(args.trace) as part, part.open("w", encoding="utf-8") as trace:
+            json.dump(trace_of(timelines, trace_ranks), trace)
     if args.gantt:
         draw_gantt(timelines, args.gantt, gantt_ranks)
     files = []

@@ -6,14 +6,17 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, directions_of, given, plan_of
 from mesh_attention.cli.output import progress, show
+from mesh_attention.errors import PlanTextError
+from mesh_attention.files import read_text
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.text import digest, parse_plan
+from mesh_attention.plan.text import HEADER, digest, parse_plan
 from mesh_attention.plan.verify import Finding, verify
+
+MOST_BYTES = 1 << 30  # the text of a mesh of 1,024 ranks has 40 MB
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,7 +25,11 @@ def run(args: argparse.Namespace) -> int:
         findings = verify(plan, progress=tell)
     show(
         args,
-        lambda: {"ok": not findings, "problems": [found.to_json() for found in findings]},
+        lambda: {
+            "ok": not findings,
+            "digest": digest(plan),
+            "problems": [found.to_json() for found in findings],
+        },
         lambda: _for_people(plan, findings),
     )
     return 1 if findings else 0
@@ -40,14 +47,20 @@ def _for_people(plan: Plan, findings: Sequence[Finding]) -> str:
     )
 
 
+def _text(source: str) -> str:
+    if source != "-":
+        return read_text(source, most_bytes=MOST_BYTES)
+    begin = sys.stdin.read(len(HEADER))  # what is no plan may have no end
+    return begin + sys.stdin.read(MOST_BYTES) if begin == HEADER else begin
+
+
 def _read(args: argparse.Namespace) -> Plan:
     options = given(args)
     if options:
         raise UsageError(f"--text gives the whole plan; leave out {', '.join(options)}")
-    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
     try:
-        plan = parse_plan(text)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        plan = parse_plan(_text(args.text))
+    except PlanTextError as error:
         raise UsageError(f"{args.text} is not the text form of a plan: {error}") from error
     if args.passes is None:
         wanted = plan.passes

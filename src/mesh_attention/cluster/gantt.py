@@ -8,6 +8,7 @@ from typing import Any
 
 from mesh_attention.cluster.timeline import Event, Stream, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.files import replacing
 from mesh_attention.plots import pyplot
 
 _FORMATS = (".png", ".svg")
@@ -46,7 +47,8 @@ def draw_gantt(timelines: Sequence[Timeline], path: Path | str, num_ranks: int =
     for axis, timeline in zip(axes[:, 0], timelines, strict=True):
         _draw(plt, axis, timeline, shown)
     figure.tight_layout()
-    figure.savefig(path, dpi=140)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=140)
     plt.close(figure)
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.files import FileError, read_text
 from mesh_attention.plan.program import CallKind
 
 
@@ -24,6 +25,7 @@ class ClusterError(MeshAttentionError, ValueError):
 
 
 _FOLDER = resources.files("mesh_attention.cluster") / "clusters"
+MOST_BYTES, MOST_COLUMNS = 1 << 17, 1000
 # Fields that may be zero: what does not cost anything, or does not disturb.
 _MAY_BE_ZERO = ("microseconds", "half_rows", "half_columns", "slowdown")
 
@@ -52,9 +54,9 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
             f"{', '.join(cluster_names())}"
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ClusterError(f"{path} is not text: {error}") from error
+        text = read_text(path, most_bytes=MOST_BYTES)
+    except FileError as error:
+        raise ClusterError(str(error)) from error
     return parse_cluster(text, str(path))
 
 
@@ -66,6 +68,12 @@ def a_cluster(value: Any) -> Cluster:
 def parse_cluster(text: str, source: str) -> Cluster:
     if not isinstance(text, str):
         raise ClusterError(f"{source}: {type(text).__name__} is not text")
+    # A key of many thousand parts takes tomllib minutes, and what reads it more depth than it has.
+    if len(text) > MOST_BYTES or max(map(len, text.splitlines()), default=0) > MOST_COLUMNS:
+        raise ClusterError(
+            f"{source} is not the description of a cluster: it has more than {MOST_BYTES} "
+            f"characters, or a line of more than {MOST_COLUMNS}"
+        )
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -104,7 +112,7 @@ def _read_table(
 ) -> dict[str, Any]:
     where = f"{source}: {'.'.join(path) or 'the file'}"
     if not isinstance(value, dict):
-        raise ClusterError(f"{where} = {value!r} must be a table")
+        raise ClusterError(f"{where} = {repr(value)[:40]} must be a table")
     if unknown := [name for name in value if name not in kinds]:
         raise ClusterError(f"{where} has no field {unknown[0]!r}; its fields: {', '.join(kinds)}")
     if missing := [name for name in kinds if name not in value]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
+from mesh_attention.files import replacing
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.draw.schedule import task_graph
 from mesh_attention.plan.plan import Plan
@@ -80,7 +81,8 @@ def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> No
         axis.set_yticks(range(size))
     figure.suptitle("The rank that computes each cell")
     figure.tight_layout()
-    figure.savefig(path, dpi=140)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=140)
     plt.close(figure)
 
 
@@ -104,5 +106,6 @@ def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) 
     axis.set_xlabel("milliseconds, modelled: 40 GB/s of collectives, 500 TFLOP/s of attention")
     axis.set_title(title, fontsize=11)
     figure.tight_layout()
-    figure.savefig(path, dpi=140)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=140)
     plt.close(figure)

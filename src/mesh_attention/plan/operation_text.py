@@ -33,6 +33,11 @@ _PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
 _CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)")
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """What an error shows of a text that may be anything."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def _piece_text(piece: Piece) -> str:
     heads = f"{{{piece.heads[0]}:{piece.heads[1]}}}" if piece.heads else ""
     return f"{piece.buffer}[{piece.start}:{piece.stop}]{heads}"
@@ -41,7 +46,7 @@ def _piece_text(piece: Piece) -> str:
 def _parse_piece(text: str) -> Piece:
     match = _PIECE.fullmatch(text)
     if not match:
-        raise PlanTextError(f"{text!r} is not a piece such as Q.0[0:512]")
+        raise PlanTextError(f"{shortened(repr(text))} is not a piece such as Q.0[0:512]")
     name, start, stop, h0, h1 = match.groups()
     return Piece(name, int(start), int(stop), (int(h0), int(h1)) if h0 else None)
 
@@ -64,7 +69,8 @@ def _call_text(call: Call) -> str:
 def _parse_call(text: str) -> Call:
     match = _CALL.fullmatch(text)
     if not match:
-        raise PlanTextError(f"{text!r} is not a kernel call such as full(0:512,0:1024)")
+        wrong = shortened(repr(text))
+        raise PlanTextError(f"{wrong} is not a kernel call such as full(0:512,0:1024)")
     kind, *numbers = match.groups()
     q0, q1, k0, k1 = map(int, numbers)
     return Call(CallKind(kind), q0, q1, k0, k1)
@@ -133,13 +139,15 @@ def operation_text(op: Operation) -> str:
 def parse_operation(text: str) -> Operation:
     name, _, rest = text.strip().partition(": ")
     verb, *words = rest.split(" ")
+    told = shortened(repr(text))
     if verb not in _VERBS:
-        raise PlanTextError(f"{verb!r} in {text!r} is not an operation; known: {', '.join(_VERBS)}")
+        verb = shortened(repr(verb), 40)
+        raise PlanTextError(f"{verb} in {told} is not an operation; known: {', '.join(_VERBS)}")
     cls = _VERBS[verb]
     fields = _FIELDS[cls]
     found = dict(word.split("=", 1) for word in words if "=" in word)
     if set(found) != set(fields):
-        raise PlanTextError(f"{text!r} must give exactly: {', '.join(fields)}")
+        raise PlanTextError(f"{told} must give exactly: {', '.join(fields)}")
     try:
         values = {field: codec.read(found[field]) for field, codec in fields.items()}
         if cls is not Free:
@@ -147,6 +155,6 @@ def parse_operation(text: str) -> Operation:
     except PlanTextError:
         raise
     except ValueError as error:
-        raise PlanTextError(f"{text!r}: {error}") from error
+        raise PlanTextError(f"{told}: {shortened(str(error))}") from error
     op: Operation = cls(**values)
     return op

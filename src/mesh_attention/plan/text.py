@@ -18,18 +18,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mesh_attention.errors import PlanTextError
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.operation_text import operation_text, parse_operation
+from mesh_attention.plan.operation_text import operation_text, parse_operation, shortened
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = ["digest", "operation_text", "parse_operation", "parse_plan", "plan_lines", "plan_text"]
+__all__ = [
+    "HEADER",
+    "digest",
+    "operation_text",
+    "parse_operation",
+    "parse_plan",
+    "plan_lines",
+    "plan_text",
+]
 
-_HEADER = "mesh-attention plan 1"
+HEADER = "mesh-attention plan 1"
 
 
 def _buffer_text(b: Buffer) -> str:
@@ -49,12 +58,12 @@ def _parse_buffer(text: str) -> Buffer:
         spans = () if rows == "-" else tuple(map(_pair, rows.split(",")))
         return Buffer(name, Kind(kind), spans, _pair(heads), Precision(precision), Role(role))
     except ValueError as error:
-        raise PlanTextError(f"{text!r} is not a buffer: {error}") from error
+        raise PlanTextError(shortened(f"{text!r} is not a buffer: {error}")) from error
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """The text, line by line. What ranks have in common is written out once and reused."""
-    yield _HEADER
+    yield HEADER
     head = {
         "method": a_plan(plan).method,
         "problem": dataclasses.asdict(plan.problem),
@@ -103,28 +112,40 @@ def parse_plan(text: str) -> Plan:
     if not isinstance(text, str):
         raise PlanTextError(f"the text of a plan is a str, not {type(text).__name__}")
     lines = text.splitlines()
-    if len(lines) < 2 or lines[0] != _HEADER:
-        raise PlanTextError(f"a plan begins with {_HEADER!r}, this text with {lines[:1]}")
+    if len(lines) < 2 or lines[0] != HEADER:
+        raise PlanTextError(f"a plan begins with {HEADER!r}, this text with {_first(lines)}")
     try:
         return _parse(json.loads(lines[1]), lines[2:])
     except PlanTextError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanTextError(f"not the text of a plan: {type(error).__name__} {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        message = f"not the text of a plan: {type(error).__name__} {error}"
+        raise PlanTextError(shortened(message)) from error
 
 
 def _parse(head: dict[str, Any], lines: list[str]) -> Plan:
     if not lines or not lines[0].startswith("pass "):
-        raise PlanTextError(f"the third line of a plan begins a pass, not {lines[:1]}")
+        raise PlanTextError(f"the third line of a plan begins a pass, not {_first(lines)}")
+    per_node = head["ranks_per_node"]
     return Plan(
         problem=_parse_problem(head["problem"]),
         q_layout=_parse_layout(head["q_layout"]),
         kv_layout=_parse_layout(head["kv_layout"]),
         passes=_parse_passes(lines),
-        devices=tuple(head["devices"]),
-        ranks_per_node=head["ranks_per_node"],
-        method=head["method"],
+        devices=tuple(number("devices", device, least=0) for device in head["devices"]),
+        ranks_per_node=None if per_node is None else number("ranks_per_node", per_node),
+        method=_words("method", head["method"]),
     )
+
+
+def _words(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise PlanTextError(f"{name} is text, not {type(value).__name__}")
+    return value
+
+
+def _first(lines: list[str]) -> str:
+    return shortened(repr(lines[0])) if lines else "nothing"
 
 
 def _parse_problem(fields: dict[str, Any]) -> Problem:
@@ -135,7 +156,8 @@ def _parse_problem(fields: dict[str, Any]) -> Problem:
 
 
 def _parse_layout(fields: dict[str, Any]) -> Layout:
-    return Layout(**{**fields, "kind": LayoutKind(fields["kind"])})
+    sizes = {name: number(name, value) for name, value in fields.items() if name != "kind"}
+    return Layout(LayoutKind(fields["kind"]), **sizes)
 
 
 def _parse_passes(lines: list[str]) -> tuple[Pass, ...]:
@@ -161,7 +183,7 @@ def _parse_pass(head: str, lines: list[str]) -> Pass:
         elif word == "rank":
             programs.append((int(rest), [], []))
         elif not programs:
-            raise PlanTextError(f"{line!r} stands before the first rank")
+            raise PlanTextError(f"{shortened(repr(line))} stands before the first rank")
         elif line.startswith("  buffer "):
             programs[-1][1].append(_parse_buffer(line.strip()))
         else:
@@ -175,7 +197,7 @@ def _parse_pass(head: str, lines: list[str]) -> Pass:
         dict(groups),
         tuple(Program(rank, tuple(b), tuple(ops)) for rank, b, ops in programs),
         Schedule.parse("\n".join(steps)),
-        json.loads(setting),
+        {name: _words(name, value) for name, value in json.loads(setting).items()},
     )
 
 

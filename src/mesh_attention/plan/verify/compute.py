@@ -24,10 +24,10 @@ class SymbolicCompute:
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
 
     def attend(self, rank: int, op: Attend) -> None:
-        self._check_calls(rank, op.q, op.k, op.calls)
-        self._check_heads(rank, op.q, op.k)
         self._expect(rank, op.q, Kind.Q)
         keys = self._keys(rank, op.k, op.v)
+        self._check_calls(rank, op.q, op.k, op.calls)
+        self._check_heads(rank, op.q, op.k)
         self._same_rows(rank, (op.q, op.out, op.lse))
         old_out = self._accumulated(rank, op.out, op.fresh, Kind.OUT)
         old_lse = self._accumulated(rank, op.lse, op.fresh, Kind.LSE)
@@ -45,8 +45,6 @@ class SymbolicCompute:
 
     def attend_backward(self, rank: int, op: AttendBackward) -> None:
         atoms = self._atoms
-        self._check_calls(rank, op.q, op.k, op.calls)
-        self._check_heads(rank, op.q, op.k)
         if (op.out is None) == (op.delta is None):
             raise Broken(rank, "needs either out or delta")
         statistic = (op.delta, Kind.DELTA) if op.out is None else (op.out, Kind.OUT)
@@ -59,6 +57,8 @@ class SymbolicCompute:
         self._same_rows(rank, (op.q, *rest))
         self._same_rows(rank, (op.k, op.v, op.grad_k, op.grad_v))
         keys = self._keys(rank, op.k, op.v)
+        self._check_calls(rank, op.q, op.k, op.calls)
+        self._check_heads(rank, op.q, op.k)
         labels = self._memory.labels(rank, op.q)
         old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
         queries: dict[int, int] = {}

@@ -1,0 +1,66 @@
+"""Files that people name: read whole or refused in a line, written whole or not at all.
+
+What is read may be anything: a pipe that nobody writes to, a device without an end, a folder. What
+is written may end in the middle: a full disk, Ctrl-C. The old file then stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mesh_attention.errors import MeshAttentionError
+
+_WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # else to open a pipe waits for a writer
+
+
+class FileError(MeshAttentionError):
+    """A file that cannot be read as text."""
+
+
+def read_text(path: Path | str, *, most_bytes: int) -> str:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | _WITHOUT_WAITING), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+                raise FileError(f"{path} is {what}, not a file")
+            if status.st_size > most_bytes:
+                raise FileError(f"{path} has {status.st_size} bytes; at most {most_bytes} are read")
+            return file.read(most_bytes).decode("utf-8-sig")
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is not text: {error}") from error
+    except ValueError as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{str(path)!r} is not the name of a file: {error}") from error
+
+
+@contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """A new file beside `path` to write to, with the same ending. It takes the place of `path` when
+    the block ends; if that fails, it is gone and `path` is as it was. A pipe or a device (standard
+    output too) is written to as it is."""
+    given = Path(path)
+    odd = given.exists() and not given.is_file() and not given.is_dir()
+    if odd or given.absolute().parts[1:2] in (("dev",), ("proc",)):
+        yield given
+        return
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
+    try:
+        if target.exists():
+            target.open("r+b").close()  # a folder, or what may not be written, is not replaced
+        yield part
+        os.replace(part, target)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (str(part), str(target)):
+            error.filename, error.filename2 = str(path), None
+        raise
