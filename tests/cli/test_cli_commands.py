@@ -89,9 +89,11 @@ def test_a_plan_file_verifies_and_a_corrupted_one_does_not(
     lines = good.read_text().splitlines(keepends=True)
     doomed = next(i for i, line in enumerate(lines) if line.startswith("  C-1-0: attend"))
     bad.write_text("".join(lines[:doomed] + lines[doomed + 1 :]))
-    assert as_json(f"verify --text {good} --json", capsys) == {"ok": True, "problems": []}
+    told = as_json(f"verify --text {good} --json", capsys)
+    assert told == {"ok": True, "digest": digest(parse_plan(good.read_text())), "problems": []}
     found = as_json(f"verify --text {bad} --json", capsys, code=1)
     assert found["ok"] is False
+    assert found["digest"] == digest(parse_plan(bad.read_text()))
     assert {problem["pass"] for problem in found["problems"]} == {"forward"}
     out = output(f"verify --text {bad}", capsys, code=1)
     assert out.splitlines()[-1].startswith("bad: ")
