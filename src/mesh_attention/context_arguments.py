@@ -215,6 +215,12 @@ _WAYS_OUT = {
 }
 
 
+def fault_of_label(label: Any) -> MeshAttentionError | None:
+    if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
+        return None
+    return MeshAttentionError(f"label={label!r}: must be a str or an int")
+
+
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise MeshAttentionError(

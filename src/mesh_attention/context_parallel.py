@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.context_arguments import (
     checked_device,
     checked_dim,
+    fault_of_label,
     fault_of_tensors,
     process_group,
     read_arguments,
@@ -165,16 +166,27 @@ class ContextParallel:
     # Attention.
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        label: str | int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
         Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
         log-sum-exp, (batch, heads, local_seq), through which backward is refused. Padding rows give
         0 and -inf.
+
+        Ranks compare every call before they use each other's data. Calls of one kind on one object
+        look alike: give a `label`, for instance the number of the layer, and ranks that are out of
+        step by such a call are told apart too.
         """
-        fault = fault_of_tensors(self.plan, q, k, v)
-        out, lse = attention(self._share, self._source, self._options, (q, k, v), fault)
+        fault = fault_of_tensors(self.plan, q, k, v) or fault_of_label(label)
+        tensors = (q, k, v)
+        out, lse = attention(self._share, self._source, self._options, tensors, fault, label)
         return (out, lse) if return_lse else out
 
     # Sharding.
@@ -199,15 +211,25 @@ class ContextParallel:
         passes on the gradient of its own slots.
         """
         self._share.refuse_if_closed()
-        layout = self._layout(side)
-        dim = checked_dim(x, dim)
-        if x.shape[dim] != layout.slots:
-            raise MeshAttentionError(
-                f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
-            )
-        context = self._share.context
-        with context.whole_or_broken():
-            return unshard(x, layout, self._mine, context.groups.parent, dim)
+        try:
+            layout = self._layout(side)
+            dim = checked_dim(x, dim)
+            if x.shape[dim] != layout.slots:
+                raise MeshAttentionError(
+                    f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
+                )
+        except MeshAttentionError as error:  # the others must not wait for us
+            self._share.context.agree_on({}, self._options, error)
+            raise
+        return unshard(self._share, self._mine, self._options, x, layout, dim)
+
+    def check(self) -> None:
+        """Raises if a call on this process group went wrong. It never waits for a device.
+
+        On a GPU calls return before they are made. If ranks turn out to be at different calls, or
+        one of them has ended, the results are NaN, and this, or the next call, says why.
+        """
+        self._share.refuse_if_closed()
 
     def positions(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
         """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`."""

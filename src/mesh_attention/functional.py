@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.context_arguments import (
     fault_of_kind,
+    fault_of_label,
     fault_of_tensors,
     process_group,
     read_arguments,
@@ -41,13 +42,14 @@ def mesh_attention(
     mask: Mask | None = None,
     layout: str | None = None,
     return_lse: bool = False,
+    label: str | int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
 
     The shards lie in `layout`: by default zigzag for a causal mask and contiguous without one, as
     `ContextParallel.shard` cuts them. `seq_len` is needed only if the last shard holds padding;
-    otherwise it is local_seq times the number of ranks.
+    otherwise it is local_seq times the number of ranks. `label`: see `ContextParallel.attention`.
     """
     context = context_of(process_group(group))
     given = {
@@ -60,14 +62,15 @@ def mesh_attention(
         "layout": layout,
         **options,
     }
+    share = context.share_of_function()
     source, calls = None, CallOptions()
     error: Exception | None = None
     try:
         source, calls = _kept(context, given | _sizes(context, given, q, k, v))
-        error = fault_of_tensors(source.first.plan, q, k, v)
+        error = fault_of_tensors(source.first.plan, q, k, v) or fault_of_label(label)
     except Exception as found:  # whatever it is, the others must not wait for us
         error = found
-    out, lse = attention(context.share_of_function(), source, calls, (q, k, v), error)
+    out, lse = attention(share, source, calls, (q, k, v), error, label)
     return (out, lse) if return_lse else out
 
 

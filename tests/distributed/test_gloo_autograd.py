@@ -64,7 +64,8 @@ def with_checkpoint(rank: int, world_size: int, use_reentrant: bool) -> tuple[bo
             kind: sum(sizes) // sum(moved[kind])
             for kind, sizes in handed_bytes(cp)["forward"].items()
         }
-        return all_equal(plain, again), min(forwards.values())
+        after = gradients(cp, lambda q, k, v: out_of(cp, q, k, v))  # and nothing is refused
+        return all_equal(plain, again) and all_equal(plain, after), min(forwards.values())
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -126,7 +126,7 @@ def test_objects_on_one_group_share_its_process_groups_and_kinds_of_call(pool: W
         assert seen["shared"]
         assert seen["warm"]
         assert seen["grown"] == {"groups": 0, "threads": 0, "descriptors": 0, "keys": 0}
-        assert seen["groups"] == 2
+        assert seen["groups"] == 3  # a row, a column, and all ranks
         assert seen["counted apart"]
         assert seen["left"] == 0
     longer = replace(CASE, q_tokens=61, kv_tokens=61)
@@ -175,7 +175,7 @@ def dropped(rank: int, world_size: int) -> list[dict[str, int]]:
 
 def test_objects_that_are_dropped_without_close_hold_one_context(pool: WorkerPool) -> None:
     for found in pool.run(dropped, 4):
-        assert found[0]["groups"] == 3
+        assert found[0]["groups"] == 4
         assert found[1:] == [found[1]] * 5
         assert {**found[0], "keys": 0} == {**found[1], "keys": 0}
 
@@ -220,7 +220,7 @@ def other_timeouts(rank: int, world_size: int) -> list[int]:
 
 
 def test_another_timeout_needs_groups_of_its_own(pool: WorkerPool) -> None:
-    assert pool.run(other_timeouts, 4) == [[2, 4, 4, 4]] * 4
+    assert pool.run(other_timeouts, 4) == [[3, 6, 6, 6]] * 4
 
 
 class Counting(Reference):

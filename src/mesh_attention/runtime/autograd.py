@@ -23,13 +23,25 @@ from mesh_attention.runtime.sharding import rows_first
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, share: Share, call: PreparedCall, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        share: Share,
+        call: PreparedCall,
+        needs_grad: bool,
+        label: str | int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        result = share.run(call, Direction.FORWARD, inputs)
-        out = result["out"].transpose(0, 1).contiguous()
+        guard = share.context.guard
+        with guard.whole_or_broken():
+            inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        share.begin(call, needs_grad, Direction.FORWARD, label)
+        with guard.whole_or_broken():
+            result = share.run(call, Direction.FORWARD, inputs)
+            out = result["out"].transpose(0, 1).contiguous()
         lse = result["lse"].squeeze(-1).permute(1, 2, 0)  # a view: backward wants rows first again
         ctx.share, ctx.call = share, call
+        ctx.label, ctx.place = label, share.context.guard.place
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
         return out, lse
@@ -45,21 +57,24 @@ class _Attention(torch.autograd.Function):
                 "second derivatives of attention are not supported; call with create_graph=False"
             )
         ctx.share.refuse_if_closed()
-        with ctx.share.context.whole_or_broken(), outside_autocast():
+        guard = ctx.share.context.guard
+        with guard.whole_or_broken(), outside_autocast():
             _refuse_gradient_of_lse(grad_lse)
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse = ctx.saved_tensors  # a checkpoint computes them again, by a call
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
             inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
+        ctx.share.begin(ctx.call, True, Direction.BACKWARD, ctx.label, ctx.place)
+        with guard.whole_or_broken(), outside_autocast():
             result = ctx.share.run(ctx.call, Direction.BACKWARD, inputs)
         grads = [
             result[name].transpose(0, 1).contiguous() if needed else None
             for name, needed in zip(
-                ("grad_q", "grad_k", "grad_v"), ctx.needs_input_grad[2:], strict=True
+                ("grad_q", "grad_k", "grad_v"), ctx.needs_input_grad[4:], strict=True
             )
         ]
-        return (None, None, *grads)
+        return (None, None, None, None, *grads)
 
 
 def attention(
@@ -68,6 +83,7 @@ def attention(
     options: CallOptions,
     tensors: tuple[Tensor, Tensor, Tensor],
     error: Exception | None,
+    label: str | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward.
 
@@ -83,8 +99,8 @@ def attention(
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
     with outside_inference_mode(), outside_autocast():
         call = context.prepare(source, options, call_shape, needs_grad)
-        with context.whole_or_broken():
-            out, lse = _Attention.apply(share, call, *tensors)  # type: ignore[no-untyped-call]
+        # Not guarded as a whole: a checkpoint ends a recomputation by an exception of its own.
+        out, lse = _Attention.apply(share, call, needs_grad, label, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
 
 

@@ -10,12 +10,13 @@ nothing that ranks do together depends on when an object is garbage collected.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 from weakref import WeakMethod, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +25,9 @@ from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
 from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.handshake import DisagreementError, Handshake, Statement
+from mesh_attention.runtime.guard import Guard
+from mesh_attention.runtime.handshake import DisagreementError, Handshake
+from mesh_attention.runtime.identity import AgreedKind, Identity, Statement
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.transport.groups import Groups, is_registered
@@ -73,7 +76,8 @@ class Context:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
-        self.transports = Transports(self.groups, _weakly(self._look_around))
+        self.transports = Transports(self.groups)
+        self.guard = Guard(self.groups, self.handshake, _weakly(self._drop))
         self.plans: Latest[Question, PlanOnRank] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
@@ -81,10 +85,9 @@ class Context:
         self._calls: Latest[CallKey, PreparedCall] = Latest(NUM_CALLS)
         self._captured_calls: Latest[CallKey, PreparedCall] = Latest(NUM_CAPTURED_CALLS)
         self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
-        self._num_shares = 0
-        self._number = 0  # of the call, or of the agreement, that this rank is at
-        self._statement: Statement = {}
-        self._broken = False  # a call ended in the middle: transfers may be in flight
+        self._agreed: Latest[str, AgreedKind] = Latest(NUM_CALLS)  # on what is no attention
+        self._num_shares = 0  # that are open
+        self._num_users = 0  # that ever were, besides the function
 
     # Plans.
 
@@ -108,10 +111,9 @@ class Context:
 
         `error` is what is wrong with this rank's arguments; `mine` may then be missing.
         """
-        self._number += 1
         statement: Statement = {}
         try:
-            self.refuse_if_broken()
+            self.guard.refuse_if_broken()
             if error is None and mine is not None:
                 statement = self._stated(mine, options) | {"programs": mine.programs}
         except Exception as found:  # whatever it is, the others must not wait for us
@@ -132,8 +134,7 @@ class Context:
 
         `error` is what is wrong with this rank's arguments; `source` may then be missing.
         """
-        self.refuse_if_broken()
-        self._number += 1
+        self.guard.refuse_if_broken()
         statement: Statement = {}
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         kept = self._captured_calls if options.cuda_graph else self._calls
@@ -143,16 +144,15 @@ class Context:
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
             call = kept.find(key) or PreparedCall(self.transports, mine, options, call_shape)
-            if needs_grad in call.statements:
-                self._statement = call.statements[needs_grad]
+            if needs_grad in call.kinds:
                 return call
-            statement = self._stated(mine, options) | {
+            kind = self._stated(mine, options) | {
                 "batch": call_shape.batch,
                 "dtype": str(call_shape.dtype),
                 "device": call_shape.device.type,
                 "needs_grad": needs_grad,
-                "meetings": mine.meetings(directions),
             }
+            statement = kind | {"meetings": mine.meetings(directions)}
             # A kernel may refuse what only some ranks have to do: all must know.
             for direction in directions:
                 call.make_ready(direction)
@@ -161,12 +161,13 @@ class Context:
                 call.reserve()
         except Exception as found:
             error = found
-        except BaseException:  # the others will wait for us in vain
-            self._broken = True
+        except BaseException as ended:  # the others would wait for us in vain
+            me = self.groups.global_rank_of_self
+            self.guard.break_off(f"rank {me} broke off a call: {ended!r}")
             raise
         self._agree(statement, options, error)
         self._connect(call, directions)
-        call.statements[needs_grad] = self._statement = statement
+        call.kinds[needs_grad] = AgreedKind(kind)
         kept.keep(key, call)
         self._living_calls.add(call)
         return call
@@ -185,70 +186,61 @@ class Context:
     def _agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
         timeout = self.groups.timeout(options.timeout)
         try:
-            return self.handshake.agree(statement, error, call=self._number, timeout=timeout)
+            return self.handshake.agree(statement, error, call=self.guard.place, timeout=timeout)
         except BaseException as raised:
             # Ranks that know a kind of call may be in it already; where none does nobody can be.
             in_flight = self._knows_calls and self.handshake.left_in_flight
             told = raised is error or isinstance(raised, DisagreementError)
-            self._broken |= in_flight or not told
+            if in_flight or not told:
+                self.guard.break_off(str(raised))
             raise
 
     @property
     def _knows_calls(self) -> bool:
-        return len(self._calls) + len(self._captured_calls) > 0
+        return len(self._calls) + len(self._captured_calls) + len(self._agreed) > 0
 
     def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""
-        with self.whole_or_broken():
+        with self.guard.whole_or_broken():
             call.transport.share(directions)
         if call.options.transport is TransportName.SYMMETRIC:
             refusal = call.transport.refusal(directions)
             self._agree({"transport": "symmetric"}, call.options, refusal)
-        with self.whole_or_broken():
+        with self.guard.whole_or_broken():
+            self.groups.everybody(None)
             # Where memory is shared no longer, older calls need groups as well.
             for other in (*self._calls.values(), *self._captured_calls.values()):
                 other.transport.make_groups(other.directions)
             call.transport.make_groups(directions)
 
-    def _look_around(self) -> None:
-        """Asked during a long wait: another rank may be at something else in this very call, and
-        wait for an agreement that we skipped. Then all of us make it, and learn who is odd."""
-        if self.handshake.is_called_for(self._number):
-            timeout = self.groups.timeout(None)
-            self.handshake.agree(
-                self._statement, call=self._number, timeout=timeout, in_flight=True
-            )
-
-    # Faults.
-
-    @contextmanager
-    def whole_or_broken(self) -> Iterator[None]:
-        """Around what ranks do together: any exception in it leaves a call half done."""
-        try:
-            yield
-        except BaseException:
-            self._broken = True
-            raise
-
-    def refuse_if_broken(self) -> None:
-        if self._broken:
-            raise MeshAttentionError(
-                "an earlier call on this process group was broken off while transfers were in "
-                "flight, which a new call could take for its own; everything on this group is "
-                "refused, also for other ContextParallel objects and mesh_attention(): start the "
-                "processes anew, or make new process groups (torch.distributed.new_group)"
-            )
+    def agree_on(
+        self, statement: Statement, options: CallOptions, error: Exception | None = None
+    ) -> AgreedKind:
+        """A kind of call that is no attention: known, or agreed on now."""
+        self.guard.refuse_if_broken()
+        key = json.dumps(statement, sort_keys=True)
+        known = self._agreed.find(key)
+        if known is None or error is not None:
+            self._agree(statement, options, error)
+            with self.guard.whole_or_broken():
+                self.groups.everybody(None)
+            known = self._agreed.keep(key, AgreedKind(statement))
+        return known
 
     # Users.
 
     def join(self) -> Share:
+        self._num_users += 1
+        return self._share(self._num_users)
+
+    def _share(self, number: int) -> Share:
         self._num_shares += 1
-        return Share(self)
+        return Share(self, number)
 
     def share_of_function(self) -> Share:
         """The share of `mesh_attention()`."""
         if self._function is None:
-            self._function = self.join()
+            self._function = self._share(0)
         return self._function
 
     def release_function(self) -> None:
@@ -264,13 +256,19 @@ class Context:
 
     def release(self) -> None:
         """Let go of all that was made; what is needed again is made anew."""
+        self.guard.rest()
+        self._drop()
+        self.plans.clear()
+
+    def _drop(self) -> None:
+        """All that calls hold, process groups last."""
         for call in self._living_calls:
             call.clear()
         self._living_calls.clear()
-        for kept in (self.plans, self._calls, self._captured_calls):
+        for kept in (self._calls, self._captured_calls, self._agreed):
             kept.clear()
-        self.transports.close(abandon=self._broken)
-        self.groups.close(abort=self._broken)
+        self.transports.close(abandon=self.guard.broken)
+        self.groups.close(abort=self.guard.broken)
 
     def calls(self, mine: Iterable[PlanOnRank], options: CallOptions) -> list[PreparedCall]:
         """The kinds of call made last with one of these plans and these options."""
@@ -282,21 +280,47 @@ class Context:
 class Share:
     """One user's share of a context: a `ContextParallel`, or `mesh_attention()`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, number: int) -> None:
         self.context = context
         self.counters: dict[Direction, Counters] = {}  # bytes of this user's calls
+        self._number = number
         self._closed = False
+
+    def begin(
+        self,
+        call: PreparedCall,
+        needs_grad: bool,
+        direction: Direction,
+        label: str | int | None,
+        of: int = 0,
+    ) -> None:
+        """All ranks are about to make this pass, or none gets a result. `of`: the place of the
+        forward call that a backward pass belongs to."""
+        identity = Identity(call.kinds[needs_grad], direction, self._number, repr(label), of)
+        timeout = self.context.groups.timeout(call.options.timeout)
+        self.context.guard.begin(identity, timeout, call.transport.stream)
 
     def run(
         self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        return call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
+        results = call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
+        self.context.guard.settle(results.values())
+        return results
+
+    def begin_other(
+        self, kind: AgreedKind, name: str, options: CallOptions, device: torch.device
+    ) -> None:
+        """Of a call that is no attention."""
+        context = self.context
+        stream = context.transports.stream(device)
+        timeout = context.groups.timeout(options.timeout)
+        context.guard.begin(Identity(kind, name, self._number), timeout, stream)
 
     def refuse_if_closed(self) -> None:
         """Also if the context is broken."""
         if self._closed:
             raise MeshAttentionError("this ContextParallel is closed; make a new one")
-        self.context.refuse_if_broken()
+        self.context.guard.refuse_if_broken()
 
     def close(self) -> None:
         """Only this tells the context that a user is gone: garbage is collected at another time on

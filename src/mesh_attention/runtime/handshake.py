@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,14 +26,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.agreement import Meetings, disagreements
+from mesh_attention.runtime.faults import asking_the_store
+from mesh_attention.runtime.identity import Statement
 from mesh_attention.runtime.plan_on_rank import AS_MADE
 from mesh_attention.runtime.transport.groups import Groups, default_store, forget
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
+_LOOK_AROUND_SECONDS = 1.0
 _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
 
-Statement = dict[str, Any]
 Said = dict[int, dict[str, Any]]  # by global rank
 
 
@@ -46,14 +49,20 @@ class Handshake:
         self._me = groups.global_rank_of_self
         self._store = PrefixStore(f"{groups.lasting_name}/agreement", default_store())
         self._timeout = groups.timeout(None)
+        # Why others will never come, if that is known; asked in a long wait.
+        self.find_cause: Callable[[], str | None] = lambda: None
+        self._lock = threading.Lock()  # the thread that watches calls may take part for us
         self._rounds = 0
         self._first_kept = 1  # rounds before it have no keys in the store any more
         self.left_in_flight = False  # the last disagreement broke a call off, or may have
 
     def is_called_for(self, call: int) -> bool:
-        """Has a rank asked for an agreement on this call, or one before, that we took for made?"""
+        """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
+        if self._lock.locked():
+            return False  # we are making one
         key = f"round{self._rounds + 1}/call"
-        return bool(self._store.check([key])) and int(self._store.get(key)) <= call
+        with asking_the_store():
+            return bool(self._store.check([key])) and int(self._store.get(key)) < call
 
     def agree(
         self,
@@ -67,17 +76,32 @@ class Handshake:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
-        who may be past the agreement already. `in_flight`: we are, and have begun the call.
+        who may be past the agreement already. `call`: how many calls this rank has begun;
+        `in_flight`: the last of them waits for this agreement.
         True: some ranks made their programs and others were given them; compare all programs.
         """
+        with self._lock, asking_the_store():
+            return self._agree(statement, error, call, timeout, in_flight)
+
+    def _agree(
+        self,
+        statement: Statement,
+        error: Exception | None,
+        call: int,
+        timeout: timedelta,
+        in_flight: bool,
+    ) -> bool:
         self._timeout = timeout
         self._rounds += 1
         prefix = f"round{self._rounds}"
         mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
         self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
-        self._store.set(f"{prefix}/call", str(call))
+        if not in_flight:  # those who join later look how far the one got who asks them to
+            self._store.compare_set(f"{prefix}/call", "", str(call))
         try:
-            verdict = self._verdict(prefix, error)
+            # Before the first call nobody can be past an agreement: wait until all have spoken.
+            grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
+            verdict = self._verdict(prefix, error, grace)
         except Exception:
             said = self._statements(prefix, {})
             silent = len(said) < len(self._ranks)
@@ -94,7 +118,7 @@ class Handshake:
                 forget(self._store, f"round{number}/{name}")
         self._first_kept = self._rounds
 
-    def _verdict(self, prefix: str, error: Exception | None) -> str:
+    def _verdict(self, prefix: str, error: Exception | None, grace: float) -> str:
         """The verdict of a round, as an error unless all agree.
 
         The first rank judges for all; where it does not come, each judges for itself. The first
@@ -105,7 +129,7 @@ class Handshake:
         limit = limit if error is None else min(limit, _PATIENCE_SECONDS)
         judges_from = 0.0 if self._me == self._ranks[0] else 2 * _GRACE_SECONDS
         begun, pause = time.monotonic(), 0.001
-        contradicted, warned = math.inf, False
+        contradicted, warned, looked = math.inf, False, begun
         while not self._store.check([key]):
             waited, verdict = time.monotonic() - begun, ""
             if waited >= judges_from:
@@ -114,23 +138,22 @@ class Handshake:
                 found = verdict_on(said, complete=complete)
                 contradicted = min(contradicted, waited) if found else contradicted
                 # Those who are silent may be past the agreement, and wait for us in the call.
-                if complete or waited > contradicted + _GRACE_SECONDS:
+                if complete or waited > contradicted + grace:
                     verdict = found or _AGREED
             if waited > limit:
                 own = f"rank {self._me}: {_told(error)}"
                 verdict = self._too_late(limit) if error is None else own
+            if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
+                looked = time.monotonic()
+                verdict = self.find_cause() or ""
             if verdict:
                 self._store.compare_set(key, "", verdict)
                 continue
             if waited > _PATIENCE_SECONDS and not warned:
                 warned = True
                 self._warn(waited)
-            if waited >= judges_from:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-            else:
-                with suppress(RuntimeError):
-                    self._store.wait([key], timedelta(seconds=_GRACE_SECONDS))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         if error is not None:
             raise error
         verdict = self._store.get(key).decode()
@@ -192,8 +215,10 @@ def _odd_statement(said: dict[int, Statement]) -> str:
     if not odd:
         return ""
     expected, found = json.loads(usual), said[odd[0]]
-    fields = [name for name in expected if expected[name] != found.get(name)]
-    differ = "; ".join(f"{f} is {found.get(f)!r} there, {expected[f]!r} elsewhere" for f in fields)
+    fields = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+    differ = "; ".join(
+        f"{name} is {found.get(name)!r} there, {expected.get(name)!r} elsewhere" for name in fields
+    )
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if 2 * len(odd) == len(said):  # no majority says who is right
         who += f" (or {[rank for rank in said if rank not in odd]})"

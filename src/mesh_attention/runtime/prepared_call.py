@@ -18,7 +18,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
-from mesh_attention.runtime.handshake import Statement
+from mesh_attention.runtime.identity import AgreedKind
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
@@ -45,7 +45,7 @@ class PreparedCall:
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
-        self.statements: dict[bool, Statement] = {}  # by needs_grad, once agreed on
+        self.kinds: dict[bool, AgreedKind] = {}  # by needs_grad, once agreed on
         self.options = options
         self._mine = mine
         self._call_shape = call_shape
@@ -55,7 +55,7 @@ class PreparedCall:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """The passes that all ranks have agreed on."""
-        return tuple(Direction) if True in self.statements else (Direction.FORWARD,)
+        return tuple(Direction) if True in self.kinds else (Direction.FORWARD,)
 
     @property
     def executors(self) -> dict[Direction, Executor]:

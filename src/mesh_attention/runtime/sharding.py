@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
+from mesh_attention.runtime.context import Context, Share
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.torch_operations import all_gather
 
 
@@ -50,14 +53,21 @@ def rows_first(x_BSHD: Tensor) -> Tensor:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layout: Layout, mine: PlanOnRank, group: dist.ProcessGroup, dim: int
+        ctx: Any, x: Tensor, layout: Layout, mine: PlanOnRank, context: Context, dim: int
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, mine.rank, dim
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
         devices = mine.plan.devices
         size = len(devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
-        all_gather(gathered, own, group).wait()
+        if size == 1:
+            return join_shards([own], layout, dim)
+        try:
+            all_gather(gathered, own, context.groups.everybody(None)).wait()
+        except (RuntimeError, dist.DistBackendError) as error:
+            told = str(error).splitlines()[0]
+            raise CommunicationError(f"the shards could not be gathered ({told})") from error
+        context.guard.settle((gathered,))
         by_device = gathered.chunk(size)
         # Devices come in the group's order; the layout counts partitions.
         return join_shards([by_device[device] for device in devices], layout, dim)
@@ -68,8 +78,22 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard(
-    x: Tensor, layout: Layout, mine: PlanOnRank, group: dist.ProcessGroup, dim: int
+    share: Share, mine: PlanOnRank, options: CallOptions, x: Tensor, layout: Layout, dim: int
 ) -> Tensor:
-    """The whole tensor from the shards of all ranks."""
-    whole: Tensor = _Unshard.apply(x, layout, mine, group, dim)  # type: ignore[no-untyped-call]
+    """The whole tensor from the shards of all ranks, which hand in the same kind of tensor."""
+    context = share.context
+    kind = context.agree_on(
+        {
+            "plan": mine.words,
+            "unshard": layout.num_tokens,
+            "dim": dim,
+            "shape": list(x.shape),
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+        },
+        options,
+    )
+    share.begin_other(kind, "unshard", options, x.device)
+    with context.guard.whole_or_broken():
+        whole: Tensor = _Unshard.apply(x, layout, mine, context, dim)  # type: ignore[no-untyped-call]
     return whole

@@ -7,7 +7,7 @@ here too, since the memory that is shared is the workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import StrEnum
 
@@ -38,9 +38,8 @@ class TransportName(StrEnum):
 class Transports:
     """What the transports of all calls on a process group share: memory, streams, workspaces."""
 
-    def __init__(self, groups: Groups, look_around: Callable[[], None]) -> None:
+    def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.look_around = look_around
         self.poison = False  # workspaces begin as NaN, for tests
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._memories: dict[tuple[tuple[int, ...], timedelta], SharedMemory] = {}
@@ -103,20 +102,18 @@ class CallTransport:
         self._mine = mine
         self._call_shape = call_shape
         self._timeout = timeout
-        self._stream = shared.stream(call_shape.device)
+        self.stream = shared.stream(call_shape.device)
         shares = wanted is not TransportName.DISTRIBUTED and mine.plan.num_ranks > 1
         self._memory: SharedMemory | None = None
-        if shares and self._stream is not None:
+        if shares and self.stream is not None:
             self._memory = shared.memory(mine, self._groups.timeout(timeout))
         self.workspace = shared.workspace if self._memory is None else self._memory.workspace
 
     def make(self, direction: Direction) -> tuple[Transport, Meter]:
         """The transport of this rank's program, and the meter of its bytes."""
         plan, rank, one = self._mine.plan, self._mine.rank, self._mine.plan.direction(direction)
-        far = DistributedTransport(
-            *(plan, one, rank, self._groups, self._timeout, self._stream, self._shared.look_around)
-        )
-        if self._memory is None or self._stream is None:
+        far = DistributedTransport(plan, one, rank, self._groups, self._timeout, self.stream)
+        if self._memory is None or self.stream is None:
             return far, far.meter
         dtypes = {
             Precision.ELEMENT: self._call_shape.dtype,
@@ -124,7 +121,7 @@ class CallTransport:
         }
         batch = self._call_shape.batch
         near = SymmetricTransport(
-            plan, one, rank, batch, dtypes, self._groups, self._memory, self._stream
+            plan, one, rank, batch, dtypes, self._groups, self._memory, self.stream
         )
         return RoutedTransport(plan, one, rank, self._groups, self._memory, near, far), far.meter
 

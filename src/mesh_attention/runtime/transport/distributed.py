@@ -31,8 +31,6 @@ from mesh_attention.runtime.transport.torch_operations import (
 )
 from mesh_attention.runtime.transport.transfers import Pieces, Transfers, transfers
 
-_LOOK_AROUND_AFTER = timedelta(seconds=1)
-
 
 class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
@@ -46,12 +44,10 @@ class _Started:
         what: str,
         works: list[Any],
         finish: list[Callable[[], object]],
-        look_around: Callable[[], None] | None,
     ) -> None:
         self._what = what
         self._works = works
         self._finish = finish
-        self._look_around = look_around
 
     def ready(self) -> bool:
         return True  # other processes make progress by themselves
@@ -59,7 +55,7 @@ class _Started:
     def wait(self) -> None:
         try:
             for work in self._works:
-                self._wait(work)
+                work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(
                 f"{self._what} failed: another rank has ended, or did not answer in time "
@@ -68,17 +64,6 @@ class _Started:
         for copy in self._finish:
             copy()
         self._works, self._finish = [], []
-
-    def _wait(self, work: Any) -> None:
-        while self._look_around is not None:
-            try:
-                work.wait(_LOOK_AROUND_AFTER)
-                return
-            except RuntimeError as error:
-                if "Operation timed out" not in str(error):  # not ours: the group's own timeout
-                    raise
-            self._look_around()
-        work.wait()
 
 
 class _OnStream:
@@ -117,9 +102,7 @@ class DistributedTransport:
         groups: Groups,
         timeout: timedelta | None = None,
         stream: torch.cuda.Stream | None = None,
-        look_around: Callable[[], None] | None = None,
     ) -> None:
-        self._look_around = look_around
         self._one = one
         self._rank = rank
         self._groups = groups
@@ -164,9 +147,7 @@ class DistributedTransport:
                 one.begin(works, finish)
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(f"{what} could not begin: {error}") from error
-        # Collectives on the CPU can be waited for in turns; point-to-point would break off.
-        turns = isinstance(op, AllGather | ReduceScatter) and self._stream is None
-        return _Started(what, works, finish, self._look_around if turns else None)
+        return _Started(what, works, finish)
 
     def _start_on_stream(
         self,
@@ -214,7 +195,7 @@ class DistributedTransport:
         ]
 
     def _exchange(self, moved: Transfers, ranks: list[int], view: View) -> Exchange:
-        me = self._groups.global_rank_of_self
+        me, group = self._groups.global_rank_of_self, self._groups.everybody(self._timeout)
         tensors: list[PointToPoint] = []
         own: list[tuple[Tensor, Tensor]] = []
         for peer, sends, receives in zip(ranks, moved.sends, moved.receives, strict=True):
@@ -224,4 +205,4 @@ class DistributedTransport:
             # gloo matches the tensors between two ranks by these tags.
             for sent, pieces in ((True, sends), (False, receives)):
                 tensors += [PointToPoint(view(p), peer, tag, sent) for tag, p in enumerate(pieces)]
-        return Exchange(tensors, own, self._groups.parent, host_driven=self._host_driven)
+        return Exchange(tensors, own, group, host_driven=self._host_driven)

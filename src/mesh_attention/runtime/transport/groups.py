@@ -1,8 +1,9 @@
 """Process groups for the groups of plans: as few as they need, made once, released by `close`.
 
-Collectives need a group of their own unless they run over everybody; all-to-all and point-to-point
-go over the caller's group. Only members make a group, in the plan's order, so ranks outside the
-caller's group are never asked.
+The caller's group carries none of our data: what the caller sends on it cannot be mixed up with
+ours, and ours can be broken off alone. One group of the same ranks carries point-to-point,
+all-to-all and collectives over all of them. Only members make a group, in the plan's order, so
+ranks outside the caller's group are never asked.
 
 `torch.distributed.new_group` asks every rank of the job to take part. Its option to ask the members
 alone names the group by how many groups a rank happens to have, so members with different histories
@@ -28,6 +29,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
 
+_AFTER_OURS = timedelta(seconds=60)
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
@@ -66,6 +68,7 @@ class Groups:
 
         `without`: the global ranks of a group that gets by without one, as all of them agree.
         """
+        self.everybody(timeout)
         operations = one.programs[rank].operations
         used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
         for name, members in one.groups.items():
@@ -90,16 +93,21 @@ class Groups:
         A timeout other than that of the caller's group needs a group of its own.
         """
         ranks = tuple(sorted(members))
-        if ranks == tuple(sorted(self.ranks)):
-            return self.parent
         key = (ranks, timeout)
         if key not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
             if timeout is not None:
                 name += f"/{timeout.total_seconds()}s"
             backend = dist.get_backend(self.parent)
-            self._made[key] = _make_group(ranks, name, backend, self.timeout(timeout))
+            limit = self.timeout(timeout)
+            if backend == dist.Backend.NCCL:  # its own end of waiting ends the process
+                limit += _AFTER_OURS
+            self._made[key] = _make_group(ranks, name, backend, limit)
         return self._made[key]
+
+    def everybody(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        """Of all ranks of the caller's group."""
+        return self.of(self.ranks, timeout)
 
     def __len__(self) -> int:
         return len(self._made)

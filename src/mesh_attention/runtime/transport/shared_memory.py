@@ -185,7 +185,7 @@ class _HostList:
     """The ranks on this host: each enters itself, and reads no other host's list."""
 
     def __init__(self, store: Store, me: int) -> None:
-        host = hashlib.sha256(_this_host().encode()).hexdigest()[:16]
+        host = hashlib.sha256(this_host().encode()).hexdigest()[:16]
         self._store = PrefixStore(host, store)
         place = self._store.add("entries", 1)
         self._store.set(str(place), str(me))
@@ -196,7 +196,7 @@ class _HostList:
         return tuple(sorted(int(self._store.get(str(i + 1))) for i in range(entries)))
 
 
-def _this_host() -> str:
+def this_host() -> str:
     """Equal for processes that can hand each other memory: one kernel, one space of process ids."""
     marks = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -1,0 +1,194 @@
+"""The guard of a context: no result is made from another call's data, and no rank waits in vain.
+
+Every pass begins with `begin`, which compares its identity among all ranks, and ends with `settle`.
+An exception in between leaves the call half done: then the guard finds the cause, tells the others,
+drops all connections, so that nobody waits for this rank, and refuses whatever comes later.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.faults import ANSWER_SECONDS, Faults, LostStoreError
+from mesh_attention.runtime.handshake import DisagreementError, Handshake, verdict_on
+from mesh_attention.runtime.identity import DeviceComparison, HostComparison, Identity
+from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.watch import Watch
+
+_OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
+
+
+class Guard:
+    """`drop`: gives up all that calls hold, process groups last."""
+
+    def __init__(self, groups: Groups, handshake: Handshake, drop: Callable[[], None]) -> None:
+        self._groups = groups
+        self._handshake = handshake
+        self._drop = drop
+        self._faults = Faults(groups)
+        handshake.find_cause = lambda: self._faults.find_cause(groups.releases)
+        self._nccl = dist.get_backend(groups.parent) == dist.Backend.NCCL
+        self._cause: str | None = None  # why everything is refused
+        self._current: Identity | None = None
+        self._timeout = timedelta()
+        self._watch: Watch | None = None
+        self.place = 0  # of the call that this rank is at, among all of them
+
+    @property
+    def broken(self) -> bool:
+        return self._cause is not None
+
+    # A call.
+
+    def begin(
+        self, identity: Identity, timeout: timedelta, stream: torch.cuda.Stream | None
+    ) -> None:
+        """All ranks are at this call, or none of them gets a result from it.
+
+        `stream`: of communications, where the call runs on a CUDA device.
+        """
+        if len(self._groups.ranks) == 1:
+            return
+        self.place += 1
+        self._current, self._timeout = identity, timeout
+        with self.whole_or_broken():
+            if self._nccl and stream is not None:
+                self._watched(stream).begin(identity, self.place, timeout)
+                return
+            agreed = self._compare(identity)
+        if not agreed:  # nothing has moved, and all ranks know it
+            raise DisagreementError(self._difference(self.place, identity))
+
+    def _compare(self, identity: Identity) -> bool:
+        group = self._groups.everybody(None)
+        try:
+            return HostComparison(group, self._look_around).agrees(identity.number)
+        except (RuntimeError, dist.DistBackendError) as error:
+            told = str(error).splitlines()[0]
+            raise CommunicationError(f"the ranks could not compare calls ({told})") from error
+
+    def settle(self, results: Iterable[Tensor]) -> None:
+        """What a pass has made is right, or NaN."""
+        if self._watch is not None:
+            self._watch.settle(results, self.place)
+
+    def _watched(self, stream: torch.cuda.Stream) -> Watch:
+        if self._watch is None:
+            comparison = DeviceComparison(self._groups.everybody(None), stream.device, stream)
+            self._watch = Watch(comparison, self._find_difference, self._find_fault)
+        return self._watch
+
+    def _difference(self, place: int, identity: Identity) -> str:
+        try:
+            return self._faults.compare(
+                place, identity, lambda said: verdict_on(said, complete=False)
+            )
+        except LostStoreError as lost:
+            return f"the ranks are at different calls; {lost}"
+
+    def _look_around(self, waited: float) -> None:
+        """Asked during a long wait. Another rank may be at something else, and wait for an
+        agreement that we took for made: then all of us make it, and learn who is odd."""
+        if self._handshake.is_called_for(self.place) and self._current is not None:
+            statement = self._current.kind.statement
+            timeout = self._timeout
+            self._handshake.agree(statement, call=self.place, timeout=timeout, in_flight=True)
+        told = self._faults.find_cause(self._groups.releases)
+        if told is not None:
+            raise CommunicationError(told)
+        limit = self._timeout.total_seconds()
+        if waited > limit:
+            raise CommunicationError(f"not all ranks came to this call within {limit:.0f} s")
+
+    # On a device nobody waits: these are called by the thread that watches.
+
+    def _find_difference(self, place: int, identity: Identity) -> None:
+        self._break_off(self._difference(place, identity))
+
+    def _find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
+        """Whether there is one."""
+        self._current, self._timeout = identity, timeout
+        try:
+            self._look_around(waited)
+        except CommunicationError as error:
+            self._break_off(self._faults.explain(str(error), self._groups.releases))
+        except MeshAttentionError as error:
+            self._break_off(self._faults.tell(str(error)))
+        return self.broken
+
+    # Faults.
+
+    @contextmanager
+    def whole_or_broken(self) -> Iterator[None]:
+        """Around what ranks do together: any exception in it leaves a call half done."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self._cause is not None:  # the thread that watches was faster
+                raise CommunicationError(self._cause) from error
+            told = CommunicationError(self._faults.explain(str(error), self._groups.releases))
+            self._break_off(str(told), error)
+            raise told from error
+        except BaseException as error:
+            me = self._groups.global_rank_of_self
+            told_by_all = isinstance(error, DisagreementError)
+            name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
+            text = str(error) if told_by_all else f"rank {me} broke off a call: {name}{error}"
+            self._break_off(self._faults.tell(text), error)
+            raise
+
+    def break_off(self, cause: str) -> None:
+        """Calls may be in flight that nobody will finish."""
+        self._break_off(self._faults.tell(cause))
+
+    def _break_off(self, cause: str, error: BaseException | None = None) -> None:
+        if self._cause is None:
+            self._cause = cause
+            if self._watch is not None:
+                self._watch.spoil()
+            if error is not None:
+                _forget_locals(error)
+            # Those who wait for us learn from the closed connection that they wait in vain.
+            self._drop()
+
+    def refuse_if_broken(self) -> None:
+        if self._watch is not None:
+            self._watch.wait_for_verdict(ANSWER_SECONDS)
+        if self._cause is not None:
+            raise MeshAttentionError(
+                "an earlier call on this process group was broken off while transfers were in "
+                f"flight, which a new call could take for its own ({self._cause}); everything on "
+                "this group is refused, also for other ContextParallel objects and "
+                "mesh_attention(): start the processes anew, or make new process groups "
+                "(torch.distributed.new_group)"
+            )
+
+    def rest(self) -> None:
+        """Nobody uses the context now."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if not self.broken:
+            self._faults.leave(self._groups.releases + 1)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Of our frames and torch.distributed's: they hold process groups, whose connections close
+    when the last who holds them lets go. The caller's frames are left as they are."""
+    link: BaseException | None = error
+    while link is not None:
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_code.co_filename.startswith(_OWN_FILES):
+                with suppress(RuntimeError):  # still running
+                    frame.clear()
+        link = link.__cause__ or link.__context__
