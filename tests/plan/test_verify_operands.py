@@ -13,7 +13,7 @@ import pytest
 from mutants import Place, caught, places
 
 from mesh_attention import make_plan
-from mesh_attention.plan.buffers import Buffer, Piece, Role
+from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
@@ -23,11 +23,13 @@ from mesh_attention.plan.program import (
     AllToAll,
     Attend,
     AttendBackward,
+    Free,
     Merge,
     MergeRule,
     Operation,
     ReduceScatter,
     SendRecv,
+    Task,
 )
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.verify.structure import overlap_fault
@@ -255,6 +257,37 @@ def test_halves_of_one_buffer_may_be_sent_and_received_into() -> None:
     assert overlap_fault([Piece("x", 0, 4, (0, 1))], [Piece("x", 0, 4, (1, 2))]) is None
     for other in (Piece("x", 3, 8), Piece("x", 0, 4, (1, 2))):
         assert overlap_fault([whole], [other]) is not None
+
+
+def test_statistics_in_less_than_fp32_are_caught() -> None:
+    plan = mesh()
+    program = plan.forward.programs[3]
+    buffers = tuple(
+        replace(b, precision=Precision.ELEMENT) if b.name == "lse.0" else b for b in program.buffers
+    )
+    programs = (*plan.forward.programs[:3], replace(program, buffers=buffers))
+    (finding,) = verify(replace(plan, passes=(replace(plan.forward, programs=programs),)))
+    assert (finding.rank, finding.operation) == (3, "lse.0")
+
+
+def test_an_operand_in_another_precision_than_the_caller_s_is_caught_at_that_call() -> None:
+    """Made by a copy, which may change it; kernels take one dtype."""
+    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    (place,) = places(plan, lambda op: isinstance(op, Attend))
+    assert isinstance(place.op, Attend)
+    own = place.program.buffer_table()[place.op.q.buffer]
+    for precision, findings in ((Precision.ELEMENT, 0), (Precision.ACCUMULATE, 1)):
+        copied = replace(own, name="q.copy", precision=precision, role=Role.WORKSPACE)
+        piece = replace(place.op.q, buffer="q.copy")
+        mutant = place.put(
+            Merge(Task("copy"), MergeRule.SUM, (place.op.q,), (piece,)),
+            replace(place.op, q=piece),
+            Free(("q.copy",)),
+        )
+        one = mutant.forward
+        program = replace(one.programs[0], buffers=(*one.programs[0].buffers, copied))
+        found = verify(replace(mutant, passes=(replace(one, programs=(program,)),)))
+        assert [f.operation for f in found] == [place.op.name] * findings
 
 
 @pytest.mark.parametrize("empty", [{"stop": 0}, {"heads": (1, 1)}])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
 from mutants import (
     MUTANTS,
     Collective,
@@ -113,6 +114,21 @@ def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_na
             g for name, g in place.one.groups.items() if name[0] == "Q" and place.rank in g
         )
         assert {waiting[other] for other in group if other != place.rank} == {"RS-Q-0.lse"}
+
+
+@pytest.mark.parametrize("tile", [(2, 2), (2, 5), (8, 1)])
+def test_the_rank_that_swapped_them_is_named_first_also_in_groups_of_two(
+    tile: tuple[int, int],
+) -> None:
+    """Of two that wait for each other nobody is in the majority; but other groups do the same. And
+    it is among the findings however many ranks wait."""
+    setting = MeshSetting(tile=tile, combine=Combine.REDUCE_SCATTER)
+    ranks = tile[0] * tile[1]
+    plan = plan_mesh(Problem(8 * ranks, 1, 4), ranks, setting)
+    for place in places(plan, lambda op: op.name == "RS-Q-0.lse"):
+        names = [op.name for op in place.program.operations]
+        finding = caught(place, swapped(place, names.index("RS-Q-0.lse-all")))
+        assert (finding.rank, finding.operation) == (place.rank, "RS-Q-0.lse-all")
 
 
 def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none_would_hang() -> (

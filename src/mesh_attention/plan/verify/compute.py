@@ -194,8 +194,13 @@ class SymbolicCompute:
         return keys
 
     def _expect(self, rank: int, piece: Piece, kind: Kind) -> None:
-        if self._memory.buffer(rank, piece).kind is not kind:
+        buffer, problem = self._memory.buffer(rank, piece), self._plan.problem
+        if buffer.kind is not kind:
             raise Broken(rank, f"takes {piece.buffer} for {kind}")
+        # Kernels take all tensors in the caller's dtype, and statistics (`structure.py`) in fp32.
+        wide = buffer.precision.num_bytes(problem) != problem.element_bytes
+        if wide and not kind.is_statistic:
+            raise Broken(rank, f"takes {piece.buffer}, which is not in the caller's precision")
         if any(value is not DATA for value in self._memory.read(rank, piece)):
             raise Broken(rank, f"takes {piece.buffer} for final, but it is a partial result")
 

@@ -11,6 +11,7 @@ finishes here cannot deadlock there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from mesh_attention.plan.buffers import Kind
@@ -140,7 +141,14 @@ class _Machine:
             for rank in range(len(programs))
             if at[rank] < len(programs[rank].operations)
         }
-        for rank, op in waiting.items():
+        # First those that go through their collectives as few others do: one of them is at fault.
+        ways = [
+            tuple(op.task for op in program.operations if isinstance(op, Communication))
+            for program in programs
+        ]
+        common = Counter(ways)
+        for rank in sorted(waiting, key=lambda rank: common[ways[rank]]):
+            op = waiting[rank]
             assert isinstance(op, Communication)
             absent = []
             for member in self.one.groups[op.group]:

@@ -180,6 +180,8 @@ def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] |
         heads = plan.problem.kv_heads if buffer.kind.is_key_side else plan.problem.num_heads
         if not 0 <= buffer.heads[0] < buffer.heads[1] <= heads:
             return buffer.name, f"has heads {buffer.heads}, of which there are {heads}"
+        if buffer.kind.is_statistic and buffer.precision is not Precision.ACCUMULATE:
+            return buffer.name, f"holds {buffer.kind}, which would be lost in less than fp32"
     sizes = {name: (b.num_rows, b.num_heads) for name, b in table.items()}
     tasks: set[Task] = set()
     for op in program.operations:
