@@ -12,9 +12,15 @@ from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import Case
 
-__all__ = ["RANKS", "cases", "heads_for", "problem_of"]
+__all__ = ["RANKS", "cases", "heads_for", "problem_of", "ranks_in_turn"]
 
 RANKS = (*range(1, 13), 16, 18, 25, 32)
+
+
+def ranks_in_turn(name: str) -> tuple[int, ...]:
+    """All but one of the two largest, of which methods take turns: rings of them take seconds."""
+    left_out = RANKS[-2:][list(METHODS).index(name) % 2]
+    return tuple(ranks for ranks in RANKS if ranks != left_out)
 
 
 def heads_for(ranks: int) -> list[tuple[int, int]]:

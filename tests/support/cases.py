@@ -74,8 +74,8 @@ def tiles(max_ranks: int = 16) -> list[tuple[int, tuple[int, int]]]:
 
 def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
     draw = random.Random(seed)
-    q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 200)])
-    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 150)
+    q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 64)])
+    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 64)
     head_dim, heads = draw.choice([8, 16]), draw.choice(HEADS)
     return Case(
         ranks=ranks,

@@ -63,7 +63,9 @@ def options_of(case: Case) -> dict[str, Any]:
 def run_cases(report: Callable[[str, int], None]) -> list[Outcome]:
     """Run all cases; `report(what, case index)` is told of every rank that gets somewhere."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "mesh_attention.context_parallel"])
+    # Gradients import the last one, for half a second on each rank.
+    needed = ("mesh_attention.context_parallel", "torch.fx.experimental.symbolic_shapes")
+    context.set_forkserver_preload(list(needed))
     queue: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -31,7 +31,7 @@ class _History:
 def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
     """For each operation, the indices of the operations it waits for, ascending."""
     history: dict[str, _History] = defaultdict(_History)
-    places: list[tuple[int, int, _History]] = []  # of all workspace buffers met so far
+    places: list[tuple[int, int, _History]] = []  # of workspace buffers, and who used them last
     result: list[tuple[int, ...]] = []
     communicates = [isinstance(op, Communication) for op in program.operations]
     for at, op in enumerate(program.operations):
@@ -41,10 +41,15 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
             if piece.buffer in memory.offsets and piece.buffer not in history:
                 start = memory.offsets[piece.buffer]
                 stop = start + memory.sizes[piece.buffer]
-                for other_start, other_stop, used in places:
+                kept = []
+                for place in places:
+                    other_start, other_stop, used = place
                     if start < other_stop and other_start < stop:
                         waits.update(i for _, i in (*used.reads, *used.writes))
-                places.append((start, stop, history[piece.buffer]))
+                    # Whoever has that memory next waits for this buffer, which waited for it.
+                    if not (start <= other_start and other_stop <= stop):
+                        kept.append(place)
+                places = [*kept, (start, stop, history[piece.buffer])]
         for piece in taken:
             waits.update(i for other, i in history[piece.buffer].writes if _overlap(piece, other))
         for piece in given:
