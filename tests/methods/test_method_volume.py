@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from method_settings import Setting, shapes
+from paper_volumes import CELLS, Cell, count_cell
 
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.paper import CELLS, Cell, count_cell
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan

@@ -1,6 +1,6 @@
 """`mesh-attention volume`: bytes each rank moves and holds, counted from the programs.
 
-Of one plan, of all methods side by side (`--compare`), or of the paper's table (`--table paper`).
+Of one plan, or of all methods side by side (`--compare`).
 """
 
 from __future__ import annotations
@@ -12,27 +12,20 @@ from typing import Any
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
     add_plan_flags,
-    given,
     options_of,
     plan_of,
     problem_of,
     ranks_of,
 )
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cli.values import one_of
 from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.draw import bytes_text
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.paper import CountedCell, paper_table
 from mesh_attention.plan.plan import Direction, Plan
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.table and args.compare:
-        raise UsageError("--table: not allowed with --compare; each has settings of its own")
-    if args.table:
-        return _show_paper_table(args)
     if args.compare:
         return _show_comparison(args)
     plan = plan_of(args)
@@ -125,53 +118,16 @@ def _short(value: object) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _show_paper_table(args: argparse.Namespace) -> int:
-    if given(args):
-        raise UsageError(f"--table paper has a problem of its own; leave {given(args)[0]} out")
-    with progress("counting") as tell:
-        cells = paper_table(tell)
-    return show(args, lambda: [cell.to_json() for cell in cells], lambda: _paper_text(cells))
-
-
-def _paper_text(cells: Sequence[CountedCell]) -> str:
-    lines = [["", "", "counted", "paper", ""]]
-    for cell in cells:
-        counted = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
-        paper = f"{cell.cell.total} / {cell.cell.inter_node}"
-        verdict = "agrees" if cell.agrees else "differs"
-        lines.append([cell.cell.row, cell.cell.column, counted, paper, verdict])
-    return "\n".join(
-        [
-            "256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, "
-            "total / inter-node",
-            table(lines),
-            *(
-                f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}"
-                for cell in cells
-                if not cell.agrees and cell.cell.note
-            ),
-        ]
-    )
-
-
 COMMAND = Command(
     name="volume",
     summary="count the bytes each rank receives, inside and between nodes, and holds at most",
     run=run,
-    flags=(
-        Flag("--compare", "all methods at their best settings, side by side"),
-        Flag(
-            "--table",
-            "the paper's volumes per GPU, counted from our plans",
-            *(one_of("table", ("paper",)), "paper"),
-        ),
-    ),
+    flags=(Flag("--compare", "all methods at their best settings, side by side"),),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
         "mesh-attention volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 "
         "--ranks-per-node 8 --alpha 4 --json",
         "mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8",
-        "mesh-attention volume --table paper",
     ),
 )

@@ -1,5 +1,7 @@
 """The paper's table of volumes per GPU, counted from our own plans (algorithm.md, section 8).
 
+    python benchmarks/paper_volumes.py [--json]
+
 256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16. O is gathered in the backward pass, as the
 authors do; numbers are the largest over ranks and nodes. StarTrail's placement is counted for every
 rank there, so it begins with the next team's block here; its backward figures are those of C = 16.
@@ -7,10 +9,13 @@ rank there, so it begins with the next team's block here; its backward figures a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_attention.cli.output import table
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
@@ -103,10 +108,34 @@ def count_cell(cell: Cell) -> CountedCell:
     )
 
 
-def paper_table(progress: Callable[[int, int], None] | None = None) -> list[CountedCell]:
-    counted = []
-    for done, cell in enumerate(CELLS, start=1):
-        counted.append(count_cell(cell))
-        if progress:
-            progress(done, len(CELLS))
-    return counted
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead")
+    given = parser.parse_args()
+    cells = [count_cell(cell) for cell in CELLS]
+    print(json.dumps([cell.to_json() for cell in cells]) if given.json else text_of(cells))
+
+
+def text_of(cells: Sequence[CountedCell]) -> str:
+    lines = [["", "", "counted", "paper", ""]]
+    for cell in cells:
+        counted = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
+        paper = f"{cell.cell.total} / {cell.cell.inter_node}"
+        verdict = "agrees" if cell.agrees else "differs"
+        lines.append([cell.cell.row, cell.cell.column, counted, paper, verdict])
+    return "\n".join(
+        [
+            "256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, "
+            "total / inter-node",
+            table(lines),
+            *(
+                f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}"
+                for cell in cells
+                if not cell.agrees and cell.cell.note
+            ),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
