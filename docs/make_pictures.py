@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.plan.count import count
-from mesh_attention.plan.draw import computed_cells
+from mesh_attention.plan.draw.matrix import computed_cells
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan

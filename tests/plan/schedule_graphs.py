@@ -9,11 +9,13 @@ from collections.abc import Callable
 from random import Random
 
 from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule import (
+from mesh_attention.plan.schedule.memory import MemoryModel
+from mesh_attention.plan.schedule.tasks import (
     CommunicationTask,
     ComputeTask,
-    MemoryModel,
+    Schedule,
     TaskGraph,
+    check_schedule,
 )
 
 Cost = Callable[[str], float]
@@ -157,3 +159,14 @@ def _reductions(kind: str, inputs: list[list[ComputeTask]], cost: Cost) -> list[
         for i, row in enumerate(inputs)
         if row
     ]
+
+
+def strict_makespan(graph: TaskGraph, schedule: Schedule) -> float:
+    """Sum over steps of the longer of the communication and the compute in it."""
+    check_schedule(graph, schedule, strict=True)
+    costs = graph.costs()
+    total = 0.0
+    for step in schedule.steps:
+        communication = 0.0 if step.communication is None else costs[step.communication]
+        total += max(communication, sum(costs[name] for name in step.compute))
+    return total

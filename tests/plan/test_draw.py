@@ -14,27 +14,19 @@ import pytest
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.draw import (
-    balance,
-    bytes_text,
-    compare_schedulers,
-    computed_cells,
-    draw_assignment,
-    draw_steps,
-    draw_summary,
-    schedule,
-    summary,
-    task_graph,
-)
-from mesh_attention.plan.draw.summary import problem_text
+from mesh_attention.plan.draw import schedule, summary
+from mesh_attention.plan.draw.matrix import computed_cells, draw_assignment
+from mesh_attention.plan.draw.schedule import compare_schedulers, draw_steps, task_graph
+from mesh_attention.plan.draw.summary import bytes_text, draw_summary, problem_text
+from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule import Schedule, greedy
-from mesh_attention.plan.schedule.tasks import Costs
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.tasks import Costs, Schedule
 
 CAUSAL = Mask(causal=True)
 

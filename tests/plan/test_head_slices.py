@@ -12,7 +12,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.slices import slice_sizes, suggested_cut, usual_heads
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward
-from mesh_attention.plan.schedule import Schedule, follow_each_other
+from mesh_attention.plan.schedule.slices import follow_each_other
+from mesh_attention.plan.schedule.tasks import Schedule
 from mesh_attention.plan.verify import verify
 
 LONG = Problem(1 << 19, 64, 128)

@@ -118,7 +118,9 @@ def test_a_contiguous_causal_task_is_one_square_on_the_diagonal_and_one_rectangl
 
 def test_documents_become_causal_squares_and_no_row_ranges() -> None:
     layout = Layout(LayoutKind.CONTIGUOUS, 12, 1)
-    calls = calls_of(Mask.packed((0, 5, 6, 12)), (layout, layout), ((0, 12),), ((0, 12),))
+    calls = calls_of(
+        Mask(causal=True, documents=(0, 5, 6, 12)), (layout, layout), ((0, 12),), ((0, 12),)
+    )
     assert {(call.q_start, call.q_stop) for call in calls} == {(0, 5), (5, 6), (6, 12)}
     assert all((call.q_start, call.q_stop) == (call.k_start, call.k_stop) for call in calls)
     assert all(call.kind is not CallKind.RANGE for call in calls)

@@ -59,27 +59,29 @@ def test_positions_past_the_end_see_nothing() -> None:
 
 
 def test_a_causal_mask_is_aligned_at_the_end_when_keys_and_queries_differ_in_number() -> None:
-    more_keys = Mask.of_causal().rows(2, 5)
+    more_keys = Mask(causal=True).rows(2, 5)
     assert [x.tolist() for x in more_keys.bounds(np.arange(2))] == [[0, 0], [4, 5]]
-    more_queries = Mask.of_causal().rows(5, 2)
+    more_queries = Mask(causal=True).rows(5, 2)
     lo, hi = more_queries.bounds(np.arange(5))
     assert (hi - lo).tolist() == [0, 0, 0, 1, 2]
 
 
-def test_the_named_masks_are_the_ones_they_say() -> None:
-    assert Mask.full().is_full
-    assert dense_mask(Mask.sliding_window(2), 5, 5).sum(axis=1).tolist() == [1, 2, 3, 3, 3]
-    assert Mask.sliding_window(2).causal
-    assert dense_mask(Mask.sliding_window(1, 1), 4, 4).sum(axis=1).tolist() == [2, 3, 3, 2]
-    assert dense_mask(Mask.packed((0, 2, 5)), 5, 5).sum(axis=1).tolist() == [1, 2, 1, 2, 3]
-    assert dense_mask(Mask.prefix_lm(3), 5, 5).sum(axis=1).tolist() == [3, 3, 3, 4, 5]
+def test_every_kind_of_mask_shows_what_it_says() -> None:
+    def seen(mask: Mask, tokens: int = 5) -> list[int]:
+        return [int(keys) for keys in dense_mask(mask, tokens, tokens).sum(axis=1)]
+
+    assert Mask().is_full
+    assert seen(Mask(causal=True, window=(2, 0))) == [1, 2, 3, 3, 3]
+    assert seen(Mask(window=(1, 1)), 4) == [2, 3, 3, 2]
+    assert seen(Mask(causal=True, documents=(0, 2, 5))) == [1, 2, 1, 2, 3]
+    assert seen(Mask(causal=True, prefix=3)) == [3, 3, 3, 4, 5]
 
 
 def test_a_mask_says_in_words_what_it_is() -> None:
     assert Mask().describe() == "full"
     assert Mask(causal=True, window=(3, None)).describe() == "causal, window 3:inf"
     assert Mask(causal=True, prefix=4).describe() == "causal, prefix 4"
-    assert Mask.packed((0, 1, 4)).describe() == "causal, 2 documents"
+    assert Mask(causal=True, documents=(0, 1, 4)).describe() == "causal, 2 documents"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,9 @@ def test_an_impossible_mask_is_refused_with_the_way_out(fields: dict[str, Any], 
 
 def test_documents_must_end_at_the_last_token() -> None:
     with pytest.raises(PlanError, match="documents end at 4 but there are 5 tokens"):
-        Problem(5, 1, 4, mask=Mask.packed((0, 2, 4)))
+        Problem(5, 1, 4, mask=Mask(causal=True, documents=(0, 2, 4)))
     with pytest.raises(PlanError, match="kv_documents end at 5 but there are 7 tokens"):
-        Problem(5, 1, 4, kv_tokens=7, mask=Mask.packed((0, 2, 5)))
+        Problem(5, 1, 4, kv_tokens=7, mask=Mask(causal=True, documents=(0, 2, 5)))
 
 
 @pytest.mark.parametrize(

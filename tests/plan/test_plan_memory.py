@@ -20,7 +20,7 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, reads, writes
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule import MemoryCapError
+from mesh_attention.plan.schedule.memory import MemoryCapError
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.workspace import peak_buffer_bytes
 

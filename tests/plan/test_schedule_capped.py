@@ -14,20 +14,19 @@ from schedule_graphs import (
     forward_graph,
     random_graph,
     random_memory,
+    strict_makespan,
 )
 
 from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule import (
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.memory import (
     MemoryCapError,
     MemoryModel,
-    TaskGraph,
-    check_schedule,
-    greedy,
     greedy_capped,
     peak_bytes,
     smallest_cap,
-    strict_makespan,
 )
+from mesh_attention.plan.schedule.tasks import TaskGraph, check_schedule
 
 
 def test_every_cap_from_the_smallest_up_is_kept() -> None:

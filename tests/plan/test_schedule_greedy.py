@@ -13,16 +13,12 @@ from schedule_graphs import (
     forward_graph,
     golden_graph,
     random_graph,
+    strict_makespan,
     tasks,
 )
 
-from mesh_attention.plan.schedule import (
-    Schedule,
-    TaskGraph,
-    check_schedule,
-    greedy,
-    strict_makespan,
-)
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, check_schedule
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"
 

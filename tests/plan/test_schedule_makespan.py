@@ -6,18 +6,16 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from schedule_graphs import communication, compute, golden_graph, random_graph
+from schedule_graphs import communication, compute, golden_graph, random_graph, strict_makespan
 
-from mesh_attention.plan.schedule import (
-    Schedule,
-    TaskGraph,
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.makespan import (
     event_makespan,
     event_times,
-    greedy,
     lower_bound,
-    strict_makespan,
+    one_machine_bound,
 )
-from mesh_attention.plan.schedule.makespan import one_machine_bound
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
 
 
 def test_events_are_never_later_than_steps_over_500_random_graphs() -> None:

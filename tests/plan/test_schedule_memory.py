@@ -20,13 +20,9 @@ from schedule_graphs import (
 )
 
 from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule import (
-    MemoryModel,
-    TaskGraph,
-    greedy,
-    peak_bytes,
-    smallest_cap,
-)
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.memory import MemoryModel, peak_bytes, smallest_cap
+from mesh_attention.plan.schedule.tasks import TaskGraph
 
 
 def test_a_buffer_lives_from_its_first_operation_to_its_last_and_no_longer() -> None:

@@ -9,13 +9,8 @@ import pytest
 from schedule_graphs import communication, compute, golden_graph, random_graph, tasks
 
 from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule import (
-    Schedule,
-    Step,
-    TaskGraph,
-    check_schedule,
-    greedy,
-)
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph, check_schedule
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])

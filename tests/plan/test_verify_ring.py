@@ -25,7 +25,7 @@ from mesh_attention.plan.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.schedule import Schedule, Step
+from mesh_attention.plan.schedule.tasks import Schedule, Step
 from mesh_attention.plan.verify import Finding, verify
 
 TOKENS, HEADS = 8, 2  # of one rank

@@ -9,7 +9,8 @@ from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
 from mesh_attention.cli.values import size
-from mesh_attention.plan.draw import computed_cells, draw_assignment, draw_steps
+from mesh_attention.plan.draw.matrix import computed_cells, draw_assignment
+from mesh_attention.plan.draw.schedule import draw_steps
 from mesh_attention.plan.plan import Pass, Plan
 
 

@@ -12,13 +12,9 @@ from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
 from mesh_attention.files import replacing
 from mesh_attention.plan.count import count
-from mesh_attention.plan.draw import (
-    ScheduleComparison,
-    balance,
-    compare_schedulers,
-    draw_steps,
-    draw_summary,
-)
+from mesh_attention.plan.draw.schedule import ScheduleComparison, compare_schedulers, draw_steps
+from mesh_attention.plan.draw.summary import draw_summary
+from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.text import digest, plan_lines
 

@@ -29,8 +29,7 @@ from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.trace import trace_of
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.files import replacing
-from mesh_attention.plan.draw import bytes_text
-from mesh_attention.plan.draw.summary import problem_text
+from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction
 
 DEFAULT_CLUSTER = "hgx-h100"

@@ -20,7 +20,7 @@ from mesh_attention.cli.options import (
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.draw import bytes_text
+from mesh_attention.plan.draw.summary import bytes_text
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 

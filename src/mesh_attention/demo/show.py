@@ -17,8 +17,8 @@ from mesh_attention.plan.draw.schedule import task_graph
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule import TaskGraph, event_times
-from mesh_attention.plan.schedule.tasks import Costs, Schedule
+from mesh_attention.plan.schedule.makespan import event_times
+from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph
 from mesh_attention.plots import pyplot
 
 TOLERANCE = 1e-10

@@ -124,24 +124,6 @@ class Layout:
             return (0, self.slots // 2, self.slots)
         return (0, self.slots)
 
-    def place_of(self, token: int) -> tuple[int, int]:
-        """(rank, slot) that owns a position; padding positions have a place too."""
-        if not 0 <= token < self.padded_tokens:
-            raise PlanError(f"token {token} is outside 0..{self.padded_tokens - 1}")
-        match self.kind:
-            case LayoutKind.CONTIGUOUS:
-                return divmod(token, self.slots)
-            case LayoutKind.ZIGZAG:
-                half = self.slots // 2
-                block, offset = divmod(token, half)
-                if block < self.num_ranks:
-                    return block, offset
-                return 2 * self.num_ranks - 1 - block, half + offset
-            case LayoutKind.STRIPED:
-                turn, offset = divmod(token, self.num_ranks * self.block)
-                rank, within = divmod(offset, self.block)
-                return rank, turn * self.block + within
-
     def runs(self, place_start: int, place_stop: int) -> list[Run]:
         """Positions of an interval of places, in order, padding included."""
         runs: list[Run] = []

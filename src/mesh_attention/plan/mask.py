@@ -87,27 +87,6 @@ class Mask:
         if self.kv_documents and self.documents and len(self.kv_documents) != len(self.documents):
             raise PlanError("'documents' and kv_documents must have the same number of documents")
 
-    @staticmethod
-    def full() -> Mask:
-        return Mask()
-
-    @staticmethod
-    def of_causal() -> Mask:
-        return Mask(causal=True)
-
-    @staticmethod
-    def sliding_window(left: int, right: int = 0) -> Mask:
-        """Keys `q-left .. q+right`; right = 0 is the causal sliding window."""
-        return Mask(causal=right == 0, window=(left, right))
-
-    @staticmethod
-    def packed(cu_seqlens: tuple[int, ...], *, causal: bool = True) -> Mask:
-        return Mask(causal=causal, documents=tuple(int(c) for c in cu_seqlens))
-
-    @staticmethod
-    def prefix_lm(prefix: int) -> Mask:
-        return Mask(causal=True, prefix=prefix)
-
     @property
     def is_full(self) -> bool:
         return not self.causal and self.window is None and self.documents is None

@@ -18,7 +18,7 @@ from mesh_attention.plan.build.tile_tasks import (
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, Communication, Operation, Task
-from mesh_attention.plan.schedule import Schedule
+from mesh_attention.plan.schedule.tasks import Schedule
 
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1

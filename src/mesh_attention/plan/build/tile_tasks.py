@@ -26,23 +26,24 @@ from mesh_attention.plan.program import (
     Task,
 )
 from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.schedule import (
-    CommunicationTask,
-    ComputeTask,
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.memory import (
     MemoryCapError,
     MemoryModel,
+    greedy_capped,
+    peak_bytes,
+    smallest_cap,
+)
+from mesh_attention.plan.schedule.search import search
+from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another
+from mesh_attention.plan.schedule.tasks import (
+    CommunicationTask,
+    ComputeTask,
+    Costs,
     Schedule,
     Step,
     TaskGraph,
-    follow_each_other,
-    greedy,
-    greedy_capped,
-    one_after_another,
-    peak_bytes,
-    search,
-    smallest_cap,
 )
-from mesh_attention.plan.schedule.tasks import Costs
 from mesh_attention.plan.traffic import TrafficMeter
 
 COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks

@@ -16,14 +16,15 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Program, Task, reads, writes
-from mesh_attention.plan.schedule import (
+from mesh_attention.plan.schedule.makespan import event_makespan
+from mesh_attention.plan.schedule.search import search
+from mesh_attention.plan.schedule.tasks import (
     CommunicationTask,
     ComputeTask,
+    Costs,
+    Schedule,
     TaskGraph,
-    event_makespan,
-    search,
 )
-from mesh_attention.plan.schedule.tasks import Costs, Schedule
 from mesh_attention.plan.traffic import TrafficMeter
 
 _HEADS = ("step", "communication", "compute")

@@ -1,8 +1,6 @@
-"""How long a schedule takes, under the paper's steps and under events.
-
-Steps: both halves of a step finish before the next begins. Events: the same order on one
-communication stream and one compute stream, but a task starts as soon as its stream is free and its
-own needs are done, so it can only be faster (algorithm, section 5, "event order").
+"""How long a schedule takes by events: two streams in its order, one of communication and one of
+computation, where a task starts as soon as its stream is free and its own needs are done. That is
+never slower than the paper's steps, whose two halves end together (algorithm, section 5).
 
 And a time below which no order can finish: relax one stream at a time to the classic one-machine
 problem with heads (earliest start) and tails (work that must follow); its preemptive optimum, which
@@ -17,17 +15,6 @@ from collections.abc import Iterable
 
 from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, check_schedule
-
-
-def strict_makespan(graph: TaskGraph, schedule: Schedule) -> float:
-    """Sum over steps of the longer of the communication and the compute in it."""
-    check_schedule(graph, schedule, strict=True)
-    costs = graph.costs()
-    total = 0.0
-    for step in schedule.steps:
-        communication = 0.0 if step.communication is None else costs[step.communication]
-        total += max(communication, sum(costs[name] for name in step.compute))
-    return total
 
 
 def event_times(graph: TaskGraph, schedule: Schedule) -> dict[Task, tuple[float, float]]:
