@@ -18,7 +18,7 @@ __all__ = [
 
 PIECE = re.compile(r"(?<==|\+|\||<)([\w.-]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
 CALL = re.compile(r"(full|causal|range)\((\d+):(\d+),(\d+):(\d+)\)")
-PIECE_FIELD = re.compile(r"(\w+)=([\w.-]+\[[^ +|<]*\])(?= |$)")
+PIECE_FIELD = re.compile(r"(\w+)=([\w.-]+\[[\d:]+\](?:\{[\d:]+\})?)(?= |$)")
 Lines = list[str]
 Mutation = Callable[[Random, Lines], Lines | None]
 

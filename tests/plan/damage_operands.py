@@ -234,6 +234,65 @@ def out_or_delta(rng: Random, lines: Lines) -> Lines | None:
     return put(rng, lines, at, replaced(lines[at], match, f" {match[1]}={new}"))
 
 
+def an_operand_through_a_copy(rng: Random, lines: Lines) -> Lines | None:
+    """Of any precision, role and rows; freed afterwards, mostly."""
+    found = any_match(rng, lines, PIECE)
+    if found is None:
+        return None
+    at, piece = found
+    declared = next(
+        i for i in program_of(lines, at) if lines[i].startswith(f"  buffer {piece[1]} ")
+    )
+    words = lines[declared].split()
+    words[1], words[3] = "copied", rng.choice(("element", "accumulate"))
+    words[4] = rng.choice(("workspace", "workspace", "workspace", "output"))
+    there = f"[{piece[2]}:{piece[3]}]"
+    copy = f"  copy: merge rule=sum inputs={piece[1]}{there} outputs=copied{there}"
+    used = replaced(lines[at], piece, piece[0].replace(piece[1], "copied", 1))
+    end = ["  free: free buffers=copied"] if rng.random() < 0.8 else []
+    copies = [copy, used] if rng.random() < 0.7 else [used, copy]
+    lines[at : at + 1] = [*copies, *end]
+    lines.insert(declared + 1, "  " + " ".join(words))
+    return lines
+
+
+def an_attention_in_two(rng: Random, lines: Lines) -> Lines | None:
+    """Some heads by one operation, the rest by another; which key heads go with them is drawn."""
+    places = operations(lines, "attend")
+    if not places:
+        return None
+    at = rng.choice(places)
+    words = {words[1]: words for words in buffers_of(lines, at)}
+    pieces = {match[1]: match[2] for match in PIECE_FIELD.finditer(lines[at])}
+    sizes = []
+    for side in ("q", "k"):
+        name = pieces[side].partition("[")[0]
+        if name not in words or "{" in pieces[side]:
+            return None
+        first, stop = map(int, words[name][6].split(":"))
+        sizes.append(stop - first)
+    if sizes[0] < 2:
+        return None
+    queries, keys = sizes
+    cut = rng.randrange(1, queries)
+    per_key = max(queries // keys, 1)
+    middle = cut // per_key
+    key_cuts = rng.choice(((middle, middle), (middle, middle + 1), (middle + 1, middle)))
+    parts = (((0, cut), (0, key_cuts[0])), ((cut, queries), (key_cuts[1], keys)))
+    if rng.random() < 0.1:
+        parts = parts[::-1]
+
+    def of(part: tuple[tuple[int, int], tuple[int, int]]) -> str:
+        def cut_piece(match: re.Match[str]) -> str:
+            low, high = part[match[1] in ("k", "v", "grad_k", "grad_v")]
+            return f"{match[1]}={match[2]}{{{low}:{high}}}"
+
+        return PIECE_FIELD.sub(cut_piece, lines[at])
+
+    lines[at : at + 1] = [of(part) for part in parts]
+    return lines
+
+
 OPERANDS: tuple[Mutation, ...] = (
     buffer_of_a_piece,
     rows_of_a_piece,
@@ -251,4 +310,6 @@ OPERANDS: tuple[Mutation, ...] = (
     the_calls,
     a_fresh_flag,
     out_or_delta,
+    an_operand_through_a_copy,
+    an_attention_in_two,
 )
