@@ -52,9 +52,17 @@ def _needs_a_gpu(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def gpu_pool() -> Iterator[WorkerPool]:
-    """Processes that share one GPU, and that PyTorch lets share its symmetric memory."""
+    """Processes that share one GPU: PyTorch lets them share its symmetric memory, and NCCL takes
+    them for nodes on a network, see `support.worker`."""
     from support.pool import WorkerPool
 
-    workers = WorkerPool({"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    workers = WorkerPool(
+        {
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_MAX_NCHANNELS": "1",  # or kernels that wait for each other fill the GPU
+        }
+    )
     yield workers
     workers.close()

@@ -1,7 +1,7 @@
 """Cases on ranks that share one GPU, over either transport, and how exact they must be.
 
-gloo carries CUDA tensors, and ranks that share a GPU can share its memory too, so real plans run
-in real processes without a second GPU. NCCL takes one rank a GPU.
+gloo carries CUDA tensors, NCCL takes ranks that share a GPU for nodes on a network, and they can
+share its memory too, so real plans run in real processes without a second GPU.
 """
 
 from __future__ import annotations
@@ -31,20 +31,40 @@ class Ran:
 
 
 def run_cases(
-    rank: int, world_size: int, cases: list[Case], transport: str, options: dict[str, Any]
+    rank: int,
+    world_size: int,
+    cases: list[Case],
+    transport: str,
+    options: dict[str, Any],
+    backend: str,
+    times: int,
 ) -> list[Ran]:
     found = []
+    group = dist.new_group(backend=backend) if backend != "gloo" else None
     for case in cases:
-        with context(case, transport=transport, **options) as cp:
-            found.append(Ran(attend(cp, case, "cuda"), cp.transports()))
+        with context(case, group, transport=transport, **options) as cp:
+            for _ in range(times):
+                cp._share.counters.clear()
+                part = attend(cp, case, "cuda")
+            cp.check()
+            found.append(Ran(part, cp.transports()))
     return found
 
 
-def check(pool: WorkerPool, cases: list[Case], transport: str, **options: Any) -> list[list[Ran]]:
-    """Runs the cases, compares them with float64 and with the plan's bytes; results by rank."""
-    by_rank: list[list[Ran]] = pool.run(
-        run_cases, cases[0].ranks, cases, transport, options, seconds=SECONDS
-    )
+def check(
+    pool: WorkerPool,
+    cases: list[Case],
+    transport: str,
+    *,
+    backend: str = "gloo",
+    times: int = 1,
+    **options: Any,
+) -> list[list[Ran]]:
+    """Runs the cases, compares the last time with float64 and with the plan's bytes; results by
+    rank."""
+    given = (cases, transport, options, backend, times)
+    seconds = 2 * SECONDS if backend == "nccl" else SECONDS
+    by_rank: list[list[Ran]] = pool.run(run_cases, cases[0].ranks, *given, seconds=seconds)
     for number, case in enumerate(cases):
         ran = [results[number] for results in by_rank]
         parts = [one.part for one in ran]

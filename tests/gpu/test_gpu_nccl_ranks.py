@@ -1,0 +1,53 @@
+"""Many NCCL ranks on one GPU: every method, both passes, graphs, and several nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mesh_attention import Mask
+from mesh_attention.plan.methods.table import METHODS
+from support.cases import Case
+from support.gpu_case import check
+from support.pool import WorkerPool
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def case(ranks: int, dtype: torch.dtype, tokens: int = 509) -> Case:
+    """Causal, fewer KV heads than query heads, and a length that no number of ranks divides."""
+    return Case(
+        *(ranks, tokens, tokens),
+        heads=(16, 8),
+        head_dims=(64, 64),
+        batch=2,
+        mask=Mask(causal=True),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_over_nccl_equals_the_truth(
+    gpu_pool: WorkerPool, method: str, ranks: int
+) -> None:
+    cases = [replace(case(ranks, dtype), options={"method": method}) for dtype in DTYPES]
+    check(gpu_pool, cases, "distributed", backend="nccl", times=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_captured_calls_over_nccl_equal_the_truth(gpu_pool: WorkerPool, ranks: int) -> None:
+    """Whole chunks: no kernel asks the host for positions."""
+    cases = [case(ranks, dtype, 512) for dtype in DTYPES]
+    check(gpu_pool, cases, "distributed", backend="nccl", times=3, cuda_graph=True)
+
+
+def test_sixteen_ranks_as_nodes_equal_the_truth(gpu_pool: WorkerPool) -> None:
+    """Four nodes of four where NCCL allows that on one GPU, else sixteen nodes."""
+    mesh = case(16, torch.bfloat16)
+    cases = [mesh, replace(mesh, options={"tile": (2, 8)})]
+    check(gpu_pool, cases, "distributed", backend="nccl")
