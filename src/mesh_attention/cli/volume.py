@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import (
-    add_plan_flags,
-    options_of,
-    plan_of,
-    problem_of,
-    ranks_of,
-)
+from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.plan.compare import Compared, compare
 from mesh_attention.plan.count import PassCount, count

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mesh_attention.cluster.cluster import Cluster, PeerLink
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
+from mesh_attention.plan.program import AllToAll, Collective
 from mesh_attention.plan.traffic import Flows
 
 
@@ -45,9 +45,7 @@ class CommunicationCosts:
             for name, ranks in one.groups.items()
         }
 
-    def collective(
-        self, op: AllGather | ReduceScatter | AllToAll, flows: Flows, member: int
-    ) -> float:
+    def collective(self, op: Collective, flows: Flows, member: int) -> float:
         """As this member sees it; the group is done when the slowest member is."""
         shape = self.shapes[op.group]
         if len(shape.nodes) == 1:

@@ -16,6 +16,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
+    Attention,
     Call,
     Free,
     Merge,
@@ -57,7 +58,7 @@ class ComputeCosts:
     def _memory(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.gpu.memory_gb_per_second * 1e9)
 
-    def _calls(self, op: Attend | AttendBackward, table: Mapping[str, Buffer]) -> tuple[float, ...]:
+    def _calls(self, op: Attention, table: Mapping[str, Buffer]) -> tuple[float, ...]:
         heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
         seconds = []
         for call in op.calls:

@@ -16,20 +16,9 @@ from mesh_attention.cluster.compute_cost import ComputeCosts
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    CallKind,
-    Free,
-    Operation,
-    ReduceScatter,
-)
+from mesh_attention.plan.program import Attention, CallKind, Collective, Free, Operation
 from mesh_attention.plan.split_calls import splits_wanted
 from mesh_attention.plan.traffic import Flows, TrafficMeter
-
-Collective = AllGather | ReduceScatter | AllToAll
 
 
 class OperationCosts(Protocol):
@@ -110,7 +99,7 @@ class RememberedCosts:
             calls = self._costs.compute(op, self._tables[rank], self._splits[rank])
             known = calls if self._apart else (sum(calls),)
             known = tuple(seconds for seconds in known if seconds)
-            by_place = isinstance(op, Attend | AttendBackward) and any(
+            by_place = isinstance(op, Attention) and any(
                 call.kind is CallKind.RANGE for call in op.calls
             )
             if not by_place:

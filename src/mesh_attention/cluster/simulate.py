@@ -22,7 +22,6 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.cluster.operation_costs import (
     ClusterCosts,
-    Collective,
     OperationCosts,
     RememberedCosts,
     alike_ranks,
@@ -31,7 +30,7 @@ from mesh_attention.cluster.state import Capacities, RankState, Transfer
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap, Waits, an_overlap
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
-from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter, SendRecv
+from mesh_attention.plan.program import Collective, SendRecv
 from mesh_attention.plan.traffic import traffic_of
 
 
@@ -112,10 +111,6 @@ class _Simulation:
         self._remembered = RememberedCosts(
             plan.problem, one, costs, alike, apart=self._between_calls
         )
-        self._member = {
-            name: {rank: member for member, rank in enumerate(ranks)}
-            for name, ranks in one.groups.items()
-        }
         self._pending: dict[tuple[str, int], _PendingCollective] = {}
         self._met: dict[tuple[str, int], int] = {}
         self._senders: dict[_Flow, deque[_FlowEnd]] = {}
@@ -203,7 +198,7 @@ class _Simulation:
         if isinstance(op, SendRecv):
             self._arrive_at_peers(state, at, op)
         else:
-            assert isinstance(op, AllGather | ReduceScatter | AllToAll)
+            assert isinstance(op, Collective)
             self._arrive_at_collective(state, at, op)
 
     def _arrive_at_collective(self, state: RankState, at: int, op: Collective) -> None:
@@ -211,7 +206,7 @@ class _Simulation:
         times = self._met.get((op.group, rank), 0)
         self._met[op.group, rank] = times + 1
         pending = self._pending.setdefault((op.group, times), _PendingCollective([]))
-        member = self._member[op.group][rank]
+        member = self._one.members[op.group][rank]
         flows = self._remembered.flows(rank, op)
         seconds = self._costs.collective(op, flows, member)
         pending.seconds = max(pending.seconds, seconds)
@@ -280,10 +275,7 @@ class _Simulation:
         self._clock.start(transfer.activity, transfer.speed)
 
     def _ended(
-        self,
-        transfer: Transfer,
-        ends: list[_Place],
-        done: Callable[[list[_Place]], None],
+        self, transfer: Transfer, ends: list[_Place], done: Callable[[list[_Place]], None]
     ) -> None:
         for rank, _ in ends:
             self._ranks[rank].transfers.remove(transfer)

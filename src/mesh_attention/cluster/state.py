@@ -6,6 +6,7 @@ same one divide it (`clock.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from mesh_attention.cluster.clock import Activity, Capacity
@@ -49,11 +50,10 @@ class RankState:
         self.transfers: list[Transfer] = []
         self._waits = waits
         self._done = bytearray(len(operations))
-        self._compute: list[int] = []
-        self._communication: list[int] = []
+        self._compute: deque[int] = deque()
+        self._communication: deque[int] = deque()
         for at, op in enumerate(operations):
             (self._communication if isinstance(op, Communication) else self._compute).append(at)
-        self._next_compute = self._next_communication = 0
 
     @property
     def finished(self) -> bool:
@@ -61,31 +61,21 @@ class RankState:
 
     def take_computation(self) -> int | None:
         """The next computation, if it can begin now."""
-        if self._next_compute == len(self._compute):
-            return None
-        at = self._compute[self._next_compute]
-        if not self._may_begin(at):
-            return None
-        self._next_compute += 1
-        return at
+        return self._take(self._compute)
 
     def take_communication(self) -> int | None:
         """The next communication, if it can begin now and none is in flight."""
-        if self.communicating or self._next_communication == len(self._communication):
-            return None
-        at = self._communication[self._next_communication]
-        if not self._may_begin(at):
-            return None
-        self._next_communication += 1
-        return at
+        return None if self.communicating else self._take(self._communication)
 
     def finish(self, at: int, now: float) -> None:
         self._done[at] = 1
         self.times.end[at] = now
 
-    def _may_begin(self, at: int) -> bool:
+    def _take(self, stream: deque[int]) -> int | None:
         done = self._done
-        return all(done[before] for before in self._waits[at])
+        if stream and all(done[before] for before in self._waits[stream[0]]):
+            return stream.popleft()
+        return None
 
 
 class Capacities:

@@ -12,14 +12,7 @@ from typing import Any
 
 from mesh_attention.cluster.timeline import Event, Stream, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Free,
-    Operation,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import Communication, Free, Operation
 from mesh_attention.plan.traffic import TrafficMeter
 
 # Times are rounded to 1/1024 us, which binary floats hold exactly: sums of durations are exact too.
@@ -83,7 +76,7 @@ def _rank_events(timeline: Timeline, rank: int, begin: int) -> Iterator[dict[str
 
 
 def _arguments(timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter) -> dict[str, Any]:
-    if not isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
+    if not isinstance(op, Communication):
         return {"calls": len(getattr(op, "calls", ()))}
     ranks = timeline.one.groups[op.group]
     moved = meter.traffic(op, ranks.index(rank), len(ranks))

@@ -10,20 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.simulate import simulate
 from mesh_attention.demo.ranks import CASES, NUM_RANKS, Case, Outcome, run_cases
 from mesh_attention.files import replacing
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.draw.schedule import task_graph
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule.makespan import event_times
-from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph
 from mesh_attention.plots import pyplot
 
 TOLERANCE = 1e-10
-_COLOURS = {"AG-KV": "#8ecae6", "AG-Q": "#a8dadc", "C": "#ffb703"}
-_STREAMS = ("communication", "computation")
+CLUSTER = "hgx-h100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +47,14 @@ def run_demo(folder: Path, report: Callable[[str, int], None]) -> tuple[list[Row
     assignments, schedule = folder / "assignment.png", folder / "schedule.png"
     panels = [(case.title, Tile(*case.tile, case.rotation).assignment()) for case in CASES]
     draw_assignments(panels, assignments)
-    plan = plan_at_gpu_size(CASES[-1])
-    title = f"Forward schedule, {CASES[-1].title}, {NUM_RANKS} ranks, 72K tokens, 32 heads of 128"
-    graph = task_graph(plan, plan.forward, Costs())
-    draw_schedule(graph, plan.forward.schedule, title, schedule)
+    # As GPUs would run it: at the demonstration's size computing takes no time at all.
+    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
+    case = {key: getattr(CASES[-1], key) for key in ("tile", "rotation", "chunks")}
+    plan = plan_on(CLUSTER, problem, NUM_RANKS, directions=(Direction.FORWARD,), **case)
+    draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=1)
     outcomes = run_cases(report)
     rows = [Row(case, outcome) for case, outcome in zip(CASES, outcomes, strict=True)]
     return rows, [assignments, schedule]
-
-
-def plan_at_gpu_size(case: Case) -> Plan:
-    """The case as GPUs would run it: at the demonstration's size computing takes no time at all."""
-    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
-    return make_plan(problem, NUM_RANKS, tile=case.tile, rotation=case.rotation, chunks=case.chunks)
 
 
 def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> None:
@@ -80,31 +73,6 @@ def draw_assignments(panels: Sequence[tuple[str, Assignment]], path: Path) -> No
         axis.set_xticks(range(size))
         axis.set_yticks(range(size))
     figure.suptitle("The rank that computes each cell")
-    figure.tight_layout()
-    with replacing(path) as part:
-        figure.savefig(part, dpi=140)
-    plt.close(figure)
-
-
-def draw_schedule(graph: TaskGraph, schedule: Schedule, title: str, path: Path) -> None:
-    """Both streams over time, each task starting when its own inputs are there (modelled costs)."""
-    plt = pyplot()
-    times = event_times(graph, schedule)
-    communication = {node.task for node in graph.communication}
-    figure, axis = plt.subplots(figsize=(12, 2.8))
-    scale = 1e3
-    for task, (start, stop) in times.items():
-        stream = 0 if task in communication else 1
-        colour = _COLOURS.get(task.kind, "#e5989b")
-        axis.barh(
-            stream, (stop - start) * scale, left=start * scale, color=colour, edgecolor="white"
-        )
-        middle = (start + stop) / 2 * scale
-        axis.text(middle, stream, str(task), ha="center", va="center", fontsize=7, rotation=90)
-    axis.set_yticks(range(len(_STREAMS)), _STREAMS)
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds, modelled: 40 GB/s of collectives, 500 TFLOP/s of attention")
-    axis.set_title(title, fontsize=11)
     figure.tight_layout()
     with replacing(path) as part:
         figure.savefig(part, dpi=140)

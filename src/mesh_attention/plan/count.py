@@ -14,15 +14,7 @@ from typing import Any
 
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Program,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import Attention, Communication, Program
 from mesh_attention.plan.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 from mesh_attention.plan.workspace import peak_buffer_bytes
 
@@ -102,11 +94,7 @@ def count_pass(plan: Plan, one: Pass) -> PassCount:
     group_nodes = {
         name: tuple(plan.node_of(rank) for rank in ranks) for name, ranks in one.groups.items()
     }
-    member_of = {
-        name: {rank: member for member, rank in enumerate(ranks)}
-        for name, ranks in one.groups.items()
-    }
-    ranks = tuple(_count_rank(p, plan.problem, group_nodes, member_of) for p in one.programs)
+    ranks = tuple(_count_rank(p, plan.problem, group_nodes, one.members) for p in one.programs)
     entering, tokens = [0] * plan.num_nodes, [0] * plan.num_nodes
     for rank in ranks:
         node = plan.node_of(rank.rank)
@@ -128,14 +116,14 @@ def _count_rank(
     moved: dict[str, list[Traffic]] = defaultdict(list)
     entering = entering_tokens = calls = 0
     for op in program.operations:
-        if isinstance(op, AllGather | ReduceScatter | AllToAll | SendRecv):
+        if isinstance(op, Communication):
             member, nodes = member_of[op.group][program.rank], group_nodes[op.group]
             flows = meter.flows(op)
             moved[type(op).__name__].append(traffic_of(op, flows, member, len(nodes)))
             crossing = entering_bytes(op, flows, member, nodes)
             entering += crossing[0]
             entering_tokens += crossing[1]
-        elif isinstance(op, Attend | AttendBackward):
+        elif isinstance(op, Attention):
             calls += len(op.calls)
     by_operation = {kind: Traffic.sum(each) for kind, each in moved.items()}
     return RankCount(

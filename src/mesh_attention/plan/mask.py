@@ -197,11 +197,7 @@ def _row_ranges(mask: Mask, q_tokens: int, kv_tokens: int) -> RowRanges:
 
 
 def _document_segments(
-    q: tuple[int, int],
-    k: tuple[int, int],
-    lows: list[Line],
-    highs: list[Line],
-    floor: list[Line],
+    q: tuple[int, int], k: tuple[int, int], lows: list[Line], highs: list[Line], floor: list[Line]
 ) -> list[Segment]:
     lines = lows + highs + floor + [(k[0], 0), (k[1], 0)]
     flat = {base for base, slope in lines if slope == 0}

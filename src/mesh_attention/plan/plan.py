@@ -77,6 +77,14 @@ class Pass:
     setting: dict[str, str] = field(default_factory=dict)
 
     @cached_property
+    def members(self) -> dict[str, dict[int, int]]:
+        """By group: the place of each of its ranks in it."""
+        return {
+            name: {rank: member for member, rank in enumerate(ranks)}
+            for name, ranks in self.groups.items()
+        }
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The order of the tasks that some rank has something to do for."""
         used = {op.task.whole for program in self.programs for op in program.operations}

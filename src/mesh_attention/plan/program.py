@@ -223,8 +223,10 @@ class Free(_Named):
         return _FREE
 
 
-Communication = AllGather | ReduceScatter | AllToAll | SendRecv
-Operation = Communication | Attend | AttendBackward | Merge | Free
+Collective = AllGather | ReduceScatter | AllToAll
+Communication = Collective | SendRecv
+Attention = Attend | AttendBackward
+Operation = Communication | Attention | Merge | Free
 
 
 def reads(op: Operation) -> Iterator[Piece]:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Communication,
-    ReduceScatter,
-    SendRecv,
-)
+from mesh_attention.plan.program import AllGather, AllToAll, Communication, ReduceScatter, SendRecv
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mesh_attention.plan.buffers import Buffer, Role
-from mesh_attention.plan.program import (
-    Attend,
-    AttendBackward,
-    Free,
-    Operation,
-    Program,
-)
+from mesh_attention.plan.program import Attention, Free, Operation, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class Assembler:
     ) -> Program:
         names = tuple(op.touched for op in operations)
         attentions = (
-            [at for at, op in enumerate(operations) if isinstance(op, Attend | AttendBackward)]
+            [at for at, op in enumerate(operations) if isinstance(op, Attention)]
             if self._hold
             else []
         )

@@ -7,7 +7,7 @@ is above one, and frees. Nothing here knows which method it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -84,11 +84,7 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
         made = builders[index].unit(unit)
-        operations = [
-            *around.before(unit, index),
-            *made.operations,
-            *around.after(unit, index),
-        ]
+        operations = [*around.before(unit, index), *made.operations, *around.after(unit, index)]
         buffers = {**around.buffers(unit, index), **made.buffers}
         return assembler.program(rank, operations, buffers)
 
@@ -172,50 +168,40 @@ class _Exchange:
             return 1
         return max(1, self._degree // self._head_groups[0].problem.kv_heads)
 
-    def _stretches(self, kind: Kind) -> list[tuple[int, int]]:
-        return list(pairwise(self._head_groups[0].layout(kind).halves))
-
     def _to_heads(self, unit: int, index: int) -> AllToAll:
         """Each member gets its slice of heads of this rank's tokens."""
-        head_group = self._head_groups[index]
-        sends = tuple(
-            tuple(
-                Piece(kind.value, a, b, to.heads(kind))
-                for kind in self._needs
-                for a, b in self._stretches(kind)
-            )
-            for to in self._head_groups
-        )
-        receives = tuple(
-            tuple(
-                Piece(head_group.local(kind), a, b)
-                for kind in self._needs
-                for a, b in head_group.member_rows(kind, member)
-            )
-            for member in range(self._degree)
-        )
-        return AllToAll(TO_HEADS, f"U{unit}", sends, receives)
+        sends = self._own_tokens(self._needs, lambda kind, _: kind.value)
+        return AllToAll(TO_HEADS, f"U{unit}", sends, self._own_heads(self._needs, index))
 
     def _to_tokens(self, unit: int, index: int) -> AllToAll:
         """Each member gets its own tokens of this head group's heads back."""
-        head_group = self._head_groups[index]
-        sends = tuple(
+        receives = self._own_tokens(self._outputs, self._landing)
+        return AllToAll(TO_TOKENS, f"U{unit}", self._own_heads(self._outputs, index), receives)
+
+    def _own_tokens(
+        self, kinds: tuple[Kind, ...], name: Callable[[Kind, HeadGroup], str]
+    ) -> tuple[tuple[Piece, ...], ...]:
+        """This rank's tokens, for each head group its heads of them."""
+        return tuple(
             tuple(
-                Piece(head_group.local(kind), a, b)
-                for kind in self._outputs
-                for a, b in head_group.member_rows(kind, member)
+                Piece(name(kind, group), a, b, group.heads(kind))
+                for kind in kinds
+                for a, b in pairwise(group.layout(kind).halves)
+            )
+            for group in self._head_groups
+        )
+
+    def _own_heads(self, kinds: tuple[Kind, ...], index: int) -> tuple[tuple[Piece, ...], ...]:
+        """This head group's heads, for each member of the unit its tokens of them."""
+        group = self._head_groups[index]
+        return tuple(
+            tuple(
+                Piece(group.local(kind), a, b)
+                for kind in kinds
+                for a, b in group.member_rows(kind, member)
             )
             for member in range(self._degree)
         )
-        receives = tuple(
-            tuple(
-                Piece(self._landing(kind, source), a, b, source.heads(kind))
-                for kind in self._outputs
-                for a, b in self._stretches(kind)
-            )
-            for source in self._head_groups
-        )
-        return AllToAll(TO_TOKENS, f"U{unit}", sends, receives)
 
     def _landing(self, kind: Kind, source: HeadGroup) -> str:
         copies = self._copies(kind)

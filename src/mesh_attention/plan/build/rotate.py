@@ -92,10 +92,5 @@ def hop(
     """The transfer that brings the block of a step; `pieces(s)` are the tensors of step s."""
     way = rotation.hops[step - 1]
     return SendRecv(
-        task,
-        group,
-        way.to_member,
-        pieces(way.send_step),
-        way.from_member,
-        pieces(step),
+        task, group, way.to_member, pieces(way.send_step), way.from_member, pieces(step)
     )

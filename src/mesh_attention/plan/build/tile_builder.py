@@ -8,13 +8,7 @@ from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_tasks import (
-    CAPPED,
-    COMPUTE,
-    GATHER_Q,
-    buffers_of,
-    fragment,
-)
+from mesh_attention.plan.build.tile_tasks import CAPPED, COMPUTE, GATHER_Q, buffers_of, fragment
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, Communication, Operation, Task

@@ -43,7 +43,6 @@ class TilePass(ABC):
 
     direction: Direction
     merge_rule: MergeRule  # of partial results of the Q side
-    q_inputs: tuple[Kind, ...]  # what is gathered in the Q group
     q_partials: tuple[Kind, ...]  # accumulators of a Q chunk
     kv_partials: tuple[Kind, ...] = ()
     q_reduce_kind: str  # task kinds of the reductions
@@ -55,12 +54,14 @@ class TilePass(ABC):
         tile: Tile,
         chunks: tuple[int, int],
         reduce_by: ReduceBy,
+        slices: tuple[int, ...],
         *,
-        slices: tuple[int, ...] = (1,),
+        gather_out: bool,
     ) -> None:
         self.head_group = head_group
         self.problem = head_group.problem
         self.tile = tile
+        self.q_inputs = self.gathered_with_q(gather_out)
         self.slices = slices  # of the heads: their sizes
         self.q_chunks = head_group.chunks(Kind.Q, chunks[0], slices)
         self.kv_chunks = head_group.chunks(Kind.K, chunks[1], slices)
@@ -81,6 +82,10 @@ class TilePass(ABC):
         return len(self.q_chunks) // count, len(self.kv_chunks) // count
 
     # What a subclass says.
+
+    @abstractmethod
+    def gathered_with_q(self, gather_out: bool) -> tuple[Kind, ...]:
+        """What is gathered in the Q group."""
 
     @abstractmethod
     def attention(
@@ -168,22 +173,21 @@ class TilePass(ABC):
     # Communication fragments.
 
     def gather_q(self, row: int, i: int) -> AllGather:
-        chunk = self.q_chunks[i]
-        moves = tuple(
-            Move(chunk.local(self.head_group.local(kind)), self.q_piece(kind, i), chunk.cuts)
-            for kind in self.q_inputs
-        )
+        moves = self._moves(self.q_chunks[i], self.queries(i))
         return AllGather(Task("AG-Q", (i,)), self.head_group.group_name(f"Q{row}"), moves)
+
+    def _moves(self, chunk: Chunk, wholes: Queries) -> tuple[Move, ...]:
+        return tuple(
+            Move(chunk.local(self.head_group.local(kind)), whole, chunk.cuts)
+            for kind, whole in wholes.items()
+        )
 
     def fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
         """Cached by tile column with rotation (any unit of it will do), else by unit."""
         chunk = self.kv_chunks[j]
         task = Task("AG-KV", (j,))
         if self.tile.rotation:
-            moves = tuple(
-                Move(chunk.local(self.head_group.local(kind)), self.kv_piece(kind, j), chunk.cuts)
-                for kind in (Kind.K, Kind.V)
-            )
+            moves = self._moves(chunk, dict(zip((Kind.K, Kind.V), self.keys(j), strict=True)))
             return AllGather(task, self.head_group.group_name(f"KV{self.tile.column(unit)}"), moves)
         reduction = self.kv_reduction(unit, j)
         assert reduction.owner_slots is not None

@@ -8,10 +8,8 @@ likewise).
 
 from __future__ import annotations
 
-from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Kind
-from mesh_attention.plan.build.head_group import HeadGroup
-from mesh_attention.plan.build.reduce import ReduceBy, Reduction, reduce_output, reduce_sum
+from mesh_attention.plan.build.reduce import Reduction, reduce_output, reduce_sum
 from mesh_attention.plan.build.tile_pass import Calls, Fresh, Pair, Pieces, Queries, TilePass
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, AttendBackward, MergeRule, Operation, Task
@@ -20,10 +18,12 @@ from mesh_attention.plan.program import Attend, AttendBackward, MergeRule, Opera
 class TileForward(TilePass):
     direction = Direction.FORWARD
     merge_rule = MergeRule.SOFTMAX
-    q_inputs = (Kind.Q,)
     q_partials = (Kind.OUT, Kind.LSE)
     q_reduce_kind = "RS-Q"
     kv_reduce_kind = None
+
+    def gathered_with_q(self, gather_out: bool) -> tuple[Kind, ...]:
+        return (Kind.Q,)
 
     def attention(
         self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
@@ -48,19 +48,8 @@ class TileBackward(TilePass):
     q_reduce_kind = "RS-dQ"
     kv_reduce_kind = "RS-dKV"
 
-    def __init__(
-        self,
-        head_group: HeadGroup,
-        tile: Tile,
-        chunks: tuple[int, int],
-        reduce_by: ReduceBy,
-        *,
-        gather_out: bool,
-        slices: tuple[int, ...] = (1,),
-    ) -> None:
-        rest = Kind.OUT if gather_out else Kind.DELTA
-        self.q_inputs = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, rest)
-        super().__init__(head_group, tile, chunks, reduce_by, slices=slices)
+    def gathered_with_q(self, gather_out: bool) -> tuple[Kind, ...]:
+        return (Kind.Q, Kind.GRAD_OUT, Kind.LSE, Kind.OUT if gather_out else Kind.DELTA)
 
     def attention(
         self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh

@@ -128,12 +128,9 @@ class TilePlanner:
             HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
             for index in range(shared.ulysses)
         ]
-        if direction is Direction.FORWARD:
-            return [TileForward(group, tile, chunks, by, slices=slices) for group in groups]
+        kind = TileForward if direction is Direction.FORWARD else TileBackward
         out = shared.gather_out
-        return [
-            TileBackward(group, tile, chunks, by, gather_out=out, slices=slices) for group in groups
-        ]
+        return [kind(group, tile, chunks, by, slices, gather_out=out) for group in groups]
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(

@@ -17,12 +17,10 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
     Call,
     CallKind,
+    Collective,
     Operation,
-    ReduceScatter,
     Task,
 )
 from mesh_attention.plan.runs import Run, visible_pairs
@@ -204,7 +202,7 @@ def _communication_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
     for unit in units:
         meter = TrafficMeter(mesh.problem, _local_buffers(mesh, unit) | buffers_of(mesh, unit))
         for op in fragment(mesh, unit, task):
-            if isinstance(op, AllGather | ReduceScatter | AllToAll):
+            if isinstance(op, Collective):
                 members = groups[op.group]
                 member = members.index(mesh.head_group.rank_of(unit))
                 traffic = meter.traffic(op, member, len(members))

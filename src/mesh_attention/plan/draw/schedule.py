@@ -164,15 +164,11 @@ def _add_needs(
 def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[Task, float]:
     """Summed over all ranks."""
     seconds: dict[Task, float] = defaultdict(float)
-    member_of = {
-        name: {rank: member for member, rank in enumerate(ranks)}
-        for name, ranks in one.groups.items()
-    }
     for program in one.programs:
         meter = TrafficMeter(plan.problem, program.buffer_table())
         for op in program.operations:
             if isinstance(op, Communication):
-                members = member_of[op.group]
+                members = one.members[op.group]
                 traffic = meter.traffic(op, members[program.rank], len(members))
                 task = op.task.whole
                 seconds[task] += costs.communication_seconds(traffic.received_bytes)

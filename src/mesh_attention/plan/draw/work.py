@@ -16,7 +16,7 @@ from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.layout import Layout, Spans, slice_spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Task
+from mesh_attention.plan.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.runs import Run, visible_pairs
 
 Array = NDArray[np.int64]
@@ -90,7 +90,7 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
-            if not isinstance(op, Attend | AttendBackward):
+            if not isinstance(op, Attention):
                 continue
             q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
             if whole_tasks:
@@ -116,7 +116,7 @@ def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, Task, float]]:
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
-            if isinstance(op, Attend | AttendBackward):
+            if isinstance(op, Attention):
                 share = op.q.num_heads(table[op.q.buffer]) / plan.problem.num_heads
                 pairs = sum(pairs_of(op, table, call) for call in op.calls)
                 yield program.rank, op.task, share * pairs
@@ -132,7 +132,7 @@ class CallPairs:
         self._runs: dict[tuple[bool, Spans], tuple[Run, ...]] = {}
         self._pairs: dict[tuple[Spans, Spans], int] = {}
 
-    def __call__(self, op: Attend | AttendBackward, table: Mapping[str, Buffer], call: Call) -> int:
+    def __call__(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> int:
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
         if call.kind is CallKind.FULL:
             return height * width
@@ -152,12 +152,7 @@ class CallPairs:
     def _runs_of(self, key_side: bool, spans: Spans, layout: Layout) -> tuple[Run, ...]:
         known = self._runs.get((key_side, spans))
         if known is None:
-            slots = layout.slots
-            runs: list[Run] = []
-            for start, stop in spans:
-                for partition in range(start // slots, -(-stop // slots)):
-                    first = max(start, partition * slots)
-                    runs += layout.runs(first, min(stop, (partition + 1) * slots))
+            runs = [run for span in spans for run in layout.runs(*span)]
             known = self._runs[key_side, spans] = tuple(_join(runs))
         return known
 

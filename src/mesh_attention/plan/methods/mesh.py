@@ -161,11 +161,7 @@ def _cut_of(
 
 
 def _within_cap(
-    problem: Problem,
-    num_ranks: int,
-    setting: MeshSetting,
-    directions: Directions,
-    method: str,
+    problem: Problem, num_ranks: int, setting: MeshSetting, directions: Directions, method: str
 ) -> MeshSetting:
     """Smaller slices of heads in each pass, until its workspace keeps to the cap by itself; where
     even single heads do not, an order under the cap has to be found for them."""

@@ -100,12 +100,7 @@ def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
 
 DEFAULT_METHOD = "mesh"
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
-    "mesh": (
-        "2-D tiles a x b of the query-key matrix",
-        mesh.MeshSetting,
-        mesh.plan_mesh,
-        _tiles,
-    ),
+    "mesh": ("2-D tiles a x b of the query-key matrix", mesh.MeshSetting, mesh.plan_mesh, _tiles),
     "ring": ("KV rotates in a ring (Ring-Attention)", ring.RingSetting, ring.plan_ring, _one),
     "ring-q": (
         "Q rotates in a ring, outputs are reduced last",
@@ -125,12 +120,7 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         mesh.plan_all_gather_kv,
         _one,
     ),
-    "ulysses": (
-        "ranks exchange tokens for heads",
-        ring.UlyssesSetting,
-        ring.plan_ulysses,
-        _one,
-    ),
+    "ulysses": ("ranks exchange tokens for heads", ring.UlyssesSetting, ring.plan_ulysses, _one),
     "usp": ("Ulysses inside, a ring outside", ring.UspSetting, ring.plan_usp, _degrees),
     "startrail": (
         "teams gather Q and KV, team blocks rotate in sub-rings",

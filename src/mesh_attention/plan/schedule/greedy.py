@@ -67,10 +67,7 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
 
 
 def _candidates(
-    kinds: Sequence[str],
-    waiting: Sequence[CommunicationTask],
-    done: Set[Task],
-    permits: Permission,
+    kinds: Sequence[str], waiting: Sequence[CommunicationTask], done: Set[Task], permits: Permission
 ) -> list[CommunicationTask]:
     """At most one task a kind, in kind order: the lowest-index ready one that is permitted."""
     candidates: list[CommunicationTask] = []
