@@ -1,7 +1,6 @@
 """Only builders and their table know methods by name; everything else reads programs.
 
-The paper's own table of figures is one of methods, a question is about one, and the parts that
-builders share write down whose plan it is.
+A question is about a method, and the parts that builders share write down whose plan it is.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from mesh_attention.plan.methods.table import METHODS
 SOURCE = Path(mesh_attention.__file__).parent
 BUILDERS = SOURCE / "plan" / "methods"
 PARTS = SOURCE / "plan" / "build"
-PAPER, QUESTION = SOURCE / "plan" / "paper.py", SOURCE / "plan" / "question.py"
-OUTSIDE = sorted(
-    path for path in SOURCE.rglob("*.py") if BUILDERS not in path.parents and path != PAPER
-)
+QUESTION = SOURCE / "plan" / "question.py"
+OUTSIDE = sorted(path for path in SOURCE.rglob("*.py") if BUILDERS not in path.parents)
 
 
 # A method may share its name with an option; such a word counts only where it can mean the method.
@@ -93,5 +90,5 @@ def test_the_check_sees_what_it_should_see() -> None:
 
 
 def test_the_builders_are_where_the_check_expects_them() -> None:
-    assert all(path.exists() for path in (BUILDERS / "table.py", PARTS, PAPER, QUESTION))
+    assert all(path.exists() for path in (BUILDERS / "table.py", PARTS, QUESTION))
     assert len(OUTSIDE) > 50

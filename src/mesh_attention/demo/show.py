@@ -51,7 +51,7 @@ def run_demo(folder: Path, report: Callable[[str, int], None]) -> tuple[list[Row
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
     case = {key: getattr(CASES[-1], key) for key in ("tile", "rotation", "chunks")}
     plan = plan_on(CLUSTER, problem, NUM_RANKS, directions=(Direction.FORWARD,), **case)
-    draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=1)
+    draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     outcomes = run_cases(report)
     rows = [Row(case, outcome) for case, outcome in zip(CASES, outcomes, strict=True)]
     return rows, [assignments, schedule]

@@ -8,26 +8,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from mesh_attention.errors import PlanTextError
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Call,
-    CallKind,
-    Free,
-    Merge,
-    MergeRule,
-    Move,
-    Operation,
-    ReduceScatter,
-    SendRecv,
-    Task,
-)
+from mesh_attention.plan.program import Call, CallKind, Free, MergeRule, Move, Operation, Task
 
 _PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
 _CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)")
@@ -113,17 +98,11 @@ _CODECS: dict[Any, _Codec] = {
     tuple[Move, ...]: _many(_Codec(_move_text, _parse_move), "+"),
     tuple[Call, ...]: _many(_Codec(_call_text, _parse_call), "+"),
 }
-_VERBS = {
-    "all-gather": AllGather,
-    "reduce-scatter": ReduceScatter,
-    "all-to-all": AllToAll,
-    "send-recv": SendRecv,
-    "attend": Attend,
-    "attend-backward": AttendBackward,
-    "merge": Merge,
-    "free": Free,
+# AllGather is written all-gather.
+_VERB_OF = {
+    cls: re.sub("(?<=.)(?=[A-Z])", "-", cls.__name__).lower() for cls in get_args(Operation)
 }
-_VERB_OF: dict[type, str] = {cls: verb for verb, cls in _VERBS.items()}
+_VERBS = {verb: cls for cls, verb in _VERB_OF.items()}
 _FIELDS: dict[type, dict[str, _Codec]] = {
     cls: {name: _CODECS[kind] for name, kind in get_type_hints(cls).items() if name != "task"}
     for cls in _VERB_OF

@@ -28,16 +28,6 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program
 from mesh_attention.plan.schedule.tasks import Schedule
 
-__all__ = [
-    "HEADER",
-    "digest",
-    "operation_text",
-    "parse_operation",
-    "parse_plan",
-    "plan_lines",
-    "plan_text",
-]
-
 HEADER = "mesh-attention plan 1"
 
 
