@@ -10,13 +10,7 @@ from random import Random
 
 from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.memory import MemoryModel
-from mesh_attention.plan.schedule.tasks import (
-    CommunicationTask,
-    ComputeTask,
-    Schedule,
-    TaskGraph,
-    check_schedule,
-)
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode, check_schedule
 
 Cost = Callable[[str], float]
 ComputeCost = Callable[[int, int], float | None]
@@ -28,12 +22,12 @@ def tasks(*names: str) -> tuple[Task, ...]:
     return tuple(map(Task.parse, names))
 
 
-def communication(name: str, cost: float, *needs: str) -> CommunicationTask:
-    return CommunicationTask(Task.parse(name), cost, tasks(*needs))
+def communication(name: str, cost: float, *needs: str) -> TaskNode:
+    return TaskNode(Task.parse(name), cost, tasks(*needs))
 
 
-def compute(name: str, cost: float, *needs: str) -> ComputeTask:
-    return ComputeTask(Task.parse(name), cost, tasks(*needs))
+def compute(name: str, cost: float, *needs: str) -> TaskNode:
+    return TaskNode(Task.parse(name), cost, tasks(*needs))
 
 
 def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
@@ -43,7 +37,7 @@ def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> T
         (
             *_gathers("AG-KV", kkv, cost),
             *_gathers("AG-Q", kq, cost),
-            *_reductions("RS-Q", [[c for c in found if c.q_chunk == i] for i in range(kq)], cost),
+            *_reductions("RS-Q", [[c for c in found if c.index[0] == i] for i in range(kq)], cost),
         ),
         found,
     )
@@ -52,8 +46,8 @@ def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> T
 def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
     """As forward, with RS-dQ a row and RS-dKV a column of compute tasks."""
     found = _compute(kq, kkv, compute_cost)
-    rows = [[c for c in found if c.q_chunk == i] for i in range(kq)]
-    columns = [[c for c in found if c.kv_chunk == j] for j in range(kkv)]
+    rows = [[c for c in found if c.index[0] == i] for i in range(kq)]
+    columns = [[c for c in found if c.index[1] == j] for j in range(kkv)]
     return TaskGraph(
         (
             *_gathers("AG-KV", kkv, cost),
@@ -138,8 +132,8 @@ def chunk_memory(graph: TaskGraph, *, q_bytes: int, kv_bytes: int) -> MemoryMode
     return MemoryModel(sizes, touches)
 
 
-def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[ComputeTask, ...]:
-    found: list[ComputeTask] = []
+def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[TaskNode, ...]:
+    found: list[TaskNode] = []
     for q in range(kq):
         for kv in range(kkv):
             cost = compute_cost(q, kv)
@@ -148,14 +142,14 @@ def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[ComputeTask,
     return tuple(found)
 
 
-def _gathers(kind: str, count: int, cost: Cost) -> list[CommunicationTask]:
+def _gathers(kind: str, count: int, cost: Cost) -> list[TaskNode]:
     return [communication(f"{kind}-{i}", cost(f"{kind}-{i}")) for i in range(count)]
 
 
-def _reductions(kind: str, inputs: list[list[ComputeTask]], cost: Cost) -> list[CommunicationTask]:
+def _reductions(kind: str, inputs: list[list[TaskNode]], cost: Cost) -> list[TaskNode]:
     """A chunk with nothing computed has nothing to reduce."""
     return [
-        CommunicationTask(Task(kind, (i,)), cost(f"{kind}-{i}"), tuple(c.task for c in row))
+        TaskNode(Task(kind, (i,)), cost(f"{kind}-{i}"), tuple(c.task for c in row))
         for i, row in enumerate(inputs)
         if row
     ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,7 @@ def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
     return tuple(result)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """
     >>> Layout(LayoutKind.ZIGZAG, num_tokens=8, num_ranks=2).tokens(0)
@@ -100,24 +101,18 @@ class Layout:
     @property
     def _grain(self) -> int:
         """Tokens that are dealt out in one turn to all ranks."""
-        match self.kind:
-            case LayoutKind.CONTIGUOUS:
-                return self.num_ranks
-            case LayoutKind.ZIGZAG:
-                return 2 * self.num_ranks
-            case LayoutKind.STRIPED:
-                return self.num_ranks * self.block
+        return self.num_ranks * (2 if self.kind is LayoutKind.ZIGZAG else self.block)
 
-    @property
+    @cached_property
     def padded_tokens(self) -> int:
         return -(-self.num_tokens // self._grain) * self._grain
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Slots of each rank, padding included."""
         return self.padded_tokens // self.num_ranks
 
-    @property
+    @cached_property
     def halves(self) -> tuple[int, ...]:
         """Slot boundaries that a gather keeps apart, so that each part is one run of positions."""
         if self.kind is LayoutKind.ZIGZAG:

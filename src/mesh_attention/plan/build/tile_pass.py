@@ -173,10 +173,10 @@ class TilePass(ABC):
     # Communication fragments.
 
     def gather_q(self, row: int, i: int) -> AllGather:
-        moves = self._moves(self.q_chunks[i], self.queries(i))
+        moves = self.moves(self.q_chunks[i], self.queries(i))
         return AllGather(Task("AG-Q", (i,)), self.head_group.group_name(f"Q{row}"), moves)
 
-    def _moves(self, chunk: Chunk, wholes: Queries) -> tuple[Move, ...]:
+    def moves(self, chunk: Chunk, wholes: Queries) -> tuple[Move, ...]:
         return tuple(
             Move(chunk.local(self.head_group.local(kind)), whole, chunk.cuts)
             for kind, whole in wholes.items()
@@ -187,7 +187,7 @@ class TilePass(ABC):
         chunk = self.kv_chunks[j]
         task = Task("AG-KV", (j,))
         if self.tile.rotation:
-            moves = self._moves(chunk, dict(zip((Kind.K, Kind.V), self.keys(j), strict=True)))
+            moves = self.moves(chunk, dict(zip((Kind.K, Kind.V), self.keys(j), strict=True)))
             return AllGather(task, self.head_group.group_name(f"KV{self.tile.column(unit)}"), moves)
         reduction = self.kv_reduction(unit, j)
         assert reduction.owner_slots is not None

@@ -34,14 +34,7 @@ from mesh_attention.plan.schedule.memory import (
 )
 from mesh_attention.plan.schedule.search import search
 from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another
-from mesh_attention.plan.schedule.tasks import (
-    CommunicationTask,
-    ComputeTask,
-    Costs,
-    Schedule,
-    Step,
-    TaskGraph,
-)
+from mesh_attention.plan.schedule.tasks import Costs, Schedule, Step, TaskGraph, TaskNode
 from mesh_attention.plan.traffic import TrafficMeter
 
 COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
@@ -162,13 +155,13 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         for (i, j), pairs in pairs_of.items()
     }
     computes = {key: Task(COMPUTE, key) for key in tasks}
-    communication: list[CommunicationTask] = []
+    communication: list[TaskNode] = []
 
     def add_tasks(kind: str, chunks: Iterable[int], needs: dict[int, tuple[Task, ...]]) -> None:
         for index in chunks:
             task = Task(kind, (index,))
             seconds = _communication_seconds(mesh, task, costs)
-            communication.append(CommunicationTask(task, seconds, needs.get(index, ())))
+            communication.append(TaskNode(task, seconds, needs.get(index, ())))
 
     q_indices, kv_indices = (
         [part * count + at for part in slices for at in range(count)] for count in (num_q, num_kv)
@@ -190,7 +183,7 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         gathers = [Task(GATHER_Q, (i,))] * (mesh.tile.a > 1)
         gathers += [Task(GATHER_KV, (j,))] * (mesh.tile.b > 1)
         seconds = costs.compute_seconds(flops)
-        compute.append(ComputeTask(computes[i, j], seconds, tuple(gathers)))
+        compute.append(TaskNode(computes[i, j], seconds, tuple(gathers)))
     return TaskGraph(tuple(communication), tuple(compute))
 
 
@@ -219,7 +212,8 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
         operations = fragment(mesh, 0, communication.task)
         touches[communication.task] = tuple(op.touched for op in operations)
     for compute in graph.compute:
-        op = mesh.compute(compute.q_chunk, compute.kv_chunk, whole, (True, True))
+        i, j = compute.index
+        op = mesh.compute(i, j, whole, (True, True))
         touches[compute.task] = (op.touched,)
     held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
     return MemoryModel(

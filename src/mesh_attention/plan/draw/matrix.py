@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.draw.work import work_of
+from mesh_attention.plan.draw.work import OwnedRows, work_of
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.runs import visible_pairs
 
 NOBODY, SEVERAL = -1, -2
 MOST_PARTITIONS = 64  # a grid of more does not fit on a screen; then a corner of it is drawn
@@ -63,15 +62,11 @@ def computed_cells(
 
 def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
     """Which cells of the first partitions hold any visible pair at all."""
-    sides = []
-    for layout in (plan.q_layout, plan.kv_layout):
-        by_partition = [layout.runs(g * layout.slots, (g + 1) * layout.slots) for g in range(first)]
-        starts = np.cumsum([0, *(len(runs) for runs in by_partition[:-1])])
-        sides.append(([run for runs in by_partition for run in runs], starts))
-    (q_runs, q_starts), (k_runs, k_starts) = sides
-    pairs = visible_pairs(q_runs, k_runs, plan.problem.rows)
-    per_cell = np.add.reduceat(np.add.reduceat(pairs, q_starts, axis=0), k_starts, axis=1)
-    visible: NDArray[np.bool_] = per_cell > 0
+    queries, keys = (
+        OwnedRows(layout, ((0, first * layout.slots),))
+        for layout in (plan.q_layout, plan.kv_layout)
+    )
+    visible: NDArray[np.bool_] = queries.visible_pairs(keys, plan.problem.rows) > 0
     return visible
 
 

@@ -18,13 +18,7 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Program, Task, reads, writes
 from mesh_attention.plan.schedule.makespan import event_makespan
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.tasks import (
-    CommunicationTask,
-    ComputeTask,
-    Costs,
-    Schedule,
-    TaskGraph,
-)
+from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph, TaskNode
 from mesh_attention.plan.traffic import TrafficMeter
 
 _HEADS = ("step", "communication", "compute")
@@ -116,11 +110,11 @@ def task_graph(plan: Plan, one: Pass, costs: Costs) -> TaskGraph:
     backward = one.direction is Direction.BACKWARD
     return TaskGraph(
         tuple(
-            CommunicationTask(task, seconds[task] / plan.num_ranks, tuple(needs[task]))
+            TaskNode(task, seconds[task] / plan.num_ranks, tuple(needs[task]))
             for task in sorted(communication, key=_priority)
         ),
         tuple(
-            ComputeTask(
+            TaskNode(
                 task,
                 costs.compute_seconds(
                     plan.problem.flops(round(pairs[task]), backward=backward) / plan.num_ranks

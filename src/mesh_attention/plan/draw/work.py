@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.buffers import Buffer, Piece
+from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.layout import Layout, Spans, slice_spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
@@ -23,14 +23,14 @@ Array = NDArray[np.int64]
 
 
 class OwnedRows:
-    """Some rows of a buffer, by the partition that owns them."""
+    """Rows at some places, by the partition that owns them."""
 
-    def __init__(self, layout: Layout, piece: Piece, buffer: Buffer) -> None:
+    def __init__(self, layout: Layout, places: Spans) -> None:
         slots = layout.slots
         owners: list[int] = []
         self._layout = layout
         self._stretches: list[tuple[int, int]] = []
-        for start, stop in piece.spans(buffer):
+        for start, stop in places:
             for partition in range(start // slots, -(-stop // slots)):
                 owners.append(partition)
                 inside = max(start, partition * slots), min(stop, (partition + 1) * slots)
@@ -84,7 +84,7 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
         key = (buffer, start, stop)
         if key not in known:
-            known[key] = OwnedRows(layout, Piece(buffer.name, start, stop), buffer)
+            known[key] = OwnedRows(layout, slice_spans(buffer.rows, start, stop))
         return known[key]
 
     for program in one.programs:

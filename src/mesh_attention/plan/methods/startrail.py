@@ -29,7 +29,7 @@ from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Move, Operation, SendRecv, Task
+from mesh_attention.plan.program import AllGather, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
@@ -166,8 +166,7 @@ class StarTrailBuilder(TileBuilder):
 
     def unit(self, unit: int) -> Unit:
         keys = self._ring(unit)
-        operations = self._operations(unit, keys)
-        return Unit(operations, self._buffers(unit, keys))
+        return Unit(self._operations(unit, keys), self._buffers(unit, keys))
 
     def _buffers(self, unit: int, keys: KeyRing) -> dict[str, Buffer]:
         mesh, star = self.mesh, self.star
@@ -194,53 +193,41 @@ class StarTrailBuilder(TileBuilder):
         if self.star.size > 1:
             operations += [mesh.gather_q(team, 0), self._gather_kv(team)]
         if self._places(unit):
-            operations.append(self._place(unit))
+            first = self._pieces(("k.first", "v.first"))
+            operations.append(self._place(unit, self._pieces(self._team_names()), first))
         operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(team, 0))]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
     def _gather_kv(self, team: int) -> AllGather:
-        chunk = self.head_group.chunks(Kind.K, 1)[0]
-        moves = tuple(
-            Move(
-                chunk.local(self.head_group.local(kind)),
-                Piece(f"{kind}.team", 0, self.star.size * chunk.size),
-                chunk.cuts,
-            )
-            for kind, _ in _SIDES
-        )
+        k, v = self._pieces(self._team_names())
+        moves = self.mesh.moves(self.head_group.chunks(Kind.K, 1)[0], {Kind.K: k, Kind.V: v})
         return AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
 
     def _pieces(self, names: Sequence[str]) -> tuple[Piece, ...]:
         size = self.star.size * self.head_group.size(Kind.K)
         return tuple(Piece(name, 0, size) for name in names)
 
-    def _place(self, unit: int) -> SendRecv:
-        star = self.star
-        return SendRecv(
-            Task("P", (0,)),
-            f"P{unit % star.size}",
-            star.taker(unit),
-            self._pieces(self._team_names()),
-            star.first_team(unit),
-            self._pieces(("k.first", "v.first")),
-        )
+    def _place(
+        self, unit: int, near: tuple[Piece, ...], first: tuple[Piece, ...], *, back: bool = False
+    ) -> SendRecv:
+        """The team's own block to the member that begins with it, and this member's first one from
+        its team; `back`: what belongs to them the other way."""
+        taker, giver = self.star.taker(unit), self.star.first_team(unit)
+        group = f"P{unit % self.star.size}"
+        if back:
+            return SendRecv(Task("PB", (0,)), group, giver, first, taker, near)
+        return SendRecv(Task("P", (0,)), group, taker, near, giver, first)
 
     def _reduce_gradients(self, unit: int) -> list[Operation]:
         """The placement backwards, then the sum over the team's members at each owner."""
         star = self.star
         operations: list[Operation] = []
         if self._places(unit):
-            operations.append(
-                SendRecv(
-                    Task("PB", (0,)),
-                    f"P{unit % star.size}",
-                    star.first_team(unit),
-                    self._pieces(("grad_k.block", "grad_v.block")),
-                    star.taker(unit),
-                    self._pieces(("grad_k.team", "grad_v.team")),
-                )
+            near, first = (
+                self._pieces([f"{grad}.{end}" for _, grad in _SIDES]) for end in ("team", "block")
             )
+            operations.append(self._place(unit, near, first, back=True))
         chunk = self.head_group.chunks(Kind.K, 1)[0]
         group = f"Q{unit // star.size}"
         reduction = Reduction(self.mesh.q_reduce_by, group, star.size, chunk, num_owners=star.size)

@@ -17,13 +17,7 @@ import math
 from collections.abc import Callable, Sequence, Set
 
 from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule.tasks import (
-    CommunicationTask,
-    ComputeTask,
-    Schedule,
-    Step,
-    TaskGraph,
-)
+from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph, TaskNode
 
 # Answers: with these tasks done, may this one be issued next?
 Permission = Callable[[Set[Task], Task], bool]
@@ -46,7 +40,7 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
     steps: list[Step] = []
     done: set[Task] = set()
     waiting = sorted(graph.communication, key=lambda task: (kinds.index(task.kind), task.index))
-    unfinished = sorted(graph.compute, key=lambda task: (task.q_chunk, task.kv_chunk))
+    unfinished = sorted(graph.compute, key=lambda task: task.index)
     while waiting or unfinished:
         ready = [task for task in unfinished if done.issuperset(task.needs)]
         candidates = _candidates(kinds, waiting, done, permits)
@@ -67,10 +61,10 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
 
 
 def _candidates(
-    kinds: Sequence[str], waiting: Sequence[CommunicationTask], done: Set[Task], permits: Permission
-) -> list[CommunicationTask]:
+    kinds: Sequence[str], waiting: Sequence[TaskNode], done: Set[Task], permits: Permission
+) -> list[TaskNode]:
     """At most one task a kind, in kind order: the lowest-index ready one that is permitted."""
-    candidates: list[CommunicationTask] = []
+    candidates: list[TaskNode] = []
     for kind in kinds:
         gather_seen = False
         for task in waiting:
@@ -86,9 +80,9 @@ def _candidates(
 
 
 def _most_profitable(
-    candidates: Sequence[CommunicationTask], unfinished: Sequence[ComputeTask], done: Set[Task]
-) -> CommunicationTask | None:
-    best: CommunicationTask | None = None
+    candidates: Sequence[TaskNode], unfinished: Sequence[TaskNode], done: Set[Task]
+) -> TaskNode | None:
+    best: TaskNode | None = None
     best_profit = -1.0
     for task in candidates:
         profit = _profit(task, unfinished, done)
@@ -97,7 +91,7 @@ def _most_profitable(
     return best
 
 
-def _profit(task: CommunicationTask, unfinished: Sequence[ComputeTask], done: Set[Task]) -> float:
+def _profit(task: TaskNode, unfinished: Sequence[TaskNode], done: Set[Task]) -> float:
     after = done | {task.task}
     unlocked = [c.cost for c in unfinished if task.task in c.needs and after >= set(c.needs)]
     if task.cost == 0:
@@ -106,10 +100,10 @@ def _profit(task: CommunicationTask, unfinished: Sequence[ComputeTask], done: Se
 
 
 def _fill(
-    ready: Sequence[ComputeTask], target: float, done: set[Task], permits: Permission
-) -> list[ComputeTask]:
+    ready: Sequence[TaskNode], target: float, done: set[Task], permits: Permission
+) -> list[TaskNode]:
     """Earliest Q chunk first, so that its reduction frees sooner; marks what it takes as done."""
-    taken: list[ComputeTask] = []
+    taken: list[TaskNode] = []
     filled = 0.0
     for task in ready:
         if filled >= target:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.greedy import greedy_with_permission
-from mesh_attention.plan.schedule.tasks import CommunicationTask, Schedule, TaskGraph
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
     reductions = [task for task in graph.communication if task.needs and task.task not in done]
     compute = sorted(
         (task for task in graph.compute if task.task not in done),
-        key=lambda task: (task.q_chunk, task.kv_chunk),
+        key=lambda task: task.index,
     )
     reached = set(done)
     peak = residency.resident_bytes(reached)
@@ -133,7 +133,7 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
         compute = [task for task in compute if task.task != ready]
 
 
-def gathers(graph: TaskGraph) -> tuple[tuple[CommunicationTask, ...], ...]:
+def gathers(graph: TaskGraph) -> tuple[tuple[TaskNode, ...], ...]:
     """Communication tasks with no needs, one tuple a kind, in index order."""
     found = (
         tuple(
@@ -158,7 +158,7 @@ class Lattice:
     the peak meanwhile. `bytes_to_go[point]` is the least, over all paths to the end, of the
     heaviest edge."""
 
-    gathers: tuple[tuple[CommunicationTask, ...], ...]
+    gathers: tuple[tuple[TaskNode, ...], ...]
     bytes_to_go: Mapping[Point, int]
     smallest_cap_bytes: int
 

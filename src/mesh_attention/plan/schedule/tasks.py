@@ -36,45 +36,29 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
-    """A task in the graph, with its cost and the tasks of the other kind that it needs."""
+    """A task in the graph, with its cost and the tasks that it needs: one collective, such as
+    AG-KV-0, needs computations, and one Q chunk against one KV chunk, such as C-0-1, collectives.
+    """
 
     task: Task
     cost: float
     needs: tuple[Task, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CommunicationTask(TaskNode):
-    """One collective, such as AG-KV-0; `needs` are compute tasks."""
 
     @property
     def kind(self) -> str:
         return self.task.kind
 
     @property
-    def index(self) -> int:
-        return self.task.index[0]
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeTask(TaskNode):
-    """One Q chunk against one KV chunk, such as C-0-1; `needs` are communication tasks."""
-
-    @property
-    def q_chunk(self) -> int:
-        return self.task.index[0]
-
-    @property
-    def kv_chunk(self) -> int:
-        return self.task.index[1]
+    def index(self) -> tuple[int, ...]:
+        return self.task.index
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
     """All tasks of one rank. The kind that appears first wins ties, so AG-KV comes first."""
 
-    communication: tuple[CommunicationTask, ...]
-    compute: tuple[ComputeTask, ...]
+    communication: tuple[TaskNode, ...]
+    compute: tuple[TaskNode, ...]
 
     def __post_init__(self) -> None:
         tasks = self.tasks()
