@@ -41,13 +41,15 @@ def run_cases(
 ) -> list[Ran]:
     found = []
     group = dist.new_group(backend=backend) if backend != "gloo" else None
-    for case in cases:
-        with context(case, group, transport=transport, **options) as cp:
-            for _ in range(times):
-                cp._share.counters.clear()
-                part = attend(cp, case, "cuda")
-            cp.check()
-            found.append(Ran(part, cp.transports()))
+    # Held open, so that what NCCL makes for one case serves the next.
+    with context(cases[0], group, transport=transport, **options):
+        for case in cases:
+            with context(case, group, transport=transport, **options) as cp:
+                for _ in range(times):
+                    cp._share.counters.clear()
+                    part = attend(cp, case, "cuda")
+                cp.check()
+                found.append(Ran(part, cp.transports()))
     return found
 
 
@@ -70,6 +72,8 @@ def check(
         parts = [one.part for one in ran]
         found = relative_errors(whole(parts, case), attention(*case.tensors(), case.mask))
         assert max(found.values()) <= LIMIT[case.dtype], (found, case)
+        if options.get("cuda_graph"):
+            continue  # a replay hands nothing to the transport
         expected = expected_bytes(case)
         assert [part.traffic for part in parts] == [expected[part.rank] for part in parts]
         if transport == "symmetric":

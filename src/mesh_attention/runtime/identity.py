@@ -107,8 +107,9 @@ class DeviceComparison:
         self._device = device
         self._stream = stream
         self._kernels = poison_kernels()
-        self._signs = torch.tensor([1, -1], device=device)
-        self._pair = torch.zeros_like(self._signs)
+        with torch.cuda.stream(stream):  # the only one that uses them
+            self._signs = torch.tensor([1, -1], device=device)
+            self._pair = torch.zeros_like(self._signs)
         self._status = torch.zeros(3, dtype=torch.int64).pin_memory()
         self.status = self._status.numpy()
         self._compared = torch.cuda.Event()  # type: ignore[no-untyped-call]
