@@ -62,16 +62,14 @@ def run(args: argparse.Namespace) -> int:
         check_gantt(args.gantt, gantt_ranks)
     found = simulated(args, cluster, args.overlap)
     timelines = [one.timeline for one in found]
+    files = []
     if args.trace:
         with replacing(args.trace) as part, part.open("w", encoding="utf-8") as trace:
             json.dump(trace_of(timelines, trace_ranks), trace)
-    if args.gantt:
-        draw_gantt(timelines, args.gantt, gantt_ranks)
-    files = []
-    if args.trace:
         shown = f"ranks 0 to {min(trace_ranks, timelines[0].plan.num_ranks) - 1}"
         files.append(f"trace: {args.trace} ({shown}; open it at https://ui.perfetto.dev)")
     if args.gantt:
+        draw_gantt(timelines, args.gantt, gantt_ranks)
         files.append(f"picture: {args.gantt}")
     by_pass = {one.direction.value: one.to_json() for one in found}
     return show(

@@ -9,7 +9,7 @@ compared with the best order found.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -60,14 +60,7 @@ class ScheduleComparison:
         return self.greedy_seconds / self.best_seconds - 1 if self.best_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "plan_seconds": self.plan_seconds,
-            "greedy_seconds": self.greedy_seconds,
-            "best_seconds": self.best_seconds,
-            "lower_bound_seconds": self.lower_bound_seconds,
-            "proven_optimal": self.proven_optimal,
-            "greedy_excess": self.greedy_excess,
-        }
+        return asdict(self) | {"greedy_excess": self.greedy_excess}
 
     def text(self) -> str:
         proof = "which is optimal" if self.proven_optimal else "not proven optimal"

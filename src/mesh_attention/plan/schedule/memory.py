@@ -10,10 +10,12 @@ the memory-lean schedule that the paper leaves as future work (algorithm, sectio
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.draw.summary import bytes_text
 from mesh_attention.plan.program import Task
 from mesh_attention.plan.schedule.greedy import greedy_with_permission
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode
@@ -35,25 +37,16 @@ class MemoryModel:
                 if buffer not in self.buffer_bytes:
                     raise ValueError(f"task {task} touches buffer {buffer}, whose size is unknown")
 
-    def users(self) -> dict[str, frozenset[Task]]:
-        """For each buffer the tasks that touch it."""
-        found: dict[str, set[Task]] = {}
-        for task, operations in self.touches.items():
-            for buffer in itertools.chain.from_iterable(operations):
-                found.setdefault(buffer, set()).add(task)
-        return {buffer: frozenset(tasks) for buffer, tasks in found.items()}
 
-
-@dataclass(frozen=True, slots=True)
 class Residency:
     """Live bytes as a function of the set of tasks that are done."""
 
-    model: MemoryModel
-    users: Mapping[str, frozenset[Task]]
-
-    @staticmethod
-    def of(model: MemoryModel) -> Residency:
-        return Residency(model, model.users())
+    def __init__(self, model: MemoryModel) -> None:
+        self.model = model
+        self.users: dict[str, set[Task]] = defaultdict(set)  # of each buffer
+        for task, operations in model.touches.items():
+            for buffer in itertools.chain.from_iterable(operations):
+                self.users[buffer].add(task)
 
     def resident_bytes(self, done: Set[Task]) -> int:
         """Held between tasks: touched by a task that is done, and by one that is not."""
@@ -92,7 +85,7 @@ def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
     missing = model.touches.keys() - set(order)
     if missing:
         raise ValueError(f"task {min(missing, key=str)} touches buffers but is not in the order")
-    residency = Residency.of(model)
+    residency = Residency(model)
     done: set[Task] = set()
     peak = 0
     for task in order:
@@ -136,15 +129,10 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
 def gathers(graph: TaskGraph) -> tuple[tuple[TaskNode, ...], ...]:
     """Communication tasks with no needs, one tuple a kind, in index order."""
     found = (
-        tuple(
-            sorted(
-                (task for task in graph.communication if task.kind == kind and not task.needs),
-                key=lambda task: task.index,
-            )
-        )
+        [task for task in graph.communication if task.kind == kind and not task.needs]
         for kind in graph.kinds()
     )
-    return tuple(tasks for tasks in found if tasks)
+    return tuple(tuple(sorted(tasks, key=lambda task: task.index)) for tasks in found if tasks)
 
 
 # How many gathers of each kind are issued. After draining, what is done (and so what is live)
@@ -194,7 +182,7 @@ def build_lattice(graph: TaskGraph, residency: Residency) -> Lattice:
 
 def smallest_cap(graph: TaskGraph, model: MemoryModel) -> int:
     """The smallest peak over all orders that gather in index order and drain eagerly."""
-    return build_lattice(graph, Residency.of(model)).smallest_cap_bytes
+    return build_lattice(graph, Residency(model)).smallest_cap_bytes
 
 
 class MemoryCapError(PlanError):
@@ -202,8 +190,8 @@ class MemoryCapError(PlanError):
 
     def __init__(self, cap_bytes: int, smallest_cap_bytes: int) -> None:
         super().__init__(
-            f"no schedule fits into {_bytes_text(cap_bytes)}; "
-            f"the smallest cap that fits is {_bytes_text(smallest_cap_bytes)}"
+            f"no schedule fits into {cap_bytes} bytes ({bytes_text(cap_bytes)}); the smallest cap "
+            f"that fits is {smallest_cap_bytes} bytes ({bytes_text(smallest_cap_bytes)})"
         )
         self.cap_bytes = cap_bytes
         self.smallest_cap_bytes = smallest_cap_bytes
@@ -218,7 +206,7 @@ def greedy_capped(
     then reached some path to the end stays within it too. So there is always a way on, and with
     room to spare the schedule is `greedy`'s own.
     """
-    residency = Residency.of(model)
+    residency = Residency(model)
     lattice = build_lattice(graph, residency)
     if cap_bytes < lattice.smallest_cap_bytes:
         raise MemoryCapError(cap_bytes, lattice.smallest_cap_bytes)
@@ -232,16 +220,3 @@ def greedy_capped(
         )
 
     return greedy_with_permission(graph, permits, gamma=gamma)
-
-
-def _bytes_text(count: int) -> str:
-    """
-    >>> _bytes_text(1536)
-    '1536 bytes (1.50 KiB)'
-    """
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{count} bytes" if unit == "bytes" else f"{count} bytes ({size:.2f} {unit})"
-        size /= 1024
-    return f"{count} bytes ({size:.2f} TiB)"

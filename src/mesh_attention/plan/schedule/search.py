@@ -38,11 +38,6 @@ class SearchResult:
     lower_bound: float
 
     @property
-    def greedy_excess(self) -> float:
-        """How much longer greedy takes: 0.1 is 10 %."""
-        return self.greedy_makespan / self.makespan - 1 if self.makespan else 0.0
-
-    @property
     def proven_optimal(self) -> bool:
         return math.isclose(self.makespan, self.lower_bound, rel_tol=_ROUNDING)
 
@@ -173,9 +168,9 @@ class Tables:
         return Tables(
             tasks=tuple(task.task for task in tasks),
             costs=tuple(float(task.cost) for task in tasks),
-            streams=tuple(
-                _COMMUNICATION if i < len(graph.communication) else _COMPUTE
-                for i in range(len(tasks))
+            streams=(
+                *([_COMMUNICATION] * len(graph.communication)),
+                *([_COMPUTE] * len(graph.compute)),
             ),
             needs=needs,
             waits_for=tuple(waits_for),
