@@ -61,3 +61,63 @@ def test_the_command_line_and_python_ask_the_same_question(
     problem = Problem(16384, 8, 64, mask=Mask(causal=True))
     found = json.loads(capsys.readouterr().out)["digest"]
     assert found == digest(make_plan(problem, 16, **options))
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    assert main(line.split()) == 0
+    return capsys.readouterr()
+
+
+def test_fewer_chunks_than_asked_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    few, enough = "--ranks 4 --tokens 4 --chunks 3x3", "--ranks 4 --tokens 64 --chunks 3x3"
+    for command in ("plan", "volume", "verify", "draw", "simulate"):
+        told = run(f"{command} {few} --json", capsys)[1].splitlines()
+        assert told == [
+            f"note: --chunks 3x3 became 1x1 in the {direction} pass, as a rank has no more rows"
+            for direction in ("forward", "backward")
+        ]
+        assert run(f"{command} {enough} --json", capsys)[1] == ""
+    line = "plan --ranks 4 --tokens 8 --chunks 2x2 --backward-chunks 4x1"
+    assert run(line, capsys)[1].splitlines() == [
+        "note: --backward-chunks 4x1 became 2x1 in the backward pass, as a rank has no more rows"
+    ]
+
+
+def test_a_mask_can_be_said_to_be_not_causal(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "plan --ranks 2 --tokens 8 --json"
+    plain, no, yes, window, both = (
+        json.loads(run(f"{sizes} {more}", capsys)[0])["problem"]["mask"]
+        for more in ("", "--no-causal", "--causal", "--window 2", "--window 2 --no-causal")
+    )
+    assert no == plain
+    assert [mask["causal"] for mask in (no, yes, window, both)] == [False, True, True, False]
+
+
+def kinds_of_numbers(value: Any, path: str = "") -> dict[str, str]:
+    """The JSON type of each field that is a number; numbered keys and items are one field."""
+    if isinstance(value, dict):
+        parts = [(f"{path}.{'*' if name.isdigit() else name}", v) for name, v in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{path}.[]", item) for item in value]
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return {path: type(value).__name__} if number else {}
+    return {where: kind for name, v in parts for where, kind in kinds_of_numbers(v, name).items()}
+
+
+@pytest.mark.parametrize("command", ["plan", "volume", "volume --compare", "simulate", "draw"])
+def test_a_field_of_json_is_of_one_type_whatever_its_value(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some are whole here and have a fraction there: means, units, pairs."""
+    found: dict[str, str] = {}
+    for sizes in (
+        "--ranks 4 --tokens 64",
+        "--ranks 1 --tokens 5",
+        "--ranks 6 --tokens 61 --causal --heads 6 --kv-heads 2",
+        "--ranks 8 --tokens 128 --kv-heads 1",
+    ):
+        kinds = kinds_of_numbers(json.loads(run(f"{command} {sizes} --json", capsys)[0]))
+        assert {field: found.get(field, kind) for field, kind in kinds.items()} == kinds
+        found |= kinds
+    assert found

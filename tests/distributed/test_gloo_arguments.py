@@ -25,6 +25,7 @@ WRONG_ARGUMENTS = {
     "tile": ({"tile": (3, 2)}, "tile 3x2 has 6 cells but there are 4 ranks; tiles that fit:"),
     "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
     "unknown": ({"tyle": (2, 2)}, "method mesh has no option 'tyle'"),
+    "renamed": ({"heads_at_once": (1, 1)}, "it is 'head_slices' now"),
     "softcap": ({"softcap": 30.0}, "method mesh has no option 'softcap'"),
     "dropout": ({"dropout_p": 0.1}, "method mesh has no option 'dropout_p'"),
     "method": ({"method": "telepathy"}, "unknown method 'telepathy'"),

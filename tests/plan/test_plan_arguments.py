@@ -80,3 +80,19 @@ def test_documents_may_be_any_sequence_of_numbers(documents: Any) -> None:
 def test_a_problem_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(MeshAttentionError):
         Problem(**({"q_tokens": 64, "num_heads": 2, "head_dim": 8} | given))
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        ("heads_at_once", "it is 'head_slices' now"),
+        ("backward_heads_at_once", "it is 'backward_head_slices' now"),
+        ("max_buffer_bytes", "it is 'max_memory_bytes' now"),
+        ("auto_cut", "leave it out: plans are cut by default"),
+    ],
+)
+def test_a_name_of_before_is_refused_with_that_of_today(old: str, told: str) -> None:
+    options: dict[str, Any] = {old: True}
+    with pytest.raises(MeshAttentionError) as refused:
+        make_plan(PROBLEM, 2, **options)
+    assert f"method mesh has no option '{old}' ({told}); its options: " in str(refused.value)

@@ -39,12 +39,18 @@ DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
 
 def mutate(rng: Random, text: str) -> tuple[str, str]:
     """Another text, and the names of what was done to it: mostly one thing, sometimes two."""
-    lines, done = text.splitlines(), []
+    lines = text.splitlines()
+    done: list[str] = []
     for _ in range(rng.choice((1, 1, 1, 2))):
         changed = None
         while changed is None or changed == lines:
             mutation = rng.choice(MUTATIONS)
-            changed = mutation(rng, list(lines))
+            try:
+                changed = mutation(rng, list(lines))
+            except (LookupError, ValueError, StopIteration):
+                if not done:
+                    raise
+                changed = None  # what is damaged already may have no more to damage in this way
         lines = changed
         done.append(mutation.__name__)
     return "\n".join(lines) + "\n", " and ".join(done)

@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.question import RENAMED_OPTIONS
 
 
 class Flag(NamedTuple):
@@ -32,13 +33,14 @@ class Flag(NamedTuple):
     metavar: str = ""
     default: Any = None
     to: str | None = None  # where the value is kept; None: as the flag is called
+    both: bool = False  # a switch that has a --no- form
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         how: dict[str, Any] = {"help": self.help, "default": self.default}
         if self.to is not None:
             how["dest"] = self.to
         if self.reader is None:
-            how["action"] = "store_true"
+            how["action"] = argparse.BooleanOptionalAction if self.both else "store_true"
         else:
             how |= {"type": self.reader, "metavar": self.metavar}
         parser.add_argument(self.name, **how)
@@ -75,6 +77,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        # -5MiB is a value that does not fit, not an option that nobody knows.
+        self._negative_number_matcher = re.compile(r"^-[0-9]")
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
         if command.more_flags is not None:
@@ -83,6 +87,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         message = message.replace("expected one argument", "needs a value")
+        message = message.replace("ignored explicit argument", "is given or not, without a value:")
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
@@ -92,7 +97,9 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
+            renamed = RENAMED_OPTIONS.get(name[2:].replace("-", "_"))
+            hint = f"; {with_flags(renamed, self)}" if renamed else did_you_mean(name, known)
+            self.error(f"unknown {kind} {name}{hint}")
         return args
 
     def format_help(self) -> str:

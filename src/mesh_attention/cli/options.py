@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from enum import StrEnum
@@ -36,7 +37,7 @@ _PROBLEM = (
     Flag("--head-dim", "size of a query and key head", size, "N"),
     Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
     Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
-    Flag("--causal", "a query sees keys up to its own"),
+    Flag("--causal", "a query sees keys up to its own (default no)", both=True),
     Flag(
         "--window",
         "keys around the query; RIGHT is 0 when left out, inf is no limit",
@@ -119,7 +120,24 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    return question_of(args).plan()
+    plan = question_of(args).plan()
+    tell_fewer_chunks(args, plan)
+    return plan
+
+
+def tell_fewer_chunks(args: argparse.Namespace, plan: Plan) -> None:
+    """A rank with fewer rows than chunks were asked for has fewer: not without a word."""
+    for one in plan.passes:
+        name = "backward_chunks" if one.direction is Direction.BACKWARD else "chunks"
+        name = name if getattr(args, name) else "chunks"
+        asked, made = getattr(args, name), one.setting.get("chunks")
+        if asked is not None and made not in (None, f"{asked[0]}x{asked[1]}"):
+            flag = f"--{name.replace('_', '-')} {asked[0]}x{asked[1]}"
+            print(
+                f"note: {flag} became {made} in the {one.direction} pass, "
+                "as a rank has no more rows",
+                file=sys.stderr,
+            )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +161,7 @@ def ranks_of(args: argparse.Namespace) -> int:
 def problem_of(args: argparse.Namespace) -> Problem:
     mask = _given(args, *(field.name for field in fields(Mask)))
     if "window" in mask and mask["window"][1] == 0:
-        mask["causal"] = True
+        mask.setdefault("causal", True)
     sizes = _given(args, *(field.name for field in fields(Problem) if field.name != "mask"))
     return Problem(**{**DEFAULT_SIZES, **sizes}, mask=Mask(**mask))
 

@@ -16,6 +16,7 @@ from mesh_attention.cli.options import (
     options_of,
     problem_of,
     ranks_of,
+    tell_fewer_chunks,
 )
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
@@ -109,6 +110,7 @@ def simulated(
     directions = directions_of(args)
     if not args.best:
         plan = plan_on(cluster, problem, ranks, directions=directions, **method, **options)
+        tell_fewer_chunks(args, plan)
         timelines = [simulate(plan, cluster, one, overlap=overlap) for one in directions]
         return [Simulated(timeline, options) for timeline in timelines]
     found = []

@@ -17,6 +17,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for ending, base in (("ib", 1024), ("b", 1000))
 }
+_MOST_DIGITS = 18  # of what fits into 64 bits
 
 
 def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
@@ -37,7 +38,10 @@ def count(text: str) -> int:
 
 
 def _whole_number(text: str, *, at_least: int) -> int:
-    number = int(_matched(text, r"-?[0-9]{1,18}", "a whole number such as 8")[0])
+    _matched(text, r"-?[0-9]+", "a whole number such as 8")
+    if len(text) > _MOST_DIGITS:
+        raise ArgumentTypeError(f"a number of {len(text)} digits is too large")
+    number = int(text)
     if number < at_least:
         raise ArgumentTypeError(
             f"{text} is not possible; give a whole number of at least {at_least}"
@@ -67,6 +71,8 @@ def byte_size(text: str) -> int:
     >>> byte_size("512MiB"), byte_size("1.5KiB"), byte_size("2GB"), byte_size("100")
     (536870912, 1536, 2000000000, 100)
     """
+    if re.match(r"\s*-\s*[0-9]", text):
+        raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS:
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")

@@ -111,7 +111,8 @@ def patch_devices(a: int, b: int, ranks_per_node: int, alpha: int) -> tuple[int,
     p = ranks_per_node
     height = p // alpha if alpha and p % alpha == 0 else 0
     if not height or a % alpha or b % height:
-        fits = [w for w in range(1, p + 1) if p % w == 0 and a % w == 0 and b % (p // w) == 0]
+        widths = range(1, min(a, p) + 1)
+        fits = [w for w in widths if p % w == 0 and a % w == 0 and b % (p // w) == 0]
         way_out = f"alpha that fits: {', '.join(map(str, fits))}" if fits else "leave 'alpha' out"
         raise PlanError(
             f"alpha={alpha}: nodes of {p} ranks do not form {alpha}-wide patches of the "

@@ -61,14 +61,13 @@ class PassCount:
         received = [rank.total.received_bytes for rank in self.ranks]
         statistics = [r.total.received_bytes - r.total.token_bytes for r in self.ranks]
         kinds = sorted({kind for rank in self.ranks for kind in rank.by_operation})
-        units = self.units_total
         return {
             "bytes_per_rank": _mean_and_max(received),
             "inter_node_bytes_per_rank": _mean_and_max(
                 [entering / self.ranks_per_node for entering in self.nodes]
             ),
             "peak_buffer_bytes": self.peak_buffer_bytes,
-            "units_total": int(units) if units.denominator == 1 else float(units),
+            "units_total": float(self.units_total),
             "statistics_bytes_per_rank": _mean_and_max(statistics),
             "bytes_per_rank_by_operation": {
                 kind: _mean_and_max(
@@ -82,8 +81,8 @@ class PassCount:
 
 
 def _mean_and_max(values: list[Any]) -> dict[str, Any]:
-    mean = sum(values) / len(values)
-    return {"mean": int(mean) if mean == int(mean) else mean, "max": max(values)}
+    """A mean is a float, also where it is whole: readers of JSON know the type of a field."""
+    return {"mean": sum(values) / len(values), "max": max(values)}
 
 
 def count(plan: Plan) -> dict[Direction, PassCount]:

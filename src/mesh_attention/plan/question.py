@@ -35,6 +35,15 @@ class Question:
         return build(self.problem, self.num_ranks, self.setting, self.directions)
 
 
+# As of 0.1, and what to write now.
+RENAMED_OPTIONS = {
+    "heads_at_once": "it is 'head_slices' now",
+    "backward_heads_at_once": "it is 'backward_head_slices' now",
+    "max_buffer_bytes": "it is 'max_memory_bytes' now",
+    "auto_cut": "leave it out: plans are cut by default",
+}
+
+
 def ask(
     problem: Problem,
     num_ranks: int,
@@ -55,8 +64,10 @@ def ask(
     known = METHODS[method].options()
     unknown = [name for name in options if name not in known]
     if unknown:
+        renamed = RENAMED_OPTIONS.get(unknown[0])
+        hint = f" ({renamed})" if renamed else ""
         raise PlanError(
-            f"method {method} has no option {unknown[0]!r}; its options: {', '.join(known)}"
+            f"method {method} has no option {unknown[0]!r}{hint}; its options: {', '.join(known)}"
         )
     given = {name: known[name].read(value) for name, value in options.items()}
     setting = METHODS[method].setting(**given)

@@ -62,7 +62,7 @@ def _patches(tile: tuple[int, int], ranks_per_node: int | None) -> list[int]:
     a, b = tile
     return [
         width
-        for width in range(1, ranks_per_node)
+        for width in range(1, min(ranks_per_node, a + 1))
         if ranks_per_node % width == 0 and a % width == 0 and b % (ranks_per_node // width) == 0
     ]
 
