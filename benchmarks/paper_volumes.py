@@ -71,7 +71,8 @@ def _cells() -> tuple[Cell, ...]:
     mesh = {"method": "mesh", "tile": (16, 16), "alpha": 4}
     wide = {"method": "mesh", "tile": (32, 8), "alpha": 4}
     star = {"method": "startrail", "first_block": "next", "combine": "reduce-scatter"}
-    ring, usp = {"method": "ring"}, {"method": "usp", "ulysses": 8}
+    ring = {"method": "ring", "gradients": "travel"}
+    usp = {"method": "usp", "ulysses": 8}
     return (
         Cell("forward", "mesh 16x16", forward, False, mesh, "1.9", "0.6"),
         Cell("forward", "ring", forward, False, ring, "15.9", "2.0"),

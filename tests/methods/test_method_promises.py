@@ -18,6 +18,7 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Program, SendRecv
 from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.verify import verify
 
 CAUSAL = Mask(causal=True)
 
@@ -134,3 +135,35 @@ def test_double_rings_bring_fewer_bytes_into_a_node_than_one_ring() -> None:
     }
     assert [int(into["ring"].units_into_node(node)) for node in range(4)] == [30] * 4
     assert [int(into["double-ring"].units_into_node(node)) for node in range(4)] == [24] * 4
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(6, 2), (8, 4), (12, 3), (16, 4)])
+def test_gradients_of_a_ring_enter_a_node_once_from_each_other(ranks: int, per_node: int) -> None:
+    """K and V cross at each step; dK and dV of a node's blocks come as one sum a node."""
+    into, moved = {}, {}
+    for gradients in ("direct", "travel"):
+        plan = plan_of("ring", ranks, mask=Mask(), ranks_per_node=per_node, gradients=gradients)
+        one = count(plan)[Direction.BACKWARD]
+        into[gradients] = {int(one.units_into_node(node)) for node in range(ranks // per_node)}
+        moved[gradients] = {rank.total.token_bytes for rank in one.ranks}
+    assert into["direct"] == {2 * (ranks - 1) + 2 * (ranks - per_node)}
+    assert into["travel"] == {2 * (ranks - 1) + 2 * (ranks - 1)}
+    assert moved["direct"] == moved["travel"]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "options"),
+    [
+        ("ring", 6, {"ranks_per_node": 2}),
+        ("ring", 9, {"ranks_per_node": 3, "layout": "contiguous"}),
+        ("ring", 8, {"ranks_per_node": 3}),
+        ("usp", 12, {"ulysses": 2, "ranks_per_node": 4}),
+        ("startrail", 16, {"team": 2, "ranks_per_node": 8}),
+        ("startrail", 8, {"team": 1, "ranks_per_node": 4}),
+        ("agq-ringkv", 12, {"tile": (2, 6), "ranks_per_node": 6, "alpha": 2}),
+        ("agkv-ringqo", 12, {"tile": (6, 2), "ranks_per_node": 3}),
+        ("agkv-ringqo", 12, {"tile": (4, 3), "ranks_per_node": 3}),
+    ],
+)
+def test_rings_on_nodes_are_proven(method: str, ranks: int, options: dict[str, Any]) -> None:
+    assert verify(plan_of(method, ranks, **options)) == []

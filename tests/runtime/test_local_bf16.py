@@ -24,60 +24,25 @@ its error grows, so it is not what the planner chooses inside a node.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from mesh_attention import Mask
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.testing import run_local
+from support.bf16 import TENSORS, Errors
 from support.cases import Case
 from support.reference import Attention, attention
 
-TENSORS = ("out", "grad_q", "grad_k", "grad_v")
 MASKS = {"causal": Mask(causal=True), "full": Mask()}
 OVER_TWO_RANKS = {"blockwise": 1.1, "cpu_flash": 1.15}
 # Products of bfloat16 matrices, which blockwise avoids, take long where no hardware does them.
 RANKS = {"blockwise": (2, 4, 8, 16), "cpu_flash": (2, 4, 16)}
 TOKENS = {"blockwise": 512, "cpu_flash": 256}
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of one tensor, or their ratios to those of one device."""
-
-    rows: float  # root mean square over rows of the relative error
-    median: float  # of the same
-    elements: float  # root mean square over elements, absolute
-    largest: float  # of an element, absolute
-
-    @staticmethod
-    def of(found: Tensor, true: Tensor) -> Errors:
-        wrong = found.double() - true
-        size = true.norm(dim=-1)
-        by_row = wrong.norm(dim=-1)[size > 0] / size[size > 0]
-        return Errors(
-            root_mean_square(by_row),
-            by_row.median().item(),
-            root_mean_square(wrong),
-            wrong.abs().max().item(),
-        )
-
-    def over(self, other: Errors) -> Errors:
-        return Errors(*(a / b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @staticmethod
-    def worst(several: list[Errors]) -> Errors:
-        """The largest of each."""
-        return Errors(*map(max, zip(*map(astuple, several), strict=True)))
-
-
-def root_mean_square(x: Tensor) -> float:
-    return x.pow(2).mean().sqrt().item()
 
 
 def case(ranks: int, mask: str, kernel: str, combine: Combine, tile: tuple[int, int]) -> Case:

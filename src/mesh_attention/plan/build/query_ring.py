@@ -1,7 +1,7 @@
 """Queries that rotate: the steps of pass-Q rings and of AGKV-RingQ/O (algorithm.md, section 9).
 
 Keys stay; Q blocks go round along a `Rotation`. Partial results reach their owners by one
-all-to-all at the end, or travel with their Q.
+all-to-all at the end, or meanwhile: direct, or travelling with their Q (`rotate.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.build.rotate import hop, ring
+from mesh_attention.plan.build.rotate import Reach, deliveries, hop, ring
 from mesh_attention.plan.build.tile_pass import Pieces, TilePass
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
@@ -17,14 +17,24 @@ from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, S
 
 
 class QueryRing:
-    """The steps of one unit. `travel`: partial results go with their block."""
+    """The steps of one unit. `reach`: how partial results reach their owners, None: all at the end.
+    `per_node` members are in a node, one after the other."""
 
-    def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int, travel: bool) -> None:
+    def __init__(
+        self,
+        mesh: TilePass,
+        lowerings: Lowerings,
+        unit: int,
+        reach: Reach | None,
+        per_node: int | None,
+    ) -> None:
         tile, head_group = mesh.tile, mesh.head_group
         members = tile.q_group(tile.row(unit))
         self._mesh = mesh
-        self._travel = travel
+        self._reach = reach
         self._rotation = ring(members.index(unit), len(members))
+        self._deliveries = deliveries(self._rotation, per_node)
+        self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
         self._group = head_group.group_name(f"Q{tile.row(unit)}")
         self._rows = [mesh.own_rows(Kind.Q, members[m]) for m in self._rotation.blocks]
         self._kinds = mesh.q_partials  # of a partial result
@@ -55,9 +65,11 @@ class QueryRing:
                 begun = True
             else:
                 operations.append(Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums))
-            if self._travel and step > 0:
+            if self._reach is Reach.TRAVEL and step > 0:
                 operations += self._pass_on(step)
-        return operations + (self._end_of_travel() if self._travel else self._exchange())
+            elif self._reach is Reach.DIRECT:
+                operations += self._deliver(step)
+        return operations + (self._exchange() if self._reach is None else self._end())
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
         rows = self._mesh.head_group.size(Kind.Q)
@@ -99,8 +111,27 @@ class QueryRing:
             SendRecv(task, self._group, way.to_member, outgoing, way.from_member, incoming),
         ]
 
-    def _end_of_travel(self) -> list[Operation]:
-        parts = self._partial("0.sum") + (self._partial("back") if self._rotation.size > 1 else ())
+    def _deliver(self, step: int) -> list[Operation]:
+        """Parts wait until all of a block are there: merged at once, they are rounded once."""
+        mesh, operations = self._mesh, list[Operation]()
+        for of, to_member, from_member, block in self._deliveries[step]:
+            task = Task("O", (of,))
+            outgoing, incoming = self._partial(f"{of}.wire"), self._partial(f"{of}.in")
+            self._declare(outgoing, self._kinds, of, mesh.precision_of)
+            self._declare(incoming, self._kinds, block, mesh.precision_of)
+            parts = self._partial(f"{of}.sum") + self._arrived.pop(of, ())
+            operations += [
+                Merge(task.at("merge"), mesh.merge_rule, parts, outgoing),
+                SendRecv(task, self._group, to_member, outgoing, from_member, incoming),
+            ]
+            self._arrived[block] = self._arrived.get(block, ()) + incoming
+        return operations
+
+    def _end(self) -> list[Operation]:
+        came = self._arrived.get(0, ())
+        if self._reach is Reach.TRAVEL and self._rotation.size > 1:
+            came = self._partial("back")
+        parts = self._partial("0.sum") + came
         return [Merge(Task("O", stage="end"), self._mesh.merge_rule, parts, self._results)]
 
     def _exchange(self) -> list[Operation]:

@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number, pair, real
-from mesh_attention.plan.build.key_ring import Gradients
 from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.build.rotate import Reach
 from mesh_attention.plan.build.slices import HeadSlices
 from mesh_attention.plan.build.tile_tasks import Scheduler
 from mesh_attention.plan.layout import LayoutKind
@@ -112,8 +112,10 @@ class TileSetting(CombineSetting):
 class RotationSetting(Setting):
     """An option of methods whose keys rotate."""
 
-    gradients: Gradients = option(
-        Gradients.TRAVEL, "dK and dV `travel` with their block, or go `direct` to the owner", "NAME"
+    gradients: Reach = option(
+        Reach.DIRECT,
+        "dK and dV go `direct` to the owner, once from each node, or `travel` with their block",
+        "NAME",
     )
 
 

@@ -75,6 +75,16 @@ def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     return tuple(unit * degree + i for unit in units for i in range(degree))
 
 
+def nodes_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
+    """The node of each unit: that of its first rank; all in one where nodes are not known."""
+    p = shared.ranks_per_node
+    check_ranks(tile.num_ranks, p)
+    if p is None:
+        return (0,) * tile.num_ranks
+    devices = devices_of(tile, shared)
+    return tuple(devices[unit * shared.ulysses] // p for unit in range(tile.num_ranks))
+
+
 def reduce_by(shared: SharedOptions, tile: Tile, devices: tuple[int, ...]) -> ReduceBy:
     """Auto: partials that a reduce-scatter would add inside a node should not each leave it."""
     if shared.combine is not Combine.AUTO:

@@ -14,8 +14,8 @@ from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
-from mesh_attention.plan.build.key_ring import Gradients, KeyRing, rotating_schedule
-from mesh_attention.plan.build.rotate import Rotation, double_ring, ring
+from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
+from mesh_attention.plan.build.rotate import Reach, Rotation, double_ring, members_per_node, ring
 from mesh_attention.plan.build.setting import (
     DegreeSetting,
     RotationSetting,
@@ -28,6 +28,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
     check_ranks,
+    nodes_of,
     plan_by,
     shared_options,
     squarest,
@@ -75,9 +76,18 @@ class KeyRingBuilder(TileBuilder):
     """Units whose keys rotate in the KV group."""
 
     def __init__(
-        self, mesh: TilePass, lowerings: Lowerings, gradients: Gradients, inner: int | None
+        self,
+        mesh: TilePass,
+        lowerings: Lowerings,
+        gradients: Reach,
+        inner: int | None,
+        nodes: tuple[int, ...],
     ) -> None:
         super().__init__(mesh)
+        self._per_node: int | None = None
+        if gradients is Reach.DIRECT and inner is None:
+            columns = range(mesh.tile.a)
+            self._per_node = members_per_node(map(mesh.tile.kv_group, columns), nodes)
         self._lowerings = lowerings
         self._gradients = gradients
         self._inner = inner
@@ -97,7 +107,7 @@ class KeyRingBuilder(TileBuilder):
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        steps = rotating_schedule(self._mesh.tile.b, backward=backward)
+        steps = rotating_schedule(self._mesh.tile.b, backward=backward, per_node=self._per_node)
         reduce = Task(self._mesh.q_reduce_kind, (0,))
         return Schedule((Step(Task("AG-Q", (0,)), ()), *steps, Step(reduce, ())))
 
@@ -117,6 +127,7 @@ class KeyRingBuilder(TileBuilder):
             results=(local(Kind.GRAD_K), local(Kind.GRAD_V)),
             gradients=self._gradients,
             shared=self._shared,
+            per_node=self._per_node,
         )
         operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
         operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(row, 0))]
@@ -146,7 +157,7 @@ def plan_double_ring(
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
     shared = shared_options("double-ring", setting, ulysses=degree)
-    return _plan(problem, ranks, shared, directions, gradients=Gradients.DIRECT, inner=inner)
+    return _plan(problem, ranks, shared, directions, gradients=Reach.DIRECT, inner=inner)
 
 
 def plan_agq_ringkv(
@@ -184,16 +195,18 @@ def _plan(
     directions: Directions,
     *,
     tile: tuple[int, int] | None = None,
-    gradients: Gradients = Gradients.TRAVEL,
+    gradients: Reach = Reach.DIRECT,
     inner: int | None = None,
 ) -> Plan:
     """Tile None: one row, as Ring-Attention has it."""
     units = num_ranks // shared.ulysses
+    fits = tile_for(tile or (1, units), units)
+    nodes = nodes_of(fits, shared)
     return plan_by(
         problem,
         num_ranks,
         shared,
-        tile_for(tile or (1, units), units),
+        fits,
         directions,
-        lambda mesh, lowerings: KeyRingBuilder(mesh, lowerings, gradients, inner),
+        lambda mesh, lowerings: KeyRingBuilder(mesh, lowerings, gradients, inner, nodes),
     )

@@ -1,9 +1,9 @@
 """Methods whose keys stay and whose queries rotate: pass-Q ring, and AGKV-RingQ/O.
 
 Units gather KV in their KV group (b = 1: nothing to gather); Q rotates through the Q group. Partial
-outputs reach their owners by one all-to-all at the end (pass-Q), or travel with their Q, each hop
-merging into what it brought (RingQ/O): then a hop needs the output of the hop before, which limits
-overlap. algorithm.md, section 9.
+outputs reach their owners by one all-to-all at the end (pass-Q), or step by step (RingQ/O): direct,
+or travelling with their Q, each hop merging into what it brought. Then a hop needs the output of
+the hop before, which limits overlap, and rounds again. algorithm.md, section 9.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.query_ring import QueryRing
-from mesh_attention.plan.build.setting import Setting, TileSetting
+from mesh_attention.plan.build.rotate import Reach, deliveries, members_per_node, ring
+from mesh_attention.plan.build.setting import Setting, TileSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
+    nodes_of,
     plan_by,
     shared_options,
     squarest,
@@ -40,30 +42,41 @@ class RingQSetting(Setting):
 class AgkvRingQoSetting(TileSetting):
     """A mesh whose KV is gathered; Q with its partial output rotates inside the Q group."""
 
+    outputs: Reach = option(
+        Reach.DIRECT,
+        "O and dQ go `direct` to the owner, once from each node, or `travel` with their Q",
+        "NAME",
+    )
+
 
 class QueryRingBuilder(TileBuilder):
     """Units whose queries rotate in the Q group."""
 
-    def __init__(self, mesh: TilePass, lowerings: Lowerings, *, travel: bool) -> None:
+    def __init__(
+        self, mesh: TilePass, lowerings: Lowerings, reach: Reach | None, nodes: tuple[int, ...]
+    ) -> None:
         super().__init__(mesh)
         self._lowerings = lowerings
-        self._travel = travel
+        self._reach = reach
+        self._per_node: int | None = None
+        if reach is Reach.DIRECT:
+            rows = range(mesh.tile.b)
+            self._per_node = members_per_node(map(mesh.tile.q_group, rows), nodes)
 
     @property
     def setting(self) -> dict[str, str]:
-        reduce = "travels with Q" if self._travel else "all-to-all"
+        reduce = "all-to-all" if self._reach is None else self._reach.value
         return {"tile": str(self._mesh.tile), "q": "ring", "q_reduce": reduce}
 
     @property
     def schedule(self) -> Schedule:
         size, mesh = self._mesh.tile.a, self._mesh
         steps = [Step(Task("AG-KV", (0,)), ())]
-        for s in range(size):
+        for s, back in enumerate(deliveries(ring(0, size), self._per_node)):
             following = Task("Q", (s + 1,)) if s + 1 < size else None
             steps.append(Step(following, (Task("C", (s, 0)),)))
-            if self._travel and s:
-                steps.append(Step(Task("O", (s,)), ()))
-        if not self._travel:
+            steps += [Step(Task("O", (one.step,)), ()) for one in back if self._reach]
+        if not self._reach:
             steps.append(Step(Task(mesh.q_reduce_kind, (0,)), ()))
         if mesh.kv_reduce_kind:
             steps.append(Step(Task(mesh.kv_reduce_kind, (0,)), ()))
@@ -71,7 +84,7 @@ class QueryRingBuilder(TileBuilder):
 
     def unit(self, unit: int) -> Unit:
         mesh, key = self._mesh, self._mesh.fetch_key(unit)
-        queries = QueryRing(mesh, self._lowerings, unit, self._travel)
+        queries = QueryRing(mesh, self._lowerings, unit, self._reach, self._per_node)
         operations: list[Operation] = [mesh.fetch_kv(key, 0)] if mesh.tile.b > 1 else []
         operations += queries.operations
         if mesh.kv_reduce_kind:
@@ -99,7 +112,7 @@ def plan_agkv_ringqo(
 ) -> Plan:
     shared = shared_options("agkv-ringqo", setting)
     tile = setting.tile or squarest(ranks)
-    return _plan(problem, ranks, shared, directions, tile, travel=True)
+    return _plan(problem, ranks, shared, directions, tile, setting.outputs)
 
 
 def _plan(
@@ -107,15 +120,16 @@ def _plan(
     ranks: int,
     shared: SharedOptions,
     directions: Directions,
-    tile: tuple[int, int],
-    *,
-    travel: bool = False,
+    shape: tuple[int, int],
+    reach: Reach | None = None,
 ) -> Plan:
+    tile = tile_for(shape, ranks)
+    nodes = nodes_of(tile, shared)
     return plan_by(
         problem,
         ranks,
         shared,
-        tile_for(tile, ranks),
+        tile,
         directions,
-        lambda mesh, lowerings: QueryRingBuilder(mesh, lowerings, travel=travel),
+        lambda mesh, lowerings: QueryRingBuilder(mesh, lowerings, reach, nodes),
     )

@@ -18,13 +18,13 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.build.chunks import stack_rows
 from mesh_attention.plan.build.exchange import Unit
-from mesh_attention.plan.build.key_ring import Gradients, KeyRing, rotating_schedule
+from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
 from mesh_attention.plan.build.reduce import Reduction, reduce_sum
-from mesh_attention.plan.build.rotate import ring
+from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_plan import plan_by, shared_options
+from mesh_attention.plan.build.tile_plan import nodes_of, plan_by, shared_options
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
@@ -97,7 +97,12 @@ class StarTrailBuilder(TileBuilder):
     """Units of StarTrail. The Q side is that of a tile with C rows."""
 
     def __init__(
-        self, mesh: TilePass, lowerings: Lowerings, star: _Star, gradients: Gradients
+        self,
+        mesh: TilePass,
+        lowerings: Lowerings,
+        star: _Star,
+        gradients: Reach,
+        nodes: tuple[int, ...],
     ) -> None:
         super().__init__(mesh)
         self.mesh = mesh
@@ -106,6 +111,10 @@ class StarTrailBuilder(TileBuilder):
         self.gradients = gradients
         self._block = cache(self._block_rows)
         self._shared: dict[object, list[Operation]] = {}
+        self._per_node: int | None = None
+        rings = [members for name, members in self.groups().items() if name[0] == "S"]
+        if gradients is Reach.DIRECT and rings:
+            self._per_node = members_per_node(rings, nodes)
 
     @property
     def setting(self) -> dict[str, str]:
@@ -116,7 +125,7 @@ class StarTrailBuilder(TileBuilder):
     @property
     def schedule(self) -> Schedule:
         backward = self.direction is Direction.BACKWARD
-        rotating = rotating_schedule(self.star.width, backward=backward)
+        rotating = rotating_schedule(self.star.width, backward=backward, per_node=self._per_node)
         before = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
         after = [Step(Task(kind, (0,)), ()) for kind in (self.mesh.q_reduce_kind, "PB", "RS-dKV")]
         return Schedule((*before, *rotating, *after))
@@ -157,6 +166,7 @@ class StarTrailBuilder(TileBuilder):
             results=(f"grad_k.{end}", f"grad_v.{end}"),
             gradients=self.gradients,
             shared=self._shared,
+            per_node=self._per_node,
         )
 
     def _team_names(self) -> tuple[str, str]:
@@ -249,13 +259,16 @@ def plan_startrail(
         )
     width = num_ranks // (team * team)
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
+    star, tile = _Star(team, width, shift), Tile(team, num_ranks // team)
+    shared = shared_options("startrail", setting)
+    nodes = nodes_of(tile, shared)
     return plan_by(
         problem,
         num_ranks,
-        shared_options("startrail", setting),
-        Tile(team, num_ranks // team),
+        shared,
+        tile,
         directions,
-        lambda mesh, low: StarTrailBuilder(mesh, low, _Star(team, width, shift), setting.gradients),
+        lambda mesh, low: StarTrailBuilder(mesh, low, star, setting.gradients, nodes),
     )
 
 
