@@ -57,10 +57,11 @@ def test_windows_documents_and_prefixes_equal_the_truth(pool: WorkerPool) -> Non
     [
         (16, {"tile": (4, 4), "ranks_per_node": 4, "alpha": 2}),
         (16, {"tile": (8, 2), "ranks_per_node": 8, "alpha": 4, "combine": Combine.REDUCE_SCATTER}),
+        (8, {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2, "combine": Combine.NODES}),
         (9, {"tile": (3, 3), "rotation": False}),
         (6, {"tile": (2, 3), "backward_tile": (3, 2), "gather_out": True}),
     ],
-    ids=["patches", "patches-reduced", "no-rotation", "two-tiles"],
+    ids=["patches", "patches-reduced", "patches-in-nodes", "no-rotation", "two-tiles"],
 )
 def test_mappings_and_tiles_of_every_kind_equal_the_truth(
     pool: WorkerPool, ranks: int, options: dict[str, object]

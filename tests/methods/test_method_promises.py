@@ -163,7 +163,14 @@ def test_gradients_of_a_ring_enter_a_node_once_from_each_other(ranks: int, per_n
         ("agq-ringkv", 12, {"tile": (2, 6), "ranks_per_node": 6, "alpha": 2}),
         ("agkv-ringqo", 12, {"tile": (6, 2), "ranks_per_node": 3}),
         ("agkv-ringqo", 12, {"tile": (4, 3), "ranks_per_node": 3}),
+        ("mesh", 12, {"tile": (12, 1), "ranks_per_node": 3}),
+        ("mesh", 12, {"tile": (6, 2), "ranks_per_node": 2, "chunks": (2, 2)}),
+        ("mesh", 12, {"tile": (3, 4), "ranks_per_node": 6, "combine": "nodes"}),
+        ("mesh", 16, {"tile": (4, 4), "ranks_per_node": 4, "alpha": 2, "head_slices": (1, 1)}),
+        ("mesh-usp", 16, {"tile": (4, 2), "ulysses": 2, "ranks_per_node": 4}),
+        ("startrail", 16, {"team": 4, "ranks_per_node": 2}),
+        ("agq-ringkv", 12, {"tile": (4, 3), "ranks_per_node": 2}),
     ],
 )
-def test_rings_on_nodes_are_proven(method: str, ranks: int, options: dict[str, Any]) -> None:
+def test_sums_inside_nodes_are_proven(method: str, ranks: int, options: dict[str, Any]) -> None:
     assert verify(plan_of(method, ranks, **options)) == []

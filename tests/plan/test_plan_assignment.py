@@ -165,7 +165,8 @@ def test_units_into_a_node_follow_the_patch_for_every_alpha() -> None:
     for alpha in (1, 2, 4, 8):
         height = 8 // alpha
         patch = 2 * height * (8 - alpha) + 2 * alpha * (8 - height)
-        assert units_into_nodes(alpha) == [patch] * 8
+        for combine in (Combine.REDUCE_SCATTER, Combine.NODES):
+            assert units_into_nodes(alpha, combine) == [patch] * 8
 
 
 def test_in_an_exchange_every_partial_that_crosses_into_the_node_counts() -> None:
@@ -174,15 +175,26 @@ def test_in_an_exchange_every_partial_that_crosses_into_the_node_counts() -> Non
     assert units_into_nodes(4, Combine.EXCHANGE) == [q_in + kv_in + out_in] * 8
 
 
-def test_auto_exchanges_inside_a_node_and_reduce_scatters_across_nodes() -> None:
-    def reduced_by(ranks_per_node: int | None, alpha: int | None = None) -> str:
-        setting = MeshSetting(tile=(4, 2), ranks_per_node=ranks_per_node, alpha=alpha)
-        return plan_mesh(Problem(64, 1, 4), 8, setting).forward.setting["q_reduce"]
+def test_auto_exchanges_inside_a_node_and_combines_in_each_node_first_across_nodes() -> None:
+    """In the precision of accumulators the transport may add; in half precision it would round at
+    every hop."""
 
-    assert reduced_by(None) == "exchange"
-    assert reduced_by(4) == "exchange"
-    assert reduced_by(2) == "reduce-scatter"
-    assert reduced_by(4, alpha=2) == "reduce-scatter"
+    def reduced_by(ranks_per_node: int | None, element_bytes: int, alpha: int | None = None) -> str:
+        setting = MeshSetting(tile=(4, 2), ranks_per_node=ranks_per_node, alpha=alpha)
+        problem = Problem(64, 1, 4, element_bytes=element_bytes)
+        return plan_mesh(problem, 8, setting).forward.setting["q_reduce"]
+
+    for element_bytes, across in ((2, "nodes"), (4, "reduce-scatter"), (8, "reduce-scatter")):
+        assert reduced_by(None, element_bytes) == "exchange"
+        assert reduced_by(4, element_bytes) == "exchange"
+        assert reduced_by(2, element_bytes) == across
+        assert reduced_by(4, element_bytes, alpha=2) == across
+
+
+def test_groups_that_lie_unevenly_on_nodes_exchange_all_partials() -> None:
+    for tile, ranks_per_node in (((6, 2), 4), ((3, 4), 2), ((4, 3), 1)):
+        setting = MeshSetting(tile=tile, ranks_per_node=ranks_per_node)
+        assert plan_mesh(Problem(48, 1, 4), 12, setting).forward.setting["q_reduce"] == "exchange"
 
 
 def test_a_node_is_an_alpha_wide_patch_of_the_tile_grid_and_devices_are_a_permutation() -> None:

@@ -19,7 +19,8 @@ by 15 % (measured: 13), and that of four ranks, the first to have a tile that is
 column, by 10 %.
 
 The tables are printed; see them with `pytest -rP`. A reduce-scatter adds in bfloat16 on the way:
-its error grows, so it is not what the planner chooses inside a node.
+its error grows, so it is not what the planner chooses for elements of two bytes, inside a node
+or across nodes (tests/methods/test_method_bf16.py).
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ class _Attention(torch.autograd.Function):
             )
         ctx.share.refuse_if_closed()
         guard = ctx.share.context.guard
-        with guard.whole_or_broken(), outside_autocast():
+        with guard.whole_or_broken():
             _refuse_gradient_of_lse(grad_lse)
-            q, k, v, out, lse = ctx.saved_tensors  # a checkpoint computes them again, by a call
+            # In the caller's modes: a checkpoint computes them again, by a call.
+            q, k, v, out, lse = ctx.saved_tensors
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}

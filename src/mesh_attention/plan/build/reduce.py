@@ -1,20 +1,24 @@
 """Reductions: each owner gets the combination of all partial results of its rows.
 
 `exchange`: one all-to-all that carries every partial (with its LSE), combined by the owner in fp32;
-rounds once, best inside a node. `reduce-scatter`: the transport adds on the way, so a partial
-crosses into a node once; partial outputs are first rescaled to the global LSE. That LSE is an
-all-reduce whose operator is log-sum-exp: as no transport reduces with it, it is done as an
-all-to-all, a merge by the owner and an all-gather, which moves half of what max-then-sum would.
-`local`: the group is this rank alone. (algorithm.md, section 4)
+rounds once, best inside a node. `nodes`: an exchange inside each node, to the member with the
+owner's place there, and one between nodes of what each has combined: as many bytes, a partial
+crosses into a node once, and one rounding more. `reduce-scatter`: the transport adds on the way,
+and where elements are narrower than accumulators it rounds at every hop; partial outputs are first
+rescaled to the global LSE. That LSE is an all-reduce whose operator is log-sum-exp: as no transport
+reduces with it, it is done as an all-to-all, a merge by the owner and an all-gather, which moves
+half of what max-then-sum would. `local`: the group is this rank alone. (algorithm.md, section 4)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.build.chunks import Chunk, in_stack, in_whole
+from mesh_attention.plan.build.chunks import Chunk, in_stack, in_whole, stack_rows
+from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -28,14 +32,18 @@ from mesh_attention.plan.program import (
 
 
 class Combine(StrEnum):
-    AUTO = "auto"  # exchange where every Q group lies inside one node, else reduce-scatter
+    # Exchange where every Q group lies inside one node; else nodes for elements of two bytes, and
+    # reduce-scatter for those that accumulate in their own precision.
+    AUTO = "auto"
     EXCHANGE = "exchange"
     REDUCE_SCATTER = "reduce-scatter"
+    NODES = "nodes"
 
 
 class ReduceBy(StrEnum):
     LOCAL = "local"
     EXCHANGE = "exchange"
+    NODES = "nodes"
     REDUCE_SCATTER = "reduce-scatter"
 
 
@@ -45,7 +53,8 @@ class Reduction:
 
     `members` are the group's owners in the order of the whole. When the owners are not the whole
     group (`owner_slots`, `user_slots`), an exchange names the group members that own a part of the
-    whole, and those that hold partials of this rank's chunk.
+    whole, and those that hold partials of this rank's chunk. By nodes: `per_node` members follow
+    each other in a node, and `member` is this one.
     """
 
     by: ReduceBy
@@ -55,10 +64,80 @@ class Reduction:
     num_owners: int
     owner_slots: tuple[int, ...] | None = None
     user_slots: tuple[int, ...] | None = None
+    per_node: int = 1
+    member: int = 0
+
+    def of_member(self, member: int, per_node: int) -> Reduction:
+        """Only by nodes does it make a difference."""
+        by_nodes = self.by is ReduceBy.NODES
+        return replace(self, member=member, per_node=per_node) if by_nodes else self
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_owners // self.per_node
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """The members with this one's place in each node: it combines for them in its own."""
+        return tuple(range(self.member % self.per_node, self.num_owners, self.per_node))
+
+    def combined_in_nodes(
+        self, task: Task, rules: tuple[MergeRule, ...], pairs: tuple[tuple[str, ...], ...]
+    ) -> list[Operation]:
+        """Partials of the group's owners, to stacks of what each node has combined of this one's.
+
+        `pairs` are the buffers of partials that one merge combines, a merge for each of `rules`.
+        """
+        size, num_nodes = self.chunk.size, self.num_nodes
+        names = [name for pair in pairs for name in pair]
+        sends: list[tuple[Piece, ...]] = [()] * self.group_size
+        receives: list[tuple[Piece, ...]] = [()] * self.group_size
+        first = self.member - self.member % self.per_node
+        for place in range(self.per_node):
+            sends[first + place] = tuple(
+                piece
+                for name in names
+                for owner in range(place, self.num_owners, self.per_node)
+                for piece in in_whole(name, owner, self.num_owners, self.chunk)
+            )
+            receives[first + place] = tuple(
+                piece
+                for name in names
+                for node in range(num_nodes)
+                for piece in in_stack(f"{name}.in", place * num_nodes + node, self.chunk)
+            )
+        inside = AllToAll(task.at("node"), self.group, tuple(sends), tuple(receives))
+        rows = num_nodes * size
+        merges = [
+            Merge(
+                task.at("node-merge"),
+                rule,
+                tuple(
+                    Piece(f"{name}.in", place * rows, (place + 1) * rows)
+                    for place in range(self.per_node)
+                    for name in pair
+                ),
+                tuple(Piece(f"{name}.node", 0, rows) for name in pair),
+            )
+            for rule, pair in zip(rules, pairs, strict=True)
+        ]
+        sums, arrivals = self._stacked("node", names), self._stacked("nodes", names)
+        return [inside, *merges, AllToAll(task, self.group, sums, arrivals)]
+
+    def _stacked(self, end: str, names: Sequence[str]) -> tuple[tuple[Piece, ...], ...]:
+        """What is of each counterpart in stacks of as many chunks as there are nodes."""
+        pieces: list[tuple[Piece, ...]] = [()] * self.group_size
+        for node, slot in enumerate(self.counterparts):
+            pieces[slot] = tuple(
+                p for name in names for p in in_stack(f"{name}.{end}", node, self.chunk)
+            )
+        return tuple(pieces)
 
     @property
     def num_copies(self) -> int:
         """Partials that arrive for one chunk."""
+        if self.by is ReduceBy.NODES:
+            return self.num_nodes
         return self.num_owners if self.user_slots is None else len(self.user_slots)
 
     def exchange(self, task: Task, pairs: tuple[tuple[str, str], ...]) -> AllToAll:
@@ -110,6 +189,15 @@ def reduce_output(
                 task.at("merge"), MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
             ),
         ]
+    if reduction.by is ReduceBy.NODES:
+        copies = zip(*(reduction.copies(f"{name}.nodes") for name in (wire, acc_lse)), strict=True)
+        return [
+            *_to_wire(task, whole_out, whole_wire),
+            *reduction.combined_in_nodes(task, (MergeRule.SOFTMAX,), ((wire, acc_lse),)),
+            Merge(
+                task.at("merge"), MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
+            ),
+        ]
     stack, everywhere = f"{acc_lse}.in", reduction.whole(f"{acc_lse}.all")
     cuts = reduction.chunk.cuts
     return [
@@ -141,9 +229,15 @@ def reduce_sum(
             for end, (_, wire) in zip(ends, wholes, strict=True)
         )
         return [*operations, ReduceScatter(task, reduction.group, moves)]
-    operations.append(reduction.exchange(task, tuple((w, f"{w}.in") for _, w, _ in tensors)))
+    last = "in"
+    if reduction.by is ReduceBy.NODES:
+        last = "nodes"
+        rules = (MergeRule.SUM,) * len(tensors)
+        operations += reduction.combined_in_nodes(task, rules, tuple((w,) for _, w, _ in tensors))
+    else:
+        operations.append(reduction.exchange(task, tuple((w, f"{w}.in") for _, w, _ in tensors)))
     for (_, travels, _), end in zip(tensors, ends, strict=True):
-        copies = reduction.copies(f"{travels}.in")
+        copies = reduction.copies(f"{travels}.{last}")
         operations.append(Merge(task.at("sum"), MergeRule.SUM, copies, (end,)))
     return operations
 
@@ -152,3 +246,20 @@ def _to_wire(task: Task, acc: Piece, wire: Piece) -> list[Operation]:
     if acc == wire:
         return []
     return [Merge(task.at("cast"), MergeRule.SUM, (acc,), (wire,))]
+
+
+def stacks(
+    reduction: Reduction, name: str, owners: Sequence[Spans], own: Spans
+) -> dict[str, Spans]:
+    """The rows of the stacks in which partials called `name` arrive. `owners`: the rows of the
+    group's members, by nodes; `own`: this one's."""
+    if reduction.by is not ReduceBy.NODES:
+        return {f"{name}.in": stack_rows(own, reduction.num_copies, reduction.chunk)}
+    near: Spans = ()
+    for owner in reduction.counterparts:
+        near += stack_rows(owners[owner], 1, reduction.chunk)
+    return {
+        f"{name}.in": near * reduction.per_node,
+        f"{name}.node": near,
+        f"{name}.nodes": stack_rows(own, reduction.num_nodes, reduction.chunk),
+    }

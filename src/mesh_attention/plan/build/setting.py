@@ -89,7 +89,10 @@ class CombineSetting(Setting):
     """An option of methods that reduce partial results in teams."""
 
     combine: Combine = option(
-        Combine.AUTO, "partial results reach their owners by `exchange` or `reduce-scatter`", "NAME"
+        Combine.AUTO,
+        "partial results reach their owners by `exchange`, by `nodes` (one exchange inside, one "
+        "between them) or by `reduce-scatter`, which in half precision rounds at every hop",
+        "NAME",
     )
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.reduce import ReduceBy
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_tasks import CAPPED, COMPUTE, GATHER_Q, buffers_of, fragment
 from mesh_attention.plan.lower import Lowerings
@@ -124,6 +125,9 @@ class MeshBuilder(TileBuilder):
         mesh = self._mesh
         q_side = task.kind in (GATHER_Q, mesh.q_reduce_kind)
         key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
+        kinds = {mesh.q_reduce_kind: mesh.q_reduce_by, mesh.kv_reduce_kind: mesh.kv_reduce_by}
+        if kinds.get(task.kind) is ReduceBy.NODES:
+            key = (task, unit)
         if key not in self._fragments:
             operations = fragment(mesh, unit, task)
             self._fragments[key] = [operations] if self.capped else _up_to_transfers(operations)

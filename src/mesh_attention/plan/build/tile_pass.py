@@ -14,9 +14,9 @@ from functools import cache
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
-from mesh_attention.plan.build.chunks import Chunk, in_whole, stack_rows, whole_rows
+from mesh_attention.plan.build.chunks import Chunk, in_whole, whole_rows
 from mesh_attention.plan.build.head_group import HeadGroup
-from mesh_attention.plan.build.reduce import ReduceBy, Reduction
+from mesh_attention.plan.build.reduce import ReduceBy, Reduction, stacks
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
@@ -57,7 +57,9 @@ class TilePass(ABC):
         slices: tuple[int, ...],
         *,
         gather_out: bool,
+        per_node: tuple[int, int] = (1, 1),
     ) -> None:
+        """`per_node`: members of a Q group and of a KV group that follow each other in a node."""
         self.head_group = head_group
         self.problem = head_group.problem
         self.tile = tile
@@ -65,9 +67,10 @@ class TilePass(ABC):
         self.slices = slices  # of the heads: their sizes
         self.q_chunks = head_group.chunks(Kind.Q, chunks[0], slices)
         self.kv_chunks = head_group.chunks(Kind.K, chunks[1], slices)
-        self.q_reduce_by = reduce_by if tile.a > 1 else ReduceBy.LOCAL
+        self.q_per_node, self.kv_per_node = per_node
+        self.q_reduce_by = _side(reduce_by, tile.a, per_node[0])
         kv_reduce_by = reduce_by if tile.rotation else ReduceBy.EXCHANGE
-        self.kv_reduce_by = kv_reduce_by if tile.b > 1 else ReduceBy.LOCAL
+        self.kv_reduce_by = _side(kv_reduce_by, tile.b, per_node[1])
         self.own_rows = cache(head_group.rows)
         # Chunks of the same rows and other heads share their rows, and ranks of a row its buffers.
         self._q_rows = cache(self._gathered_q_rows)
@@ -212,16 +215,19 @@ class TilePass(ABC):
         """Units with the same key share the fragments of their KV side."""
         return self.tile.column(unit) if self.tile.rotation else unit
 
-    def q_reduction(self, row: int, i: int) -> Reduction:
-        a = self.tile.a
+    def q_reduction(self, unit: int, i: int) -> Reduction:
+        tile, row = self.tile, self.tile.row(unit)
         group = self.head_group.group_name(f"Q{row}")
-        return Reduction(self.q_reduce_by, group, a, self.q_chunks[i], num_owners=a)
+        reduction = Reduction(self.q_reduce_by, group, tile.a, self.q_chunks[i], num_owners=tile.a)
+        return reduction.of_member(tile.q_group(row).index(unit), self.q_per_node)
 
     def kv_reduction(self, unit: int, j: int) -> Reduction:
         tile, chunk = self.tile, self.kv_chunks[j]
         if tile.rotation or tile.b == 1:
-            group = self.head_group.group_name(f"KV{tile.column(unit)}")
-            return Reduction(self.kv_reduce_by, group, tile.b, chunk, num_owners=tile.b)
+            column = tile.column(unit)
+            group = self.head_group.group_name(f"KV{column}")
+            reduction = Reduction(self.kv_reduce_by, group, tile.b, chunk, num_owners=tile.b)
+            return reduction.of_member(tile.kv_group(column).index(unit), self.kv_per_node)
         return Reduction(
             ReduceBy.EXCHANGE,
             self.head_group.group_name(ALL_UNITS),
@@ -274,18 +280,29 @@ class TilePass(ABC):
         """Where other units' partials of this unit's own chunks arrive."""
         made: dict[str, Buffer] = {}
         own_q, own_kv = (self.own_rows(kind, unit) for kind in (Kind.Q, Kind.K))
+        tile = self.tile
+        q_owners, kv_owners = (
+            [self.own_rows(kind, member) for member in members]
+            for kind, members in (
+                (Kind.Q, tile.q_group(tile.row(unit))),
+                (Kind.K, tile.kv_group(tile.column(unit)) if tile.rotation else ()),
+            )
+        )
         for chunk in self.q_chunks:
-            q_rows = stack_rows(own_q, self.tile.a, chunk)
             for kind in self.q_partials if self.q_reduce_by is not ReduceBy.LOCAL else ():
-                if self.q_reduce_by is ReduceBy.EXCHANGE or kind is Kind.LSE:
+                if self.q_reduce_by is not ReduceBy.REDUCE_SCATTER or kind is Kind.LSE:
                     name = f"{kind}.{chunk.index}"
                     name = name if kind is Kind.LSE else self.wire(name)
-                    self._add(made, f"{name}.in", kind, q_rows, chunk)
-        for chunk in self.kv_chunks if self.kv_reduce_by is ReduceBy.EXCHANGE else ():
-            copies = self.kv_reduction(self.fetch_key(unit), chunk.index).num_copies
-            kv_rows = stack_rows(own_kv, copies, chunk)
+                    reduction = self.q_reduction(unit, chunk.index)
+                    for stack, rows in stacks(reduction, name, q_owners, own_q).items():
+                        self._add(made, stack, kind, rows, chunk)
+        summed = self.kv_reduce_by in (ReduceBy.EXCHANGE, ReduceBy.NODES)
+        for chunk in self.kv_chunks if summed else ():
+            reduction = self.kv_reduction(unit, chunk.index)
             for kind in self.kv_partials:
-                self._add(made, f"{self.wire(f'{kind}.{chunk.index}')}.in", kind, kv_rows, chunk)
+                name = self.wire(f"{kind}.{chunk.index}")
+                for stack, rows in stacks(reduction, name, kv_owners, own_kv).items():
+                    self._add(made, stack, kind, rows, chunk)
         return made
 
     def _add_partial(
@@ -308,3 +325,10 @@ class TilePass(ABC):
         if chunk.heads is None:
             return first, last
         return first + chunk.heads[0], first + chunk.heads[1]
+
+
+def _side(by: ReduceBy, size: int, per_node: int) -> ReduceBy:
+    """Of a group: nodes that hold all of it, or one of it each, leave nothing to combine first."""
+    if size == 1:
+        return ReduceBy.LOCAL
+    return ReduceBy.EXCHANGE if by is ReduceBy.NODES and per_node in (1, size) else by

@@ -10,6 +10,7 @@ from mesh_attention.plan.assignment import Tile, patch_devices, tiles_of
 from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
+from mesh_attention.plan.build.rotate import members_per_node
 from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
@@ -75,26 +76,23 @@ def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     return tuple(unit * degree + i for unit in units for i in range(degree))
 
 
-def nodes_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
+def nodes_of(devices: tuple[int, ...], shared: SharedOptions) -> tuple[int, ...]:
     """The node of each unit: that of its first rank; all in one where nodes are not known."""
     p = shared.ranks_per_node
-    check_ranks(tile.num_ranks, p)
-    if p is None:
-        return (0,) * tile.num_ranks
-    devices = devices_of(tile, shared)
-    return tuple(devices[unit * shared.ulysses] // p for unit in range(tile.num_ranks))
+    return tuple(device // p if p else 0 for device in devices[:: shared.ulysses])
 
 
-def reduce_by(shared: SharedOptions, tile: Tile, devices: tuple[int, ...]) -> ReduceBy:
-    """Auto: partials that a reduce-scatter would add inside a node should not each leave it."""
+def reduce_by(
+    problem: Problem, shared: SharedOptions, tile: Tile, nodes: tuple[int, ...]
+) -> ReduceBy:
+    """Auto: partials that could be added inside a node should not each leave it."""
     if shared.combine is not Combine.AUTO:
         return ReduceBy(shared.combine.value)
-    p = shared.ranks_per_node
-    if p is None:
-        return ReduceBy.EXCHANGE
     groups = [tile.q_group(r) for r in range(tile.b)]
-    inside = all(len({devices[g * shared.ulysses] // p for g in group}) == 1 for group in groups)
-    return ReduceBy.EXCHANGE if inside else ReduceBy.REDUCE_SCATTER
+    if all(len({nodes[unit] for unit in group}) == 1 for group in groups):
+        return ReduceBy.EXCHANGE
+    exact = problem.element_bytes == problem.accumulate_bytes
+    return ReduceBy.REDUCE_SCATTER if exact else ReduceBy.NODES
 
 
 def squarest(ranks: int) -> tuple[int, int]:
@@ -133,14 +131,20 @@ class TilePlanner:
     ) -> list[TilePass]:
         """One pass on each head group."""
         shared = self._shared
-        by = reduce_by(shared, tile, self._devices)
+        nodes = nodes_of(self._devices, shared)
+        by = reduce_by(self._problem, shared, tile, nodes)
+        rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
+        per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         groups = [
             HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
             for index in range(shared.ulysses)
         ]
         kind = TileForward if direction is Direction.FORWARD else TileBackward
         out = shared.gather_out
-        return [kind(group, tile, chunks, by, slices, gather_out=out) for group in groups]
+        return [
+            kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
+            for group in groups
+        ]
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(

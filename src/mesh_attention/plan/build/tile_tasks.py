@@ -142,9 +142,9 @@ def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
     if task.kind == GATHER_KV:
         return [mesh.fetch_kv(mesh.fetch_key(unit), i)]
     if task.kind == mesh.q_reduce_kind:
-        return mesh.reduce_q(i, mesh.q_reduction(row, i))
+        return mesh.reduce_q(i, mesh.q_reduction(unit, i))
     assert task.kind == mesh.kv_reduce_kind
-    return mesh.reduce_kv(i, mesh.kv_reduction(mesh.fetch_key(unit), i))
+    return mesh.reduce_kv(i, mesh.kv_reduction(unit, i))
 
 
 def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:

@@ -28,6 +28,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
     check_ranks,
+    devices_of,
     nodes_of,
     plan_by,
     shared_options,
@@ -130,7 +131,7 @@ class KeyRingBuilder(TileBuilder):
             per_node=self._per_node,
         )
         operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
-        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(row, 0))]
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(unit, 0))]
         return Unit(
             operations, {**mesh.row_buffers(row), **mesh.stack_buffers(unit), **keys.buffers}
         )
@@ -201,7 +202,8 @@ def _plan(
     """Tile None: one row, as Ring-Attention has it."""
     units = num_ranks // shared.ulysses
     fits = tile_for(tile or (1, units), units)
-    nodes = nodes_of(fits, shared)
+    check_ranks(num_ranks, shared.ranks_per_node)
+    nodes = nodes_of(devices_of(fits, shared), shared)
     return plan_by(
         problem,
         num_ranks,

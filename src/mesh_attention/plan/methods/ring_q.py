@@ -18,6 +18,8 @@ from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
+    check_ranks,
+    devices_of,
     nodes_of,
     plan_by,
     shared_options,
@@ -90,7 +92,7 @@ class QueryRingBuilder(TileBuilder):
         if mesh.kv_reduce_kind:
             if not queries.has_key_gradients:
                 operations += mesh.empty_kv(0)
-            operations += mesh.reduce_kv(0, mesh.kv_reduction(key, 0))
+            operations += mesh.reduce_kv(0, mesh.kv_reduction(unit, 0))
         return Unit(
             operations,
             {
@@ -124,7 +126,8 @@ def _plan(
     reach: Reach | None = None,
 ) -> Plan:
     tile = tile_for(shape, ranks)
-    nodes = nodes_of(tile, shared)
+    check_ranks(ranks, shared.ranks_per_node)
+    nodes = nodes_of(devices_of(tile, shared), shared)
     return plan_by(
         problem,
         ranks,

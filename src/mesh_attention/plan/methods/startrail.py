@@ -16,15 +16,20 @@ from functools import cache
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.build.chunks import stack_rows
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
-from mesh_attention.plan.build.reduce import Reduction, reduce_sum
+from mesh_attention.plan.build.reduce import Reduction, reduce_sum, stacks
 from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_plan import nodes_of, plan_by, shared_options
+from mesh_attention.plan.build.tile_plan import (
+    check_ranks,
+    devices_of,
+    nodes_of,
+    plan_by,
+    shared_options,
+)
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
@@ -182,8 +187,8 @@ class StarTrailBuilder(TileBuilder):
         mesh, star = self.mesh, self.star
         team = unit // star.size
         made = {**mesh.row_buffers(team), **mesh.stack_buffers(unit), **keys.buffers}
-        chunk = self.head_group.chunks(Kind.K, 1)[0]
-        stack = stack_rows(self.head_group.rows(Kind.K, unit), star.size, chunk)
+        owners = [self.head_group.rows(Kind.K, member) for member in mesh.tile.q_group(team)]
+        own = self.head_group.rows(Kind.K, unit)
         for kind, grad in _SIDES:
             heads = self.head_group.heads(kind)
             near, first = self._block(team), self._block(star.first_team(unit))
@@ -192,7 +197,12 @@ class StarTrailBuilder(TileBuilder):
                 (f"{kind}.first", first, kind),
                 (f"{grad}.block", first, grad),
                 (f"{grad}.team", near, grad),
-                (f"{grad}.team.in", stack, grad),
+                *(
+                    (name, rows, grad)
+                    for name, rows in stacks(
+                        self._reduction(unit), f"{grad}.team", owners, own
+                    ).items()
+                ),
             ):
                 made[name] = Buffer(name, held, rows, heads)
         return made
@@ -205,7 +215,7 @@ class StarTrailBuilder(TileBuilder):
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(team, 0))]
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(unit, 0))]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
@@ -229,18 +239,22 @@ class StarTrailBuilder(TileBuilder):
             return SendRecv(Task("PB", (0,)), group, giver, first, taker, near)
         return SendRecv(Task("P", (0,)), group, taker, near, giver, first)
 
+    def _reduction(self, unit: int) -> Reduction:
+        """Of dK and dV in a team."""
+        size, chunk = self.star.size, self.head_group.chunks(Kind.K, 1)[0]
+        by, group = self.mesh.q_reduce_by, f"Q{unit // size}"
+        reduction = Reduction(by, group, size, chunk, num_owners=size)
+        return reduction.of_member(unit % size, self.mesh.q_per_node)
+
     def _reduce_gradients(self, unit: int) -> list[Operation]:
         """The placement backwards, then the sum over the team's members at each owner."""
-        star = self.star
         operations: list[Operation] = []
         if self._places(unit):
             near, first = (
                 self._pieces([f"{grad}.{end}" for _, grad in _SIDES]) for end in ("team", "block")
             )
             operations.append(self._place(unit, near, first, back=True))
-        chunk = self.head_group.chunks(Kind.K, 1)[0]
-        group = f"Q{unit // star.size}"
-        reduction = Reduction(self.mesh.q_reduce_by, group, star.size, chunk, num_owners=star.size)
+        reduction = self._reduction(unit)
         tensors = tuple(
             (f"{grad}.team", f"{grad}.team", self.head_group.local(grad)) for _, grad in _SIDES
         )
@@ -261,7 +275,8 @@ def plan_startrail(
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
     star, tile = _Star(team, width, shift), Tile(team, num_ranks // team)
     shared = shared_options("startrail", setting)
-    nodes = nodes_of(tile, shared)
+    check_ranks(num_ranks, shared.ranks_per_node)
+    nodes = nodes_of(devices_of(tile, shared), shared)
     return plan_by(
         problem,
         num_ranks,
