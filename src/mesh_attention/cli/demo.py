@@ -6,19 +6,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.simulate import simulate
+from mesh_attention.demo import CASES, NUM_RANKS, Outcome, run_cases
+from mesh_attention.files import replacing
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plots import pyplot
 
-if TYPE_CHECKING:  # it needs torch
-    from mesh_attention.demo.show import Row
+CLUSTER = "hgx-h100"
 
 
 def run(args: argparse.Namespace) -> int:
-    from mesh_attention.demo.ranks import CASES, NUM_RANKS
-    from mesh_attention.demo.show import run_demo
-
+    pictures = _draw(args.output)
     total = NUM_RANKS * (2 + len(CASES)) + len(CASES)  # messages that the ranks will send
     done = 0
     with progress(f"{NUM_RANKS} ranks at work") as tell:
@@ -31,27 +37,55 @@ def run(args: argparse.Namespace) -> int:
             elif stage == "checked":  # nobody watches a bar: a line for each case in its place
                 print(f"checked: {CASES[case].title}", file=sys.stderr, flush=True)
 
-        rows, pictures = run_demo(args.output, report)
-    ok = all(row.ok for row in rows)
-    files = [str(path) for path in pictures]
+        found = run_cases(report)
+    ok = all(one.ok for one in found)
     show(
         args,
-        lambda: {"ok": ok, "cases": [row.to_json() for row in rows], "pictures": files},
-        lambda: _for_people(NUM_RANKS, rows, files),
+        lambda: {"ok": ok, "cases": [one.to_json() for one in found], "pictures": pictures},
+        lambda: _for_people(found, pictures),
     )
     return 0 if ok else 1
 
 
-def _for_people(num_ranks: int, rows: Sequence[Row], pictures: Sequence[str]) -> str:
+def _draw(folder: Path) -> list[str]:
+    """Who computes what in each case, and the schedule of the last one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    assignments, schedule = folder / "assignment.png", folder / "schedule.png"
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(CASES), figsize=(4.4 * len(CASES), 4.8))
+    for axis, case in zip(axes, CASES, strict=True):
+        matrix = Tile(*case.tile, case.rotation).assignment()
+        axis.imshow(matrix, cmap="tab10", interpolation="nearest")
+        for i in range(NUM_RANKS):
+            for j in range(NUM_RANKS):
+                axis.text(j, i, str(matrix[i, j]), ha="center", va="center", color="white")
+        axis.set_title(case.title, fontsize=11)
+        axis.set_xlabel("KV partition")
+        axis.set_ylabel("Q partition")
+        axis.set_xticks(range(NUM_RANKS))
+        axis.set_yticks(range(NUM_RANKS))
+    figure.suptitle("The rank that computes each cell")
+    figure.tight_layout()
+    with replacing(assignments) as part:
+        figure.savefig(part, dpi=140)
+    plt.close(figure)
+    # As GPUs would run it: at the demonstration's size computing takes no time at all.
+    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
+    options: dict[str, Any] = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
+    plan = plan_on(CLUSTER, problem, NUM_RANKS, directions=(Direction.FORWARD,), **options)
+    draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
+    return [str(assignments), str(schedule)]
+
+
+def _for_people(found: Sequence[Outcome], pictures: Sequence[str]) -> str:
     lines = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
-    for row in rows:
-        o = row.outcome
-        errors = (f"{o.output_error:.1e}", f"{o.gradient_error:.1e}")
-        units = (f"{o.counted_units:g} units", f"{row.case.paper_units} units")
-        lines.append((row.case.title, *units, *errors, "ok" if row.ok else "WRONG"))
+    for one in found:
+        errors = (f"{one.output_error:.1e}", f"{one.gradient_error:.1e}")
+        units = (f"{one.counted_units:g} units", f"{one.case.paper_units} units")
+        lines.append((one.case.title, *units, *errors, "ok" if one.ok else "WRONG"))
     return "\n".join(
         [
-            f"\n{num_ranks} gloo ranks, forward and backward, checked against float64 attention\n",
+            f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
             table(lines),
             "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
             *(f"picture: {path}" for path in pictures),

@@ -1,8 +1,8 @@
 """Operations and programs: the language that methods write and every reader reads (design.md).
 
 Operations of one rank, on named buffers. Dependencies follow from the buffers: an operation waits
-for the last writer of what it reads. Communication runs in program order on one lane, computation
-in program order on another.
+for the last writer of what it reads. Communication runs in program order on one stream,
+computation in program order on another.
 
 All members of a group hold an operation of the same name, kind and group. Members are numbered by
 their place in the group, so the members of many groups can share one operation object: a plan for

@@ -51,10 +51,9 @@ class ReduceBy(StrEnum):
 class Reduction:
     """How partials of one chunk travel in one group.
 
-    `members` are the group's owners in the order of the whole. When the owners are not the whole
-    group (`owner_slots`, `user_slots`), an exchange names the group members that own a part of the
-    whole, and those that hold partials of this rank's chunk. By nodes: `per_node` members follow
-    each other in a node, and `member` is this one.
+    Where the owners are not the whole group, `owner_slots` are the group members that own a part of
+    the whole, and `user_slots` those that hold partials of this rank's chunk. By nodes:
+    `per_node` members follow each other in a node, and `member` is this one.
     """
 
     by: ReduceBy

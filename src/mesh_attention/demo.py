@@ -10,7 +10,7 @@ import multiprocessing as mp
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from mesh_attention.errors import MeshAttentionError
 
 NUM_RANKS = 9
+TOLERANCE = 1e-10
 _TIMEOUT_SECONDS = 100
 _BATCH, _TOKENS, _HEADS, _HEAD_DIM = 1, 1152, 4, 32
 
@@ -42,10 +43,20 @@ CASES = (
 class Outcome:
     """Of one case: units counted at the transport, and the largest error against float64."""
 
+    case: Case
     counted_units: float
     planned_units: float
     output_error: float
     gradient_error: float
+
+    @property
+    def ok(self) -> bool:
+        exact = max(self.output_error, self.gradient_error) <= TOLERANCE
+        return exact and self.counted_units == self.planned_units == self.case.paper_units
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = asdict(self) | {"case": self.case.title}
+        return {"paper_units": self.case.paper_units, "ok": self.ok} | numbers
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -99,7 +110,7 @@ def _collect(queue: Any, ranks: list[Any], report: Callable[[str, int], None]) -
             errors[case] = content
         elif kind == "finished":
             finished += 1
-    return [Outcome(counted[i], *errors[i]) for i in range(len(CASES))]
+    return [Outcome(case, counted[i], *errors[i]) for i, case in enumerate(CASES)]
 
 
 def _next_message(queue: Any, ranks: list[Any]) -> tuple[str, int, Any]:

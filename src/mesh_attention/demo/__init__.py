@@ -1,1 +1,0 @@
-"""The demonstration: nine real ranks on one computer, three assignments, checked and counted."""
