@@ -40,9 +40,9 @@ def test_a_ring_bound_by_communication_takes_its_hops_and_the_last_computation(r
     assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + 1.0)
     idle = 4.0 * (ranks - 1) + 1.0 - ranks
     assert timeline.exposed_communication_seconds == pytest.approx(idle)
-    for streams in timeline.streams:
-        assert streams[Stream.COMPUTE].busy_seconds == pytest.approx(ranks)
-        assert streams[Stream.COMMUNICATION].busy_seconds == pytest.approx(4.0 * (ranks - 1))
+    for busy in timeline.busy_seconds:
+        assert busy[Stream.COMPUTE] == pytest.approx(ranks)
+        assert busy[Stream.COMMUNICATION] == pytest.approx(4.0 * (ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -50,14 +50,6 @@ class Event:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTimes:
-    """Of one stream of one rank: at work, and idle or waiting for other ranks until the end."""
-
-    busy_seconds: float
-    waiting_seconds: float
-
-
 def some_timelines(value: Any) -> Sequence[Timeline]:
     """What was given where pictures and traces want timelines: at least one, in a list."""
     if (
@@ -101,23 +93,26 @@ class Timeline:
             )
 
     @cached_property
-    def streams(self) -> tuple[dict[Stream, StreamTimes], ...]:
-        """By rank."""
+    def busy_seconds(self) -> tuple[dict[Stream, float], ...]:
+        """Of each rank's streams, at work."""
         result = []
         for rank in range(len(self.ranks)):
             busy = dict.fromkeys(Stream, 0.0)
             for event in self.events(rank):
                 busy[event.stream] += event.end - event.start
-            total = self.runtime_seconds
-            result.append({stream: StreamTimes(b, total - b) for stream, b in busy.items()})
+            result.append(busy)
         return tuple(result)
 
     @property
+    def idle_seconds(self) -> list[float]:
+        """Of each rank, in which it computes nothing: waiting for data, for other ranks, and at the
+        end for the slowest one."""
+        return [self.runtime_seconds - busy[Stream.COMPUTE] for busy in self.busy_seconds]
+
+    @property
     def exposed_communication_seconds(self) -> float:
-        """Time in which a rank computes nothing, as a mean over ranks: waiting for data, for other
-        ranks, and at the end for the slowest one."""
-        idle = [streams[Stream.COMPUTE].waiting_seconds for streams in self.streams]
-        return sum(idle) / len(idle)
+        """Idle time, as a mean over ranks."""
+        return sum(self.idle_seconds) / len(self.ranks)
 
     @cached_property
     def flops(self) -> float:
@@ -143,8 +138,7 @@ class Timeline:
         return self.workspace_bytes + kept
 
     def to_json(self) -> dict[str, Any]:
-        idle = [streams[Stream.COMPUTE].waiting_seconds for streams in self.streams]
-        busy = [streams[Stream.COMMUNICATION].busy_seconds for streams in self.streams]
+        busy = [busy[Stream.COMMUNICATION] for busy in self.busy_seconds]
         received = self.received_bytes
         return {
             "method": self.plan.method,
@@ -156,7 +150,7 @@ class Timeline:
             "runtime_seconds": self.runtime_seconds,
             "mfu_percent": self.mfu_percent,
             "exposed_communication_seconds": self.exposed_communication_seconds,
-            "longest_idle_seconds": max(idle),
+            "longest_idle_seconds": max(self.idle_seconds),
             "communication_busy_seconds": {"mean": sum(busy) / len(busy), "max": max(busy)},
             "peak_bytes": self.peak_bytes,
             "workspace_bytes": self.workspace_bytes,
