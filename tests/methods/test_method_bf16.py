@@ -24,7 +24,6 @@ from support.reference import Attention, attention
 
 MASKS = {"causal": Mask(causal=True), "full": Mask()}
 KERNEL = "blockwise"  # products of bfloat16 matrices take long where no hardware does them
-RANKS_PER_NODE = 8
 
 
 def case(mask: str) -> Case:
@@ -73,18 +72,21 @@ def test_the_worst_of_16_ranks_have_at_most_twice_the_error_of_one_device(which:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("ranks", [2, 8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("ranks", "mask", "ranks_per_node"),
+    [(2, "full", None), (8, "causal", 2), (16, "full", 4), (32, "full", None), (64, "causal", 8)],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_and_tile_on_up_to_64_ranks_has_at_most_twice_the_error_of_one_device(
-    method: str, ranks: int, mask: str
+    method: str, ranks: int, mask: str, ranks_per_node: int | None
 ) -> None:
-    for setting in shapes(METHODS[method], case(mask).problem, ranks):
-        for nodes in [None] if ranks <= RANKS_PER_NODE else [None, RANKS_PER_NODE]:
-            options = setting | {"method": method, "ranks_per_node": nodes}
-            found = over_one_device(mask, ranks, **options)
-            print(ranks, options, found)
-            assert max(found.values()) <= 2.0, (options, found)
+    settings = shapes(METHODS[method], case(mask).problem, ranks)
+    # All tiles; of Ulysses degrees with something inside them only some: each takes half a minute.
+    for setting in settings[:: 1 + len(settings) // 9]:
+        options = setting | {"method": method, "ranks_per_node": ranks_per_node}
+        found = over_one_device(mask, ranks, **options)
+        print(ranks, options, found)
+        assert max(found.values()) <= 2.0, (options, found)
 
 
 @pytest.mark.slow
