@@ -250,6 +250,24 @@ def test_a_chart_that_is_not_written_to_its_end_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_pictures_of_the_demonstration_are_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def half(self: object, path: Path, **_: object) -> None:
+        path.write_text("half a picture")
+        raise OSError(28, "No space left on device", str(path))
+
+    path = tmp_path / "assignment.png"
+    path.write_text("the old one")
+    monkeypatch.setattr(figure, "savefig", half)
+    assert main(["demo", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"mesh-attention demo: {path}: No space left on device\n"
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_new_file_has_the_usual_rights_and_a_link_stays_one(tmp_path: Path) -> None:
     usual, link, new = tmp_path / "usual", tmp_path / "link", tmp_path / "new"
     usual.write_text("old")
