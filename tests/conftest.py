@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,13 +44,20 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(autouse=True)
-def _needs_a_gpu(request: pytest.FixtureRequest) -> None:
-    """Nothing skips in silence: without a CUDA device tests marked gpu fail."""
-    if request.node.get_closest_marker("gpu") is not None:
-        import torch
+def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing skips in silence: without a CUDA device tests marked gpu fail. Those marked alone
+    measure times, so while one of them runs no other test, of whatever process, has the GPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
 
-        if not torch.cuda.is_available():
-            pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
+    if not torch.cuda.is_available():
+        pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
+    alone = request.node.get_closest_marker("alone") is not None
+    with open(Path(tempfile.gettempdir(), "mesh_attention-gpu-tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication, writes
 from mesh_attention.runtime.transport.interface import Start
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 DEVICE = torch.device("cuda", 0)
 

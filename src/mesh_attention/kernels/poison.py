@@ -1,53 +1,41 @@
 """NaN in place of results that were made from another call's data, decided on the device.
 
-`status` is host memory that the device reads and writes: [the first call that is wrong, the last
-one compared, the last one finished], by their places, which begin at 1.
-Without Triton the same is done by PyTorch, with a pass over the results.
+`pair` adds up to zero if all ranks were at the same call. `status` is host memory that the device
+reads and writes: the first call that was wrong, and the last one that is over, by their places,
+which begin at 1. Once a call was wrong all later ones are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class PoisonKernels(Protocol):
-    def compare(self, pair: Tensor, status: Tensor, place: int) -> None:
-        """Wrong for good if the two do not add up to zero."""
-        ...
-
-    def poison(self, status: Tensor, place: int, results: tuple[Tensor, ...]) -> None:
-        """Fill contiguous results with NaN if anything is wrong."""
-        ...
+Poison = Callable[[Tensor, Tensor, int, tuple[Tensor, ...]], None]  # pair, status, place, results
 
 
 @cache
-def poison_kernels() -> PoisonKernels:
+def poison_kernel() -> Poison:
     try:
-        from mesh_attention.kernels.fused.poison import FusedPoison
+        from mesh_attention.kernels.fused.poison import poison_by_one_kernel
     except ImportError:
-        return TorchPoison()
-    return FusedPoison()
+        return poison_by_torch
+    return poison_by_one_kernel
 
 
-class TorchPoison:
-    def compare(self, pair: Tensor, status: Tensor, place: int) -> None:
-        known = status[:1].to(pair.device, non_blocking=True)
-        wrong = pair.sum(0, keepdim=True).ne(0) & (known == 0)
-        status[:1].copy_(torch.where(wrong, place, known), non_blocking=True)
-        status[1:2].copy_(torch.full_like(known, place), non_blocking=True)
-
-    def poison(self, status: Tensor, place: int, results: tuple[Tensor, ...]) -> None:
-        wrong = status[:1].to(results[0].device, non_blocking=True).ne(0)
-        for result in results:
-            result.masked_fill_(wrong, worst_value(result.dtype))
-        status[2:].copy_(torch.full_like(wrong, place, dtype=torch.int64), non_blocking=True)
+def poison_by_torch(pair: Tensor, status: Tensor, place: int, results: tuple[Tensor, ...]) -> None:
+    """With a pass over the results."""
+    first = status[:1].to(pair.device, non_blocking=True)
+    first = torch.where(pair.sum(0, keepdim=True).ne(0) & (first == 0), place, first)
+    for result in results:
+        result.masked_fill_(first.ne(0), _worst_value(result.dtype))
+    status[:1].copy_(first, non_blocking=True)
+    status[1:].copy_(torch.full_like(first, place), non_blocking=True)
 
 
-def worst_value(dtype: torch.dtype) -> float | int | bool:
+def _worst_value(dtype: torch.dtype) -> float | int | bool:
     """What cannot be taken for a result, as far as a type has such a value."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

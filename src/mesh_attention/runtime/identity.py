@@ -27,6 +27,7 @@ from torch import Tensor
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
 _SPOILT = -1  # in place of the first call that differs
+_SLOTS = 1024  # more calls than a host can be ahead of its device
 _TURN = timedelta(seconds=1)  # then whoever waits looks what became of the others
 
 
@@ -38,7 +39,8 @@ class AgreedKind:
 
     @cached_property
     def digest(self) -> str:
-        return json.dumps(self.statement, sort_keys=True)
+        text = json.dumps(self.statement, sort_keys=True)
+        return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,39 +97,62 @@ class HostComparison:
 
 
 class DeviceComparison:
-    """Nothing waits. `status` is read by the host at any time: is a call wrong, which call was
-    compared last, and which one is over."""
+    """Nothing waits. The host can read at any time what was compared, and `status`: the first call
+    that was wrong, and the last one that is over, by their places."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, stream: torch.cuda.Stream
     ) -> None:
-        from mesh_attention.kernels.poison import poison_kernels
+        from mesh_attention.kernels.poison import poison_kernel
 
         self._group = group
         self._device = device
         self._stream = stream
-        self._kernels = poison_kernels()
-        with torch.cuda.stream(stream):  # the only one that uses them
+        self._poison = poison_kernel()
+        with torch.cuda.stream(stream):  # the only one that writes them
             self._signs = torch.tensor([1, -1], device=device)
-            self._pair = torch.zeros_like(self._signs)
-        self._status = torch.zeros(3, dtype=torch.int64).pin_memory()
+            self._pairs = [*torch.zeros(_SLOTS, 2, dtype=torch.int64, device=device)]
+        self._seen = [*torch.zeros(_SLOTS, 2, dtype=torch.int64).pin_memory()]
+        self._status = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._numbers = [pair.numpy() for pair in self._seen]
         self.status = self._status.numpy()
         self._compared = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._options.asyncOp = False  # on the current stream
 
     def begin(self, number: int, place: int) -> None:
         """On the stream of communications, which need not wait for computation to get here."""
+        slot = place % _SLOTS
+        pair, stream = self._pairs[slot], self._stream
+        before = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            torch.mul(self._signs, number, out=self._pair)
-            dist.all_reduce(self._pair, dist.ReduceOp.MAX, self._group)
-            self._kernels.compare(self._pair, self._status, place)
-            self._compared.record(self._stream)
+            stream.wait_stream(before)
+        torch.cuda.set_stream(stream)
+        try:
+            torch.mul(self._signs, number, out=pair)
+            work = self._group.allreduce([pair], self._options)
+            if work is not None:
+                work.wait()
+            self._seen[slot].copy_(pair, non_blocking=True)
+            self._compared.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def forget(self, place: int) -> None:
+        """What was seen of the call that had this slot before."""
+        self._numbers[place % _SLOTS][:] = 0
+
+    def differs(self, place: int) -> bool:
+        """Whether a call was compared, and ranks were at different ones."""
+        highest, negative_of_lowest = self._numbers[place % _SLOTS]
+        # One that is still 0 has not been written yet.
+        return bool(highest and negative_of_lowest and highest + negative_of_lowest)
 
     def settle(self, results: Iterable[Tensor], place: int) -> None:
         """What a wrong call has made, and everything after it, is NaN."""
         torch.cuda.current_stream(self._device).wait_event(self._compared)
-        self._kernels.poison(self._status, place, tuple(results))
+        self._poison(self._pairs[place % _SLOTS], self._status, place, tuple(results))
 
     def spoil(self) -> None:
         """The host knows that calls are wrong."""

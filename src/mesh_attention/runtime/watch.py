@@ -46,14 +46,17 @@ class Watch:
         self._comparison = comparison
         self._find_difference = WeakMethod(find_difference)
         self._find_fault = WeakMethod(find_fault)
-        self._launched: deque[_Launched] = deque(maxlen=4096)
+        self._launched: deque[_Launched] = deque()
+        self._last: _Launched | None = None
         self._awake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="mesh_attention", daemon=True)
         self._thread.start()
 
     def begin(self, identity: Identity, place: int, timeout: timedelta) -> None:
         if not torch.cuda.is_current_stream_capturing():  # else it is not launched now
-            self._launched.append(_Launched(place, identity, timeout, monotonic()))
+            self._comparison.forget(place)
+            self._last = _Launched(place, identity, timeout, monotonic())
+            self._launched.append(self._last)
             self._awake.set()
         self._comparison.begin(identity.number, place)
 
@@ -75,20 +78,12 @@ class Watch:
     def _run(self) -> None:
         looked = progressed = 0.0
         while True:
-            called = self._awake.wait(_LOOK_AROUND_SECONDS)
-            if self._stopped.is_set() or self._find_fault() is None:
+            self._awake.wait(_LOOK_AROUND_SECONDS)
+            if self._stopped.wait(_TURN_SECONDS) or self._find_fault() is None:
                 return
-            if not called:
-                continue
-            self._stopped.wait(_TURN_SECONDS)
-            wrong, _, finished = (int(x) for x in self._comparison.status)
             now = monotonic()
-            known = list(self._launched)
-            if wrong:
-                find = self._find_difference()
-                if wrong > 0 and find is not None:
-                    at = [one for one in known if one.place == wrong] or known[-1:]
-                    find(wrong, at[0].identity)
+            wrong, finished = (int(x) for x in self._comparison.status)
+            if wrong < 0 or self._is_wrong(wrong):
                 return
             while self._launched and self._launched[0].place <= finished:
                 self._launched.popleft()
@@ -105,3 +100,18 @@ class Watch:
                 fault = self._find_fault()
                 if fault is None or fault(first.identity, first.timeout, waited):
                     return
+
+    def _is_wrong(self, wrong: int) -> bool:
+        """Whether a call was found to be wrong, at its end or, where it never ends, before."""
+        known = list(self._launched)
+        at = [
+            one
+            for one in known
+            if (one.place == wrong if wrong else self._comparison.differs(one.place))
+        ]
+        if not (wrong or at):
+            return False
+        find, one = self._find_difference(), at[0] if at else self._last
+        if find is not None and one is not None:
+            find(wrong or one.place, one.identity)
+        return True

@@ -16,9 +16,11 @@ user, and says what it found if it has changed.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
 
 _AFTER_OURS = timedelta(seconds=60)
+_ABORT_SECONDS = 2.0
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
@@ -115,13 +118,30 @@ class Groups:
     def close(self, *, abort: bool = False) -> None:
         """`abort`: break off what is in flight; otherwise the last transfers would be waited for,
         and with them ranks that never come."""
-        for group in self._made.values():
-            if is_registered(group):  # not if the caller has destroyed all groups already
-                if abort and hasattr(group, "abort"):
-                    group.abort()
-                dist.destroy_process_group(group)
+        # Not those that the caller has destroyed already, with all groups.
+        groups = [group for group in self._made.values() if is_registered(group)]
+        if abort:
+            groups = _abort(groups)
+        for group in groups:
+            dist.destroy_process_group(group)
         self._made.clear()
         self.releases += 1
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """All at once: what one has on a stream may wait for what another has there. Those that do not
+    end are left to the end of the process; the others are returned."""
+    threads = {
+        group: threading.Thread(target=group.abort, name="mesh_attention abort", daemon=True)
+        for group in groups
+        if hasattr(group, "abort")
+    }
+    for thread in threads.values():
+        thread.start()
+    limit = monotonic() + _ABORT_SECONDS
+    for thread in threads.values():
+        thread.join(max(0.0, limit - monotonic()))
+    return [group for group in groups if group not in threads or not threads[group].is_alive()]
 
 
 def default_store() -> Store:
