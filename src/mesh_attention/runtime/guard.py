@@ -62,16 +62,16 @@ class Guard:
         self.place += 1
         self._current, self._timeout = identity, timeout
         with self.whole_or_broken():
-            if self._nccl and stream is not None:
-                self._watched(stream).begin(identity, self.place, timeout)
-                return
-            agreed = self._compare(identity)
+            agreed = self._compare(identity, stream)
         if not agreed:  # nothing has moved, and all ranks know it
             raise DisagreementError(self._difference(self.place, identity))
 
-    def _compare(self, identity: Identity) -> bool:
-        group = self._groups.everybody(None)
+    def _compare(self, identity: Identity, stream: torch.cuda.Stream | None) -> bool:
         try:
+            if self._nccl and stream is not None:
+                self._watched(stream).begin(identity, self.place, self._timeout)
+                return True  # for now
+            group = self._groups.everybody(None)
             return HostComparison(group, self._look_around).agrees(identity.number)
         except (RuntimeError, dist.DistBackendError) as error:
             told = str(error).splitlines()[0]

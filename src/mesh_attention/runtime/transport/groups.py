@@ -16,9 +16,10 @@ user, and says what it found if it has changed.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
 
@@ -31,7 +32,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
 
-_AFTER_OURS = timedelta(seconds=60)
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
@@ -102,10 +103,8 @@ class Groups:
             if timeout is not None:
                 name += f"/{timeout.total_seconds()}s"
             backend = dist.get_backend(self.parent)
-            limit = self.timeout(timeout)
-            if backend == dist.Backend.NCCL:  # its own end of waiting ends the process
-                limit += _AFTER_OURS
-            self._made[key] = _make_group(ranks, name, backend, limit)
+            with _without_watchdog():
+                self._made[key] = _make_group(ranks, name, backend, self.timeout(timeout))
         return self._made[key]
 
     def everybody(self, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -171,6 +170,21 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def is_registered(group: dist.ProcessGroup) -> bool:
     """False once the group has been destroyed."""
     return group in c10d._world.pg_map
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """PyTorch ends the process when it finds an error of NCCL, or a timeout. Groups that are made
+    meanwhile leave that to us, who tell the cause and leave the process alone."""
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WATCHDOG]
+        else:
+            os.environ[_WATCHDOG] = before
 
 
 def _make_group(
