@@ -81,6 +81,7 @@ def random_plan(rng: Random) -> Plan:
             "layout": rng.choice((None, "contiguous", "zigzag", "striped")),
             "ulysses": rng.choice((1, 2)),
             "rotation": rng.random() < 0.7,
+            "ranks_per_node": rng.choice((None, None, 2, 3)),
             "tile": rng.choice(((1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (3, 1), (1, 3), (2, 1))),
         }
         known = METHODS[method].options()
