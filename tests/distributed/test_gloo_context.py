@@ -70,13 +70,13 @@ def by_object(number: int, world_size: int) -> None:
         out.sum().backward()  # type: ignore[union-attr]
 
 
-def many_kinds(rank: int, world_size: int, way: str) -> tuple[Any, ...]:
+def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, ...]:
     use = by_function if way == "function" else by_object
     for number in range(8):
         use(number, world_size)
     begin = resources()
-    for number in range(8, TIMES):
-        use(number, world_size)
+    for number in range(8, times):
+        use(number % 1000, world_size)
     end = resources()
     assert dist.group.WORLD is not None
     shared = contexts.context_of(dist.group.WORLD)
@@ -89,7 +89,19 @@ def many_kinds(rank: int, world_size: int, way: str) -> tuple[Any, ...]:
 def test_120_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
     pool: WorkerPool, way: str
 ) -> None:
-    for begin, end, kept, living in pool.run(many_kinds, 2, way):
+    check_many(pool, way, TIMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["function", "objects"])
+def test_10_000_calls_with_1_000_lengths_and_masks_leave_nothing_behind(
+    pool: WorkerPool, way: str
+) -> None:
+    check_many(pool, way, 10_000, seconds=1800)
+
+
+def check_many(pool: WorkerPool, way: str, times: int, *, seconds: float = 60) -> None:
+    for begin, end, kept, living in pool.run(many_kinds, 2, way, times, seconds=seconds):
         assert end == begin
         assert kept == (64, 64, 64 if way == "function" else 0)
         assert living == 64

@@ -141,9 +141,7 @@ def test_every_rank_ends_with_an_error_that_names_the_odd_one(
 ) -> None:
     """After a fault a new process group serves the next one."""
     everyone = tuple(range(RANKS))
-    gpu_pool.run(
-        *(suffer_all, RANKS, faults, options, str(tmp_path)), seconds=75, may_end=everyone
-    )
+    gpu_pool.run(*(suffer_all, RANKS, faults, options, str(tmp_path)), seconds=75, may_end=everyone)
     for fault in faults:
         for rank in everyone:
             if rank == ODD and fault not in WORDS:
