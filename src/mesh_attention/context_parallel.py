@@ -218,6 +218,7 @@ class ContextParallel:
                 raise MeshAttentionError(
                     f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
                 )
+            self._share.context.groups.check_device(x.device)
         except MeshAttentionError as error:  # the others must not wait for us
             self._share.context.agree_on({}, self._options, error)
             raise

@@ -128,6 +128,7 @@ class CallTransport:
     def check(self) -> None:
         """Raises what this rank knows by itself against such calls."""
         device = self._call_shape.device
+        self._groups.check_device(device)
         if self._memory is not None and self._memory.device not in (None, device):
             raise MeshAttentionError(
                 f"the tensors are on {device}, but calls on this process group share memory of "

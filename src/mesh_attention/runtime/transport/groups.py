@@ -107,6 +107,15 @@ class Groups:
                 self._made[key] = _make_group(ranks, name, backend, self.timeout(timeout))
         return self._made[key]
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises if tensors there cannot travel on groups like the caller's."""
+        over_nccl = dist.get_backend(self.parent) == dist.Backend.NCCL
+        if over_nccl and device.type != "cuda" and len(self.ranks) > 1:
+            raise MeshAttentionError(
+                f"the tensors are on the {device.type}, and the process group is over nccl: move "
+                "them to a CUDA device, or pass a group over gloo"
+            )
+
     def everybody(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks, timeout)
