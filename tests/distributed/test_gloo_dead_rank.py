@@ -100,7 +100,8 @@ def test_a_rank_that_stops_ends_the_others_with_an_error(
             continue
         kind, words, seconds = result
         assert seconds < LIMIT_SECONDS
-        assert kind == ("DisagreementError" if when == "before the call" else "CommunicationError")
+        expected = "DisagreementError" if when == "before the call" else "CommunicationError"
+        assert kind == expected, words
         # The first error of every rank names the one that is gone, not a live pair.
         if how == "ends":
             assert words.startswith(f"rank {VICTIM} has ended")

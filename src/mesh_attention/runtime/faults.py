@@ -65,18 +65,25 @@ class Faults:
         with asking_the_store():
             return self._store.get(_CAUSE).decode() if self._store.check([_CAUSE]) else None
 
-    def find_cause(self, times: int) -> str | None:
-        """What was told, or what can be seen from here. `times`: see `leave`."""
-        told = self.told()
-        if told is not None:
-            return told
-        ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
-        if ended:
-            return self.tell(f"{_named(ended)} has ended")
-        left = self._left(times)
-        if left:
-            return self.tell(f"{_named(left)} closed the last user of this process group")
+    def find_ended(self) -> str | None:
+        """What was told, or that a rank of this host has ended."""
+        with suppress(LostStoreError):
+            told = self.told()
+            if told is not None:
+                return told
+            ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
+            return self.tell(f"{_named(ended)} has ended") if ended else None
         return None
+
+    def find_cause(self, times: int) -> str | None:
+        """The same, or that a rank has left. `times`: see `leave`."""
+        ended = self.find_ended()
+        if ended is not None:
+            return ended
+        left = self._left(times)
+        if not left:
+            return None
+        return self.tell(f"{_named(left)} closed the last user of this process group")
 
     def leave(self, times: int) -> None:
         """This rank has given up all it had on the process group, for the n-th time."""

@@ -64,7 +64,12 @@ class Guard:
         with self.whole_or_broken():
             agreed = self._compare(identity, stream)
         if not agreed:  # nothing has moved, and all ranks know it
-            raise DisagreementError(self._difference(self.place, identity))
+            told = self._difference(self.place, identity)
+            ended = self._faults.find_ended()
+            if ended is not None:
+                with self.whole_or_broken():
+                    raise CommunicationError(ended)
+            raise DisagreementError(told)
 
     def _compare(self, identity: Identity, stream: torch.cuda.Stream | None) -> bool:
         try:
