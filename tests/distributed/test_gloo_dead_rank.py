@@ -105,6 +105,5 @@ def test_a_rank_that_stops_ends_the_others_with_an_error(
         # The first error of every rank names the one that is gone, not a live pair.
         if how == "ends":
             assert words.startswith(f"rank {VICTIM} has ended")
-            assert seconds < TIMEOUT_SECONDS
         else:
             assert words.startswith(f"rank {VICTIM} has ended, or does not answer")

@@ -63,12 +63,16 @@ def test_a_call_holds_no_more_than_it_says_and_not_much_less(
     shape = Shape(S=300, T=400, H=4, G=2, D=32, E=32, B=1)
     block = make_block(shape, dtype, full)
     size = BlockSize(300, 400, 4, 2, 32, 32, dtype.itemsize, 4)
-    with LiveBytes() as forward:
-        result: Any = kernel.forward(block.of_kernel())
+    # Twice: while lines are counted for coverage the first call of a function holds more.
+    for _ in range(2):
+        with LiveBytes() as forward:
+            result: Any = kernel.forward(block.of_kernel())
     out, lse = result[0].to(dtype).contiguous(), result[1].contiguous()
     given = BackwardInputs(block.grad_out, out, lse, delta(out, block.grad_out))
-    with LiveBytes() as backward:
-        result = kernel.backward(block.of_kernel(), given)
+    for _ in range(2):
+        result = None
+        with LiveBytes() as backward:
+            result = kernel.backward(block.of_kernel(), given)
     for direction, live in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         said = kernel.scratch_bytes(direction, size)
         assert live.most <= said, direction
