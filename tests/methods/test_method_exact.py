@@ -26,7 +26,7 @@ FEW = 9  # from so many ranks on, a part of the shapes
 
 def drawn(name: str, ranks: int) -> list[Case]:
     if ranks < FEW:
-        return list(cases(name, ranks, at_least=4, at_most=5))
+        return list(cases(name, ranks, at_least=4, at_most=4))
     return list(cases(name, ranks, at_least=2, at_most=2))
 
 

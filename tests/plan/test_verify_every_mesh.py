@@ -16,8 +16,8 @@ from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
 
-ALL_MANNERS = 12  # up to so many ranks every layout and mask is proven for every tile
-TWO_MANNERS = 24
+ALL_MANNERS = 10  # up to so many ranks every layout and mask is proven for every tile
+TWO_MANNERS = 16
 MOST = 64
 MANNERS = tuple(product(LayoutKind, (False, True)))
 
