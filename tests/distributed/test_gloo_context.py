@@ -18,7 +18,7 @@ from mesh_attention import ContextParallel, Mask, mesh_attention, register_kerne
 from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime import context as contexts
-from mesh_attention.runtime.context import Latest
+from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.transport.groups import default_store
 from support.cases import Case
 from support.gloo_case import attend, context, whole

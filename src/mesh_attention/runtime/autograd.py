@@ -35,7 +35,7 @@ class _Attention(torch.autograd.Function):
         guard = share.context.guard
         with guard.whole_or_broken():
             inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        share.begin(call, needs_grad, Direction.FORWARD, label)
+        share.begin(call.kinds[needs_grad], Direction.FORWARD, call.options, q.device, label)
         with guard.whole_or_broken():
             result = share.run(call, Direction.FORWARD, inputs)
             out = result["out"].transpose(0, 1).contiguous()
@@ -66,7 +66,10 @@ class _Attention(torch.autograd.Function):
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
             inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
-        ctx.share.begin(ctx.call, True, Direction.BACKWARD, ctx.label, ctx.place)
+        call = ctx.call
+        ctx.share.begin(
+            *(call.kinds[True], Direction.BACKWARD, call.options, q.device, ctx.label, ctx.place)
+        )
         with guard.whole_or_broken(), outside_autocast():
             result = ctx.share.run(ctx.call, Direction.BACKWARD, inputs)
         grads = [

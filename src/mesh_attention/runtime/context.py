@@ -11,9 +11,7 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TypeVar
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -28,6 +26,7 @@ from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.guard import Guard
 from mesh_attention.runtime.handshake import DisagreementError, Handshake
 from mesh_attention.runtime.identity import AgreedKind, Identity, Statement
+from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.transport.groups import Groups, is_registered
@@ -40,31 +39,6 @@ NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
 # A cache, not a setting: it never changes a result. Contexts of destroyed groups are dropped.
 _CONTEXTS: dict[dist.ProcessGroup, Context] = {}
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-
-
-class Latest(OrderedDict[Key, Value]):
-    """The values used last, at most `limit` of them."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def find(self, key: Key) -> Value | None:
-        if key not in self:
-            return None
-        self.move_to_end(key)
-        return self[key]
-
-    def keep(self, key: Key, value: Value) -> Value:
-        self[key] = value
-        self.move_to_end(key)
-        if len(self) > self._limit:
-            self.popitem(last=False)
-        return value
-
 
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # of a plan, by value
 
@@ -288,17 +262,19 @@ class Share:
 
     def begin(
         self,
-        call: PreparedCall,
-        needs_grad: bool,
-        direction: Direction,
-        label: str | int | None,
+        kind: AgreedKind,
+        name: str,
+        options: CallOptions,
+        device: torch.device,
+        label: str | int | None = None,
         of: int = 0,
     ) -> None:
         """All ranks are about to make this pass, or none gets a result. `of`: the place of the
         forward call that a backward pass belongs to."""
-        identity = Identity(call.kinds[needs_grad], direction, self._number, repr(label), of)
-        timeout = self.context.groups.timeout(call.options.timeout)
-        self.context.guard.begin(identity, timeout, call.transport.stream)
+        context = self.context
+        identity = Identity(kind, name, self._number, repr(label), of)
+        timeout = context.groups.timeout(options.timeout)
+        context.guard.begin(identity, timeout, context.transports.stream(device))
 
     def run(
         self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
@@ -306,15 +282,6 @@ class Share:
         results = call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
         self.context.guard.settle(results.values())
         return results
-
-    def begin_other(
-        self, kind: AgreedKind, name: str, options: CallOptions, device: torch.device
-    ) -> None:
-        """Of a call that is no attention."""
-        context = self.context
-        stream = context.transports.stream(device)
-        timeout = context.groups.timeout(options.timeout)
-        context.guard.begin(Identity(kind, name, self._number), timeout, stream)
 
     def refuse_if_closed(self) -> None:
         """Also if the context is broken."""

@@ -93,7 +93,7 @@ def unshard(
         },
         options,
     )
-    share.begin_other(kind, "unshard", options, x.device)
+    share.begin(kind, "unshard", options, x.device)
     with context.guard.whole_or_broken():
         whole: Tensor = _Unshard.apply(x, layout, mine, context, dim)  # type: ignore[no-untyped-call]
     return whole
