@@ -168,7 +168,8 @@ def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: D
         return {f"{rank} {n}": x for rank, r in enumerate(run(by_rank)) for n, x in r.items()}
 
     named = {f"{rank} {n}": x for rank, given in enumerate(inputs) for n, x in given.items()}
-    captured = CapturedCall(flat, named, WorkspaceBlock(torch.empty(0, device="cuda")))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    captured = CapturedCall(flat, named, WorkspaceBlock(torch.empty(0, device="cuda")), stream)
     replayed = captured(named)
     for rank, result in enumerate(first):
         for name, x in result.items():

@@ -15,14 +15,18 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
@@ -98,7 +102,11 @@ class HostComparison:
 
 class DeviceComparison:
     """Nothing waits. The host can read at any time what was compared, and `status`: the first call
-    that was wrong, and the last one that is over, by their places."""
+    that was wrong, and the last one that is over, by their places.
+
+    The numbers lie in memory of the host that the device reaches too, so that the all-reduce is all
+    that a call launches for its comparison: nothing is copied to the device or back.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, stream: torch.cuda.Stream
@@ -109,12 +117,9 @@ class DeviceComparison:
         self._device = device
         self._stream = stream
         self._poison = poison_kernel()
-        with torch.cuda.stream(stream):  # the only one that writes them
-            self._signs = torch.tensor([1, -1], device=device)
-            self._pairs = [*torch.zeros(_SLOTS, 2, dtype=torch.int64, device=device)]
-        self._seen = [*torch.zeros(_SLOTS, 2, dtype=torch.int64).pin_memory()]
+        self._slots = SharedNumbers(_SLOTS, device)
+        self._captured: dict[int, SharedNumbers] = {}  # by place: a graph reads them again
         self._status = torch.zeros(2, dtype=torch.int64).pin_memory()
-        self._numbers = [pair.numpy() for pair in self._seen]
         self.status = self._status.numpy()
         self._compared = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._options = dist.AllreduceOptions()
@@ -123,37 +128,79 @@ class DeviceComparison:
 
     def begin(self, number: int, place: int) -> None:
         """On the stream of communications, which need not wait for computation to get here."""
-        slot = place % _SLOTS
-        pair, stream = self._pairs[slot], self._stream
-        before = torch.cuda.current_stream(self._device)
+        stream, before = self._stream, current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
+            self._captured[place] = SharedNumbers(1, self._device)
+        if self._captured:
+            # What graphs hold of our transfers runs where the caller replays them.
             stream.wait_stream(before)
+        host, device = self._numbers(place)
+        host[:] = number, -number
         torch.cuda.set_stream(stream)
         try:
-            torch.mul(self._signs, number, out=pair)
-            work = self._group.allreduce([pair], self._options)
+            work = self._group.allreduce([device], self._options)
             if work is not None:
                 work.wait()
-            self._seen[slot].copy_(pair, non_blocking=True)
             self._compared.record(stream)
         finally:
             torch.cuda.set_stream(before)
 
-    def forget(self, place: int) -> None:
-        """What was seen of the call that had this slot before."""
-        self._numbers[place % _SLOTS][:] = 0
+    def _numbers(self, place: int) -> tuple[NDArray[np.int64], Tensor]:
+        captured = self._captured.get(place)
+        if captured is not None:
+            return captured.host[0], captured.device[0]
+        return self._slots.host[place % _SLOTS], self._slots.device[place % _SLOTS]
 
     def differs(self, place: int) -> bool:
         """Whether a call was compared, and ranks were at different ones."""
-        highest, negative_of_lowest = self._numbers[place % _SLOTS]
-        # One that is still 0 has not been written yet.
-        return bool(highest and negative_of_lowest and highest + negative_of_lowest)
+        highest, negative_of_lowest = self._numbers(place)[0]
+        return bool(highest + negative_of_lowest)
 
     def settle(self, results: Iterable[Tensor], place: int) -> None:
         """What a wrong call has made, and everything after it, is NaN."""
-        torch.cuda.current_stream(self._device).wait_event(self._compared)
-        self._poison(self._pairs[place % _SLOTS], self._status, place, tuple(results))
+        current_stream(self._device).wait_event(self._compared)
+        self._poison(self._numbers(place)[1], self._status, place, tuple(results))
 
     def spoil(self) -> None:
         """The host knows that calls are wrong."""
         self.status[0] = _SPOILT
+
+
+class SharedNumbers:
+    """Pairs of numbers in the host's memory, as numpy arrays and as tensors of the device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self._memory = torch.zeros(count, 2, dtype=torch.int64).pin_memory()
+            seen_by_device = torch.as_tensor(_OnDevice(self._memory), device=device)
+        if seen_by_device.data_ptr() != self._memory.data_ptr():
+            raise MeshAttentionError(
+                f"torch {torch.__version__} copies pinned memory where it should share it with "
+                f"{device}; use torch 2.11 to 2.13"
+            )
+        self.host = [*self._memory.numpy()]
+        self.device = [*seen_by_device]
+
+
+class _OnDevice:
+    """Pinned memory has the same address on the device, but PyTorch takes it for the CPU's."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i8",
+            "data": (pinned.data_ptr(), False),
+            "version": 2,
+        }
+        self._pinned = pinned  # PyTorch holds this object for as long as the tensor
+
+
+@cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    found = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+    return torch.cuda.Stream(**found)  # type: ignore[no-untyped-call]
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which makes a new object each time and takes several us."""
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))

@@ -18,7 +18,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
-from mesh_attention.runtime.identity import AgreedKind
+from mesh_attention.runtime.identity import AgreedKind, current_stream
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
@@ -108,10 +108,11 @@ class PreparedCall:
         self, direction: Direction, executor: Executor, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         if direction not in self._captured:
-            workspace = self.transport.workspace
+            workspace, stream = self.transport.workspace, self.transport.stream
+            assert stream is not None  # `reserve` refuses other devices
             block = workspace.take(executor.workspace_bytes, self._call_shape.device)
             self._captured[direction] = CapturedCall(
-                lambda static: run_to_end(executor.run(static)), inputs, block
+                lambda static: run_to_end(executor.run(static)), inputs, block, stream
             )
         return self._captured[direction](inputs)
 
@@ -131,7 +132,8 @@ class CapturedCall:
     captured must live on streams alone: NCCL does, gloo does not.
 
     `block` is the workspace that it was captured on: it must stay for as long as the graph is
-    replayed.
+    replayed. `stream` is that of communications: graphs hold some, on the communicators that calls
+    outside of graphs use, and NCCL wants all that one of them does in one order.
     """
 
     def __init__(
@@ -139,7 +141,9 @@ class CapturedCall:
         call: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
         inputs: Mapping[str, Tensor],
         block: WorkspaceBlock,
+        stream: torch.cuda.Stream,
     ) -> None:
+        self._stream = stream
         self._inputs = {name: x.clone() for name, x in inputs.items()}
         self._block = block
         call(self._inputs)  # kernels are compiled and connections made outside the capture
@@ -152,5 +156,8 @@ class CapturedCall:
         with self._block.in_use():
             for name, x in self._inputs.items():
                 x.copy_(inputs[name])
+            current = current_stream(self._stream.device)
+            current.wait_stream(self._stream)
             self._graph.replay()
+            self._stream.wait_stream(current)
             return {name: x.clone() for name, x in self._outputs.items()}

@@ -54,7 +54,6 @@ class Watch:
 
     def begin(self, identity: Identity, place: int, timeout: timedelta) -> None:
         if not torch.cuda.is_current_stream_capturing():  # else it is not launched now
-            self._comparison.forget(place)
             self._last = _Launched(place, identity, timeout, monotonic())
             self._launched.append(self._last)
             self._awake.set()
