@@ -55,7 +55,7 @@ class Blockwise:
         return block.result_bytes(direction, wide) + own
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, _ = block
         B, S, H, _ = q_BSHD.shape
         T, G, E = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)
@@ -72,6 +72,8 @@ class Blockwise:
                 if seen is Seen.NONE:
                     continue
                 scores = q_rows @ _columns(k_BTGD[:, keys]).to(dtype)
+                if softcap:
+                    _cap(scores, softcap)
                 if seen is Seen.SOME:
                     _hide(scores, visibility.mask(queries, keys))
                 new_best = torch.maximum(best, scores.amax(dim=-1))
@@ -90,7 +92,7 @@ class Blockwise:
         return out_BSHE, lse_BHS
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, _ = block
         grad_out_BSHE, _, lse_BHS, delta_BHS = given
         B, S, H, _ = q_BSHD.shape
         T, G, _ = v_BTGE.shape[1:]
@@ -113,11 +115,14 @@ class Blockwise:
                 k = _heads_first(k_BTGD[:, keys]).to(dtype)
                 v = _heads_first(v_BTGE[:, keys]).to(dtype)
                 scores = q_rows @ k.mT
+                slope = _cap(scores, softcap) if softcap else None
                 if seen is Seen.SOME:
                     _hide(scores, visibility.mask(queries, keys))
                 p = scores.sub_(lse_rows).exp_()
                 dv_BGTE[:, :, keys] += p.mT @ grad_rows
                 ds = (grad_rows @ v.mT).sub_(delta_rows).mul_(p)
+                if slope is not None:
+                    ds.mul_(slope)
                 dq_rows += ds @ k
                 dk_BGTD[:, :, keys] += ds.mT @ q_rows
             dq_BSHD[:, queries] = _unrows(dq_rows, H)
@@ -152,6 +157,14 @@ def _heads_first(x_BTGD: Tensor) -> Tensor:
 
 def _columns(k_BTGD: Tensor) -> Tensor:
     return k_BTGD.permute(0, 2, 3, 1)
+
+
+def _cap(scores: Tensor, softcap: float) -> Tensor:
+    """Cap the scores; returns what their gradients are multiplied by."""
+    tanh = scores.div_(softcap).tanh_()
+    slope = 1.0 - tanh**2
+    scores.mul_(softcap)
+    return slope
 
 
 def _hide(scores: Tensor, visible_ST: Tensor) -> None:

@@ -10,9 +10,10 @@ D head size of queries and keys, E of values. Tensors may be strided views, inne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,13 +35,15 @@ class Causal:
 class RowRange:
     """Query i sees the keys j with `lo[i] <= key_position[j] < hi[i]`.
 
-    Key positions need not be sorted. The three tensors may live on the CPU while the block is
-    on a GPU: hidden parts are then skipped without waiting for the device.
+    Key positions need not be sorted: gathered rows lie as they came. The three tensors may live on
+    the CPU while the block is on a GPU. Of one such mask many calls are made, so what a kernel
+    makes of it, lists of visible blocks say, it may keep here under a key of its own.
     """
 
-    lo: Tensor  # (S,) int64
-    hi: Tensor  # (S,) int64
-    key_position: Tensor  # (T,) int64
+    lo: Tensor  # (S,) integers >= 0
+    hi: Tensor  # (S,)
+    key_position: Tensor  # (T,) integers >= 0
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
 BlockMask = Full | Causal | RowRange
@@ -54,6 +57,8 @@ class Block(NamedTuple):
     v: Tensor  # (B, T, G, E)
     mask: BlockMask
     softmax_scale: float
+    softcap: float = 0.0  # if not zero, scores become softcap * tanh(scores / softcap)
+    leave_sms: int = 0  # multiprocessors that a transfer in flight would like for itself
 
 
 class BackwardInputs(NamedTuple):
@@ -93,6 +98,7 @@ class Request:
     num_heads: int
     num_kv_heads: int
     mask: MaskKind
+    softcap: bool = False
 
 
 @dataclass(frozen=True, slots=True)

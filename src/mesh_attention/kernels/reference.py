@@ -53,7 +53,7 @@ class Reference:
         return out_BSGRE.flatten(2, 3).to(dtype), lse_BHS
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale = block
+        q_BSHD, k_BTGD, v_BTGE, *_ = block
         grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = given
         G = k_BTGD.shape[2]
         if delta_BHS is None:
@@ -63,9 +63,13 @@ class Reference:
         grad_BSGRE = _group(grad_out_BSHE.double(), 2, G)
         q_BSGRD, k, v = _group(q_BSHD.double(), 2, G), k_BTGD.double(), v_BTGE.double()
 
-        p_BGRST = _weights(_scores(block), lse_BGRS)
+        scores_BGRST = _scores(block)
+        p_BGRST = _weights(scores_BGRST, lse_BGRS)
         dp_BGRST = torch.einsum("bsgre,btge->bgrst", grad_BSGRE, v)
-        ds_BGRST = p_BGRST * (dp_BGRST - delta_BGRS[..., None]) * softmax_scale
+        ds_BGRST = p_BGRST * (dp_BGRST - delta_BGRS[..., None]) * block.softmax_scale
+        if block.softcap:  # the slope of tanh; hidden scores are -inf, and their weight is zero
+            slope_BGRST = 1.0 - (scores_BGRST / block.softcap) ** 2
+            ds_BGRST *= slope_BGRST.masked_fill(scores_BGRST == -torch.inf, 0.0)
         dq = torch.einsum("bgrst,btgd->bsgrd", ds_BGRST, k).flatten(2, 3)
         dk = torch.einsum("bgrst,bsgrd->btgd", ds_BGRST, q_BSGRD)
         dv = torch.einsum("bgrst,bsgre->btge", p_BGRST, grad_BSGRE)
@@ -73,9 +77,11 @@ class Reference:
 
 
 def _scores(block: Block) -> Tensor:
-    q_BSHD, k_BTGD, _, mask, softmax_scale = block
+    q_BSHD, k_BTGD, _, mask, softmax_scale, softcap, _ = block
     q_BSGRD = _group(q_BSHD.double(), 2, k_BTGD.shape[2])
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     visible_ST = dense_mask(mask, q_BSHD.shape[1], k_BTGD.shape[1], q_BSHD.device)
     return scores if visible_ST is None else scores.masked_fill(~visible_ST, -torch.inf)
 
