@@ -178,8 +178,8 @@ def test_row_ranges_on_a_gpu_are_exact(dtype: torch.dtype, on_host: bool) -> Non
         shape = Shape(S=300, T=280, H=8, G=2, D=64, E=32)
         block = make_block(shape, dtype, maker, device="cuda", strided=True)
         if not on_host and isinstance(block.mask, RowRange):
-            moved = (x.cuda() for x in (block.mask.lo, block.mask.hi, block.mask.key_position))
-            block = replace(block, mask=RowRange(*moved))
+            lo, hi, keys = block.mask.lo, block.mask.hi, block.mask.key_position
+            block = replace(block, mask=RowRange(lo.cuda(), hi.cuda(), keys.cuda()))
         for delta_only in (False, True):
             found = run(kernel, block, delta_only=delta_only)
             expected = truth(block).named()

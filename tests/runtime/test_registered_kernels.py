@@ -54,7 +54,7 @@ class ForwardOnly:
         return OWN_BYTES[direction]
 
     def scores(self, block: Block) -> Tensor:
-        q, k, _, mask, scale = block
+        q, k, _, mask, scale, *_ = block
         scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
         visible = dense_mask(mask, q.shape[1], k.shape[1], q.device)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
@@ -74,7 +74,7 @@ class BothPasses(ForwardOnly):
         self.backward_needs = needs
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, softmax_scale = block
+        q, k, v, _, softmax_scale, *_ = block
         grad_out, out, lse, delta = given
         needs = self.backward_needs
         assert needs is not None

@@ -41,10 +41,6 @@ def why_not_dense(request: Request) -> str | None:
     return why_not_grouped(request)
 
 
-def why_not_softcap(request: Request) -> str | None:
-    return "has no softcap" if request.softcap else None
-
-
 def why_not_grouped(request: Request) -> str | None:
     if request.num_heads % request.num_kv_heads:
         return f"{request.num_heads} heads are no multiple of {request.num_kv_heads} KV heads"

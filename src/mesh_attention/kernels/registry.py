@@ -86,6 +86,8 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
 def _why_not(kernel: Kernel, request: Request) -> str | None:
     if request.direction is Direction.BACKWARD and kernel.backward_needs is None:
         return "has no backward pass"
+    if request.softcap and not getattr(kernel, "has_softcap", False):
+        return "has no softcap (a kernel with `has_softcap = True` has)"
     return kernel.refuses(request)
 
 

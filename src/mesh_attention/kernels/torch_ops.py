@@ -15,13 +15,7 @@ from torch import Tensor
 
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, BlockSize, Full, Request
-from mesh_attention.kernels.probe import (
-    aten,
-    why_not_dense,
-    why_not_on_cuda,
-    why_not_softcap,
-    why_op_unusable,
-)
+from mesh_attention.kernels.probe import aten, why_not_dense, why_not_on_cuda, why_op_unusable
 from mesh_attention.plan.plan import Direction
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "scale")
@@ -90,11 +84,7 @@ class CpuFlash(TorchOp):
             return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
         if request.head_dim != request.v_head_dim:
             return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
-        return (
-            why_not_dense(request)
-            or why_not_softcap(request)
-            or self.why_op_unusable(request.direction)
-        )
+        return why_not_dense(request) or self.why_op_unusable(request.direction)
 
 
 class CudaFlash(TorchOp):
@@ -107,7 +97,7 @@ class CudaFlash(TorchOp):
     backward_arguments = _UNUSED
 
     def refuses(self, request: Request) -> str | None:
-        if (reason := why_not_on_cuda(request) or why_not_softcap(request)) is not None:
+        if (reason := why_not_on_cuda(request)) is not None:
             return reason
         assert request.capability is not None
         if request.head_dim != request.v_head_dim:
@@ -147,7 +137,7 @@ class Cudnn(TorchOp):
     backward_arguments = ("attn_bias", *_UNUSED)
 
     def refuses(self, request: Request) -> str | None:
-        if (reason := why_not_on_cuda(request) or why_not_softcap(request)) is not None:
+        if (reason := why_not_on_cuda(request)) is not None:
             return reason
         version = _cudnn_version()
         if version is None:
