@@ -137,7 +137,7 @@ class BlockSize:
 class Kernel(Protocol):
     """Attention on one block. Results may be in a wider dtype than the inputs.
 
-    A kernel that heeds `Block.softcap` says so by `has_softcap = True`; others are not asked for it.
+    A kernel that heeds `Block.softcap` says so by `has_softcap = True`; others are never given one.
     """
 
     @property
