@@ -68,8 +68,9 @@ _USP_NOTE = (
 
 def _cells() -> tuple[Cell, ...]:
     forward, backward = Direction.FORWARD, Direction.BACKWARD
-    mesh = {"method": "mesh", "tile": (16, 16), "alpha": 4}
-    wide = {"method": "mesh", "tile": (32, 8), "alpha": 4}
+    # Chunks cut what moves and change no volume; one is counted in a fifth of the time.
+    mesh = {"method": "mesh", "tile": (16, 16), "alpha": 4, "chunks": (1, 1)}
+    wide = mesh | {"tile": (32, 8)}
     star = {"method": "startrail", "first_block": "next", "combine": "reduce-scatter"}
     ring = {"method": "ring", "gradients": "travel"}
     usp = {"method": "usp", "ulysses": 8}

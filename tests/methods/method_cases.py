@@ -18,9 +18,10 @@ RANKS = (*range(1, 13), 16, 18, 25, 32)
 
 
 def ranks_in_turn(name: str) -> tuple[int, ...]:
-    """All but one of the two largest, of which methods take turns: rings of them take seconds."""
-    left_out = RANKS[-2:][list(METHODS).index(name) % 2]
-    return tuple(ranks for ranks in RANKS if ranks != left_out)
+    """All but the two largest, which every other method has one of: rings of them take seconds."""
+    turn = list(METHODS).index(name) % 4
+    largest = {0: RANKS[-2:-1], 2: RANKS[-1:]}.get(turn, ())
+    return (*RANKS[:-2], *largest)
 
 
 def heads_for(ranks: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from support.cases import Case
 from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
-FEW = 9  # from so many ranks on, a part of the shapes
+FEW = 6  # from so many ranks on, a part of the shapes
 
 
 def drawn(name: str, ranks: int) -> list[Case]:

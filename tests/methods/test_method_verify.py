@@ -111,7 +111,7 @@ def test_every_candidate_of_a_method_is_a_legal_setting_and_is_proven(
     for setting in candidates:
         shape = {option: value for option, value in setting.items() if option != "alpha"}
         assert any(shape.items() <= fitting.items() for fitting in legal), (name, setting)
-    for setting in candidates[:: max(1, len(candidates) // 3)]:
+    for setting in candidates[:: max(1, len(candidates) // 2)]:
         prove(name, problem, ranks, {"ranks_per_node": per_node, **setting})
 
 

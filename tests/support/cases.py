@@ -19,6 +19,7 @@ __all__ = ["HEADS", "Case", "random_case", "tiles"]
 
 HEADS = ((4, 4), (4, 2), (28, 7), (40, 8), (8, 1))
 CHUNKS = ((1, 1), (2, 2), (3, 2), (1, 4), (2, 1))
+MOST_FOR_BOTH = 6  # ranks
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,13 @@ def tiles(max_ranks: int = 16) -> list[tuple[int, tuple[int, int]]]:
 
 def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
     draw = random.Random(seed)
-    q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 64)])
-    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 64)
+    q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 40)])
+    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 40)
     head_dim, heads = draw.choice([8, 16]), draw.choice(HEADS)
+    # Both multiply what a rank has to do: on many ranks one of them at a time.
+    both = ranks <= MOST_FOR_BOTH
+    sliced = both or draw.random() < 0.4
+    chunks = CHUNKS if both or not sliced else CHUNKS[:1]
     return Case(
         ranks=ranks,
         q_tokens=q_tokens,
@@ -91,13 +96,13 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
             "tile": tile,
             "backward_tile": draw.choice([None, tile[::-1]]),
             "rotation": draw.random() < 0.8,
-            "chunks": draw.choice(CHUNKS),
-            "backward_chunks": draw.choice([None, *CHUNKS]),
+            "chunks": draw.choice(chunks),
+            "backward_chunks": draw.choice([None, *chunks]),
             "layout": draw.choice(list(LayoutKind)),
             "combine": draw.choice(list(Combine)),
             "gather_out": draw.random() < 0.3,
             "scheduler": draw.choice(list(Scheduler)),
-            **random_heads(draw, heads[1]),
+            **(random_heads(draw, heads[1]) if sliced else {}),
         },
     )
 

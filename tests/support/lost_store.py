@@ -1,4 +1,7 @@
-"""One rank of a job whose rank 0 keeps the key-value store and ends in mid-job: run by a test."""
+"""A job whose rank 0 keeps the key-value store and ends in mid-job: run by a test.
+
+What each other rank is told is a line of the output. Ranks are forked: torch is imported once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from mesh_attention import ContextParallel, MeshAttentionError
 
 
-def main(rank: int, size: int, port: int) -> None:
+def one_rank(rank: int, size: int, port: int) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -28,7 +31,21 @@ def main(rank: int, size: int, port: int) -> None:
     try:
         cp.attention(x, x, x)
     except MeshAttentionError as error:
-        print(f"{type(error).__name__}: {error}")
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        os.write(1, f"{told}\n".encode())  # at once: two ranks share the output
+
+
+def main(size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    for rank in range(size):
+        if os.fork() == 0:
+            try:
+                one_rank(rank, size, port)
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+    for _ in range(size):
+        os.wait()
 
 
 if __name__ == "__main__":
