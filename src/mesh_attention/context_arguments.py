@@ -34,7 +34,7 @@ _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
 _PROBLEM = (
     *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
 )  # fmt: skip
-_CALL = ("softmax_scale", "kernel", "transport", "cuda_graph", "nvtx", "timeout")
+_CALL = ("softmax_scale", "softcap", "kernel", "transport", "cuda_graph", "nvtx", "timeout")
 _OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks")
 
 
@@ -116,6 +116,7 @@ def _call_options(
     group: dist.ProcessGroup,
     *,
     softmax_scale: Any = None,
+    softcap: Any = None,
     kernel: Any = None,
     transport: Any = TransportName.AUTO,
     cuda_graph: Any = False,
@@ -123,6 +124,7 @@ def _call_options(
     timeout: Any = None,
 ) -> CallOptions:
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
+    cap = 0.0 if softcap is None else real("softcap", softcap)
     if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
         known = ", ".join(kernel_names())
         raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
@@ -145,7 +147,9 @@ def _call_options(
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
-    return CallOptions(scale, kernel, TransportName(transport), graph, flag("nvtx", nvtx), timeout)
+    return CallOptions(
+        scale, cap, kernel, TransportName(transport), graph, flag("nvtx", nvtx), timeout
+    )
 
 
 def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:

@@ -52,6 +52,7 @@ class ContextParallel:
     causal          aligned at the end when the keys differ in number, as in flash-attn
     mask            a `Mask` in place of causal: windows, packed documents, prefix-LM
     window_size     (left, right) as in flash-attn; -1 is no limit
+    softcap         scores become softcap * tanh(scores / softcap), where a kernel has it
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
@@ -81,6 +82,7 @@ class ContextParallel:
         mask: Mask | None = None,
         window_size: tuple[int, int] | None = None,
         softmax_scale: float | None = None,
+        softcap: float | None = None,
         method: str | None = None,
         tile: tuple[int, int] | str | None = None,
         layout: str | None = None,
@@ -150,6 +152,7 @@ class ContextParallel:
             for direction, executor in call.executors.items():
                 for kind, choice in executor.choices.items():
                     found[f"{direction} {kind}"] = choice.reasons
+                found[f"{direction} calls"] = (("predicted", str(executor.faster)),)
                 found[f"{direction} rows"] = executor.row_choice.reasons
         return found
 

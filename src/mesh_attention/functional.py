@@ -38,6 +38,7 @@ def mesh_attention(
     seq_len: int | None = None,
     kv_seq_len: int | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     window_size: tuple[int, int] | None = None,
     mask: Mask | None = None,
     layout: str | None = None,
@@ -59,6 +60,7 @@ def mesh_attention(
         "mask": mask,
         "window_size": window_size,
         "softmax_scale": softmax_scale,
+        "softcap": softcap,
         "layout": layout,
         **options,
     }

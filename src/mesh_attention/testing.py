@@ -18,6 +18,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Plan, a_plan
+from mesh_attention.runtime.compute import Scores
 from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.modes import outside_autocast
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
@@ -51,6 +52,7 @@ def run_local(
     grad_out: Tensor | None = None,
     *,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     kernel: str | None = None,
     poison: bool = True,
 ) -> LocalResult:
@@ -61,7 +63,13 @@ def run_local(
     _check(plan, q, k, v, grad_out)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
-    run = _Run(plan, call_shape, scale, kernel, poison)
+    run = _Run(
+        plan,
+        call_shape,
+        Scores(scale, 0.0 if softcap is None else real("softcap", softcap)),
+        kernel,
+        poison,
+    )
     whole = {"q": q, "k": k, "v": v}
     inputs = [
         {name: run.shard(name, x, rank) for name, x in whole.items()}
@@ -82,11 +90,11 @@ def run_local(
 
 class _Run:
     def __init__(
-        self, plan: Plan, call_shape: CallShape, scale: float, kernel: str | None, poison: bool
+        self, plan: Plan, call_shape: CallShape, scores: Scores, kernel: str | None, poison: bool
     ) -> None:
         self.plan = plan
         self.call_shape = call_shape
-        self.scale = scale
+        self.scores = scores
         self.kernel = kernel
         self.workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
         self.counters: list[Counters] = []
@@ -117,7 +125,8 @@ class _Run:
                 transports[rank],
                 self.workspaces[rank],
                 self.call_shape,
-                softmax_scale=self.scale,
+                softmax_scale=self.scores.softmax_scale,
+                softcap=self.scores.softcap,
                 kernel=self.kernel,
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)

@@ -103,7 +103,7 @@ class _SharedRun(testing._Run):
                 _Transport(world, rank),
                 self.workspaces[rank],
                 self.call_shape,
-                softmax_scale=self.scale,
+                softmax_scale=self.scores.softmax_scale,
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)
         }

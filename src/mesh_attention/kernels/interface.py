@@ -99,6 +99,7 @@ class Request:
     num_kv_heads: int
     mask: MaskKind
     softcap: bool = False
+    padded: bool = False  # row ranges: rows that nobody sees may hold anything, also NaN
 
 
 @dataclass(frozen=True, slots=True)

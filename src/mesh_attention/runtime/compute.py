@@ -11,44 +11,47 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mesh_attention.kernels import (
     BackwardInputs,
     Block,
     BlockMask,
-    Causal,
-    Full,
     Kernel,
     MaskKind,
     RowKernels,
-    RowRange,
     kind_of,
 )
 from mesh_attention.kernels.results import check_forward
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
     Call,
-    CallKind,
     Merge,
     MergeRule,
     Operation,
     Program,
 )
 from mesh_attention.runtime.accumulate import Coverage, MergedRows, SummedRows, clear, coverage
+from mesh_attention.runtime.attend_calls import Masks
 from mesh_attention.runtime.backward import BackwardCall, BackwardCalls
 from mesh_attention.runtime.binding import Views, cut
 from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 Work = Callable[[], None]
-Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+# What a transfer in flight would like of a GPU: NCCL's channels hold a multiprocessor each.
+_SMS_OF_TRANSFERS = 16
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys, as `Block` has it."""
+
+    softmax_scale: float
+    softcap: float = 0.0
 
 
 class ComputeOperations:
@@ -58,16 +61,19 @@ class ComputeOperations:
         masks: Masks,
         kernels: Mapping[MaskKind, Kernel],
         rows: RowKernels,
-        softmax_scale: float,
+        scores: Scores,
         streams: ComputeStreams,
+        beside_transfers: Set[int],
     ) -> None:
+        """`beside_transfers`: the places of operations during which a transfer is in flight."""
         self.operations = program.operations
         self._follow = must_follow(program.operations)
         self._masks = masks
         self._coverage = {at: _coverage(program.operations[at]) for at in masks}
         self._kernels = kernels
         self._rows = rows
-        self._softmax_scale = softmax_scale
+        self._scores = scores
+        self._beside_transfers = beside_transfers
         self._streams = streams
         self._unchecked = set(masks)  # attentions whose kernels have not returned anything yet
 
@@ -93,7 +99,7 @@ class ComputeOperations:
                     self._checked_forward,
                     at,
                     self._kernels[kind_of(mask)],
-                    _block(call, q, k, v, mask, self._softmax_scale),
+                    self._block(at, call, q, k, v, mask),
                 ),
                 MergedRows(self._rows, out, lse, stretches),
             )
@@ -104,6 +110,14 @@ class ComputeOperations:
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
         done = partial(self._unchecked.discard, at)
         return partial(_forward, self._streams, at in self._follow, untouched, calls, done)
+
+    def _block(
+        self, at: int, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
+    ) -> Block:
+        queries = cut(q, 1, call.q_start, call.q_stop)
+        keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
+        leave = _SMS_OF_TRANSFERS if at in self._beside_transfers else 0
+        return Block(queries, keys, values, mask, *self._scores, leave)
 
     def _checked_forward(self, at: int, kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
         result = kernel.forward(block)
@@ -128,7 +142,7 @@ class ComputeOperations:
         calls = [
             BackwardCall(
                 self._kernels[kind_of(mask)],
-                _block(call, q, k, v, mask, self._softmax_scale),
+                self._block(at, call, q, k, v, mask),
                 (call.q_start, call.q_stop),
                 [SummedRows(self._rows, total, covered.stretches[i]) for total, covered in sums],
             )
@@ -193,14 +207,6 @@ def _forward(
         done()
 
 
-def _block(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softmax_scale: float
-) -> Block:
-    queries = cut(q, 1, call.q_start, call.q_stop)
-    keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
-    return Block(queries, keys, values, mask, softmax_scale)
-
-
 def _coverage(op: Operation) -> tuple[Coverage, ...]:
     """Of the query rows by the calls of an attention; in backward of the key rows too."""
     assert isinstance(op, Attend | AttendBackward)
@@ -212,32 +218,4 @@ def _coverage(op: Operation) -> tuple[Coverage, ...]:
     return (
         coverage(queries, num_queries, fresh=op.fresh_q),
         coverage(keys, num_keys, fresh=op.fresh_kv),
-    )
-
-
-def masks_of(plan: Plan, program: Program) -> Masks:
-    """The masks of a program's kernel calls, worked out once."""
-    table = program.buffer_table()
-    return {
-        at: tuple(_mask(plan, table, op, call) for call in op.calls)
-        for at, op in enumerate(program.operations)
-        if isinstance(op, Attend | AttendBackward)
-    }
-
-
-def _mask(
-    plan: Plan, table: dict[str, Buffer], op: Attend | AttendBackward, call: Call
-) -> BlockMask:
-    if call.kind is CallKind.FULL:
-        return Full()
-    if call.kind is CallKind.CAUSAL:
-        return Causal()
-    queries = plan.q_layout.positions_of(op.q.spans(table[op.q.buffer]))
-    keys = plan.kv_layout.positions_of(op.k.spans(table[op.k.buffer]))
-    lo, hi = plan.problem.rows.bounds(queries[call.q_start : call.q_stop])
-    # They stay on the CPU: kernels then skip hidden blocks without asking the device.
-    return RowRange(
-        torch.from_numpy(lo.copy()),
-        torch.from_numpy(hi.copy()),
-        torch.from_numpy(keys[call.k_start : call.k_stop].copy()),
     )

@@ -151,6 +151,7 @@ class Context:
         return {
             "plan": mine.words,
             "softmax_scale": options.softmax_scale,
+            "softcap": options.softcap,
             "transport": options.transport.value,
             "cuda_graph": options.cuda_graph,
             "timeout": None if timeout is None else timeout.total_seconds(),

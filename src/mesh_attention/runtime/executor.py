@@ -10,7 +10,7 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
     Choice,
-    Kernel,
+    KernelRefusedError,
     MaskKind,
     Request,
     RowKernels,
@@ -29,13 +29,15 @@ from mesh_attention.kernels import (
     choose_rows,
     kind_of,
 )
+from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.runtime.attend_calls import faster_calls, masks_of
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
-from mesh_attention.runtime.compute import ComputeOperations, masks_of
+from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams, Marks
 from mesh_attention.runtime.transport.interface import Handle, Transport
@@ -72,6 +74,7 @@ class Executor:
         call_shape: CallShape,
         *,
         softmax_scale: float,
+        softcap: float = 0.0,
         kernel: str | None = None,
         rows: RowKernels | None = None,
         trace: Trace | None = None,
@@ -81,8 +84,6 @@ class Executor:
         # Communications without a stream of their own follow the compute stream: then it is one.
         two = transport.own_stream if two_streams is None else two_streams
         self._streams = ComputeStreams(call_shape.device, two=two)
-        if self._streams.two:
-            program = split_long_calls(program)
         if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
                 f"the plan is for {plan.problem.element_bytes}-byte elements, but the tensors are "
@@ -90,32 +91,33 @@ class Executor:
                 f"Problem(..., element_bytes={call_shape.dtype.itemsize})"
             )
         self.call_shape = call_shape
+        scores = Scores(softmax_scale, softcap)
+        choices = _choose(plan, call_shape, one.direction, kernel, softcap=bool(softcap))
+        kernels = {k: c.kernel for k, c in choices.items() if isinstance(c, Choice)}
+        self.faster = faster_calls(program, plan, kernels, one.direction)
+        program = self.faster.program
+        if self._streams.two and not lets_transfers_begin(kernels, one.direction):
+            program = split_long_calls(program)
         self._memory = workspace_map(program, plan.problem)
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
-        masks = masks_of(plan, program)
+        masks = masks_of(plan, program, call_shape.device)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
-        self.choices = _choose(plan, call_shape, kinds, one.direction, kernel)
+        self.choices = {kind: _chosen(choices[kind]) for kind in sorted(kinds)}
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
-        kernels: dict[MaskKind, Kernel] = {k: c.kernel for k, c in self.choices.items()}
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
         self.workspace_bytes = self._memory.total_bytes * call_shape.batch
         # What kernel calls take on top of the workspace, at most: results, libraries' own.
         self.scratch_bytes = scratch * call_shape.batch
         row_kernels = rows or self.row_choice.rows
-        self._compute = ComputeOperations(
-            program, masks, kernels, row_kernels, softmax_scale, self._streams
-        )
         waits = dependencies(program, self._memory)
+        beside = _beside_transfers(program.operations, waits) if self._streams.two else set()
+        self._compute = ComputeOperations(
+            program, masks, kernels, row_kernels, scores, self._streams, beside
+        )
         self._steps = self._make_steps(program.operations, waits)
-
-    @property
-    def why_not_captured(self) -> str | None:
-        if MaskKind.RANGE in self.choices:
-            return "this mask needs row ranges, whose positions come from the host in every call"
-        return None
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
@@ -233,25 +235,52 @@ def run_to_end(
             return result
 
 
+def _beside_transfers(
+    operations: Sequence[Operation], waits: Sequence[tuple[int, ...]]
+) -> set[int]:
+    """Places of the attentions during which a communication is in flight."""
+    in_flight: set[int] = set()
+    found = set()
+    for at, op in enumerate(operations):
+        if isinstance(op, Communication):
+            in_flight.add(at)
+            continue
+        in_flight -= set(waits[at])
+        if in_flight:
+            found.add(at)
+    return found
+
+
 def _choose(
-    plan: Plan, call_shape: CallShape, kinds: set[MaskKind], direction: Direction, force: str | None
-) -> dict[MaskKind, Choice]:
+    plan: Plan, call_shape: CallShape, direction: Direction, force: str | None, *, softcap: bool
+) -> dict[MaskKind, Choice | KernelRefusedError]:
+    """For every kind of mask, also those that no call of the program may have."""
     problem = plan.problem
     cuda = call_shape.device.type == "cuda"
-    return {
-        kind: choose(
-            Request(
-                direction=direction,
-                device_type=call_shape.device.type,
-                capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
-                dtype=call_shape.dtype,
-                head_dim=problem.head_dim,
-                v_head_dim=problem.v_dim,
-                num_heads=problem.num_heads,
-                num_kv_heads=problem.kv_heads,
-                mask=kind,
-            ),
-            force=force,
+    padded = any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout))
+    found: dict[MaskKind, Choice | KernelRefusedError] = {}
+    for kind in MaskKind:
+        request = Request(
+            direction=direction,
+            device_type=call_shape.device.type,
+            capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
+            dtype=call_shape.dtype,
+            head_dim=problem.head_dim,
+            v_head_dim=problem.v_dim,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.kv_heads,
+            mask=kind,
+            softcap=softcap,
+            padded=padded,
         )
-        for kind in sorted(kinds)
-    }
+        try:
+            found[kind] = choose(request, force=force)
+        except KernelRefusedError as refused:
+            found[kind] = refused
+    return found
+
+
+def _chosen(found: Choice | KernelRefusedError) -> Choice:
+    if isinstance(found, KernelRefusedError):
+        raise found
+    return found

@@ -30,6 +30,7 @@ class CallOptions:
     """What a caller chooses besides the plan."""
 
     softmax_scale: float | None = None
+    softcap: float = 0.0
     kernel: str | None = None
     transport: TransportName = TransportName.AUTO
     cuda_graph: bool = False
@@ -76,6 +77,7 @@ class PreparedCall:
             self.transport.workspace,
             self._call_shape,
             softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
+            softcap=self.options.softcap,
             kernel=self.options.kernel,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
         )
@@ -83,12 +85,9 @@ class PreparedCall:
 
     def reserve(self) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""
-        for executor in self.executors.values():
-            if not self._on_cuda:
-                device = self._call_shape.device.type
-                raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
-            if executor.why_not_captured is not None:
-                raise MeshAttentionError(f"cuda_graph=True: {executor.why_not_captured}")
+        if not self._on_cuda:
+            device = self._call_shape.device.type
+            raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
         most = max(executor.workspace_bytes for executor in self.executors.values())
         self.transport.workspace.take(most, self._call_shape.device)
 

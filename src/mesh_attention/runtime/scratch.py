@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.kernels import BlockSize, Kernel, MaskKind
+from mesh_attention.kernels import Kernel, MaskKind
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Program
+from mesh_attention.runtime.attend_calls import call_size
 from mesh_attention.runtime.backward import Missing, backward_needs
 
 
@@ -26,17 +27,12 @@ def scratch_bytes(
     for op in program.operations:
         if not isinstance(op, Attend | AttendBackward) or not op.calls:
             continue
-        heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
+        heads = op.q.num_heads(table[op.q.buffer])
         forward = isinstance(op, Attend)
         direction = Direction.FORWARD if forward else Direction.BACKWARD
         first, *others = (
             kernels[MaskKind(call.kind)].scratch_bytes(
-                direction,
-                BlockSize(
-                    *(call.q_stop - call.q_start, call.k_stop - call.k_start, heads, kv_heads),
-                    *(problem.head_dim, problem.v_dim),
-                    *(problem.element_bytes, problem.accumulate_bytes),
-                ),
+                direction, call_size(problem, table, op, call)
             )
             for call in op.calls
         )

@@ -1,0 +1,179 @@
+"""Which kernel calls an attention of a program becomes: its rectangles, or one call for all.
+
+A plan holds rectangles, which any dense kernel can do. Where a kernel takes row ranges, one call
+sees exactly what the mask shows of all gathered rows, in whatever order they lie, and nothing has
+to be merged. The faster way is taken, as `kernels/speed.py` predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels import BlockMask, BlockSize, Causal, Full, Kernel, MaskKind, RowRange
+from mesh_attention.kernels.speed import predicted_seconds, takes_whole_attentions
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.draw.work import CallPairs
+from mesh_attention.plan.layout import Layout, slice_spans
+from mesh_attention.plan.mask import RowRanges
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
+from mesh_attention.plan.runs import Run
+
+Kernels = Mapping[MaskKind, Kernel]
+Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+
+
+@dataclass(frozen=True)
+class FasterCalls:
+    """What was chosen for the attentions of a program, and why: predicted seconds of all calls."""
+
+    program: Program
+    whole: int = 0  # attentions that are one call
+    cut: int = 0  # and those that are rectangles
+    seconds_whole: float = 0.0
+    seconds_cut: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.whole + self.cut:
+            return "rectangles: no kernel takes any mask at a good rate"
+        return (
+            f"{self.whole} of {self.whole + self.cut} attentions in one call; predicted "
+            f"{self.seconds_whole * 1e3:.3g} ms if all were, {self.seconds_cut * 1e3:.3g} ms cut "
+            "into rectangles"
+        )
+
+
+def faster_calls(
+    program: Program, plan: Plan, kernels: Kernels, direction: Direction
+) -> FasterCalls:
+    """The program with one call in place of rectangles, where that is predicted to be faster."""
+    if not takes_whole_attentions(kernels.get(MaskKind.RANGE)):
+        return FasterCalls(program)
+    pairs_of, table = CallPairs(plan), program.buffer_table()
+    operations = list(program.operations)
+    numbers = [0, 0]
+    seconds = [0.0, 0.0]
+    for at, op in enumerate(operations):
+        if not isinstance(op, Attend | AttendBackward) or not op.calls:
+            continue
+        pairs = [pairs_of(op, table, call) for call in op.calls]
+        cut = predicted_seconds(
+            direction,
+            [
+                (
+                    kernels[MaskKind(call.kind)],
+                    MaskKind(call.kind),
+                    seen,
+                    call_size(plan.problem, table, op, call),
+                )
+                for call, seen in zip(op.calls, pairs, strict=True)
+            ],
+        )
+        one = whole_call(op)
+        size = call_size(plan.problem, table, op, one)
+        range_kernel = kernels[MaskKind.RANGE]
+        whole = predicted_seconds(direction, [(range_kernel, MaskKind.RANGE, sum(pairs), size)])
+        better = whole < cut
+        numbers[better] += 1
+        seconds[0] += whole
+        seconds[1] += cut
+        if better:
+            operations[at] = replace(op, calls=(one,))
+    changed = replace(program, operations=tuple(operations)) if numbers[1] else program
+    return FasterCalls(changed, numbers[1], numbers[0], *seconds)
+
+
+def whole_call(op: Attend | AttendBackward) -> Call:
+    return Call(CallKind.RANGE, 0, op.q.stop - op.q.start, 0, op.k.stop - op.k.start)
+
+
+def call_size(
+    problem: Problem, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
+) -> BlockSize:
+    heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
+    return BlockSize(
+        *(call.q_stop - call.q_start, call.k_stop - call.k_start, heads, kv_heads),
+        *(problem.head_dim, problem.v_dim),
+        *(problem.element_bytes, problem.accumulate_bytes),
+    )
+
+
+# Masks.
+
+
+def masks_of(plan: Plan, program: Program, device: torch.device) -> Masks:
+    """The masks of a program's kernel calls, made once, on the device from a few numbers."""
+    made = _Ranges(plan, device)
+    table = program.buffer_table()
+    return {
+        at: tuple(made.mask(table, op, call) for call in op.calls)
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward)
+    }
+
+
+class _Ranges:
+    """Attentions with the same rows share a mask, and with it what kernels make of it."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan = plan
+        self._rows = plan.problem.rows
+        self._device = device
+        self._known: dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange] = {}
+
+    def mask(
+        self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
+    ) -> BlockMask:
+        if call.kind is CallKind.FULL:
+            return Full()
+        if call.kind is CallKind.CAUSAL:
+            return Causal()
+        queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
+        keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
+        key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
+        if key not in self._known:
+            self._known[key] = row_range(self._rows, *key, self._device)
+        return self._known[key]
+
+
+def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
+    return tuple(run for span in spans for run in layout.runs(*span))
+
+
+def row_range(
+    rows: RowRanges, queries: tuple[Run, ...], keys: tuple[Run, ...], device: torch.device
+) -> RowRange:
+    """What these queries see of these keys. Padding is seen by nobody and sees nothing: padded keys
+    have the position -1, so that a kernel can leave out what lies there."""
+    position = positions(keys, device)
+    query = positions(queries, device)
+    if not rows.segments:
+        nothing = torch.zeros_like(query)
+        return RowRange(nothing, nothing, position)
+    starts = torch.tensor([s.start for s in rows.segments], dtype=torch.int32, device=device)
+    lines = torch.tensor(
+        [(s.lo, s.lo_slope, s.hi, s.hi_slope) for s in rows.segments], dtype=torch.int32
+    ).to(device)
+    at = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+    lo, lo_slope, hi, hi_slope = lines[at].unbind(1)
+    real = query < rows.q_tokens
+    return RowRange(
+        (lo + lo_slope * query) * real,
+        (hi + hi_slope * query) * real,
+        position.masked_fill_(position >= rows.kv_tokens, -1),
+    )
+
+
+def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """Of all rows, one run after the other."""
+    found = [
+        torch.arange(run.count, dtype=torch.int32, device=device)[:, None] * run.stride
+        + torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
+        for run in runs
+    ]
+    return torch.cat([x.flatten() for x in found])
