@@ -32,6 +32,7 @@ from mesh_attention.plan.plan import Direction
 class Blockwise:
     name = "blockwise"
     has_softcap = True
+    deterministic = True
     backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 
     def __init__(self, *, query_block: int = 512, key_block: int = 1024) -> None:

@@ -7,12 +7,14 @@ softmax; the signatures vary, see `probe.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, Request
-from mesh_attention.kernels.probe import PackageFunction, why_not_on_cuda
+from mesh_attention.kernels.probe import PackageFunction, load, why_not_on_cuda
 from mesh_attention.plan.plan import Direction
 
 # Parameters of early releases of 3 that had no default and that dense attention leaves unset.
@@ -44,20 +46,25 @@ class FlashPackage(DenseKernel):
             return f"is used for equal head sizes {self.head_dims_text}, not {dims}"
         if request.direction is Direction.BACKWARD:
             return self.backward_function.why_unusable()
+        return self.why_no_forward()
+
+    def why_no_forward(self) -> str | None:
         return self.forward_function.why_unusable()
 
 
 class FlashAttn3(FlashPackage):
-    """The fastest kernel on Hopper GPUs."""
+    """The fastest dense kernel on Hopper GPUs: from its own package, or its forward pass alone from
+    `fa3-fwd`. Alone among dense kernels it can leave multiprocessors to a transfer."""
 
     name = "flash_attn3"
+    has_softcap = True
     generations = (9,)
     head_dims = range(257)
     head_dims_text = "up to 256"
     forward_function = PackageFunction(
         "flash_attn_interface",
         "_flash_attn_forward",
-        ("q", "k", "v", "softmax_scale", "causal"),
+        ("q", "k", "v", "softmax_scale", "causal", "softcap", "sm_margin"),
         _MAY_BE_NONE,
     )
     backward_function = PackageFunction(
@@ -65,13 +72,21 @@ class FlashAttn3(FlashPackage):
         "_flash_attn_backward",
         (
             *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
-            *("softmax_scale", "is_causal|causal"),
+            *("softmax_scale", "is_causal|causal", "softcap"),
         ),
         _MAY_BE_NONE,
     )
 
+    def why_no_forward(self) -> str | None:
+        package = super().why_no_forward()
+        alone = package and _why_not_fa3_fwd()
+        return f"{package}; {alone}" if alone else None
+
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.forward_function(*block[:3], block.softmax_scale, causal)
+        whole_package = self.forward_function.why_unusable() is None
+        forward = self.forward_function if whole_package else _fa3_fwd
+        scores = block.softmax_scale, causal, block.softcap
+        out, lse, *_ = forward(block.q, block.k, block.v, *scores, block.leave_sms)
         return out, lse
 
     def run_backward(
@@ -79,8 +94,35 @@ class FlashAttn3(FlashPackage):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in block[:3])
         values = (grad_out_BSHE, *block[:3], out_BSHE, lse_BHS, dq, dk, dv)
-        self.backward_function(*values, block.softmax_scale, causal)
+        self.backward_function(*values, block.softmax_scale, causal, block.softcap)
         return dq, dk, dv
+
+
+@cache
+def _why_not_fa3_fwd() -> str | None:
+    found = load("fa3_fwd._C", "__name__")  # which registers the operator
+    if isinstance(found, str) and "is not installed" in found:
+        return found
+    try:
+        arguments = {x.name for x in torch.ops.fa3_fwd.fwd.default._schema.arguments}
+    except AttributeError:
+        return "fa3_fwd has no operator fwd"
+    missing = {"softmax_scale", "is_causal", "softcap", "num_splits", "sm_margin"} - arguments
+    return f"fa3_fwd.fwd has no {sorted(missing)}" if missing else None
+
+
+def _fa3_fwd(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, sm_margin: int
+) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = torch.ops.fa3_fwd.fwd(
+        *(q, k, v),
+        softmax_scale=scale,
+        is_causal=causal,
+        softcap=softcap,
+        num_splits=1,  # others would return parts to be added
+        sm_margin=sm_margin,
+    )
+    return found
 
 
 class FlashAttn4(FlashPackage):

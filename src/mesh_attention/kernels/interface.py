@@ -100,6 +100,8 @@ class Request:
     mask: MaskKind
     softcap: bool = False
     padded: bool = False  # row ranges: rows that nobody sees may hold anything, also NaN
+    scattered: bool = False  # row ranges: keys lie one by one, not in runs
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ class BlockSize:
 class Kernel(Protocol):
     """Attention on one block. Results may be in a wider dtype than the inputs.
 
-    A kernel that heeds `Block.softcap` says so by `has_softcap = True`; others are never given one.
+    A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one whose backward pass
+    gives the same bits every time (where `torch.use_deterministic_algorithms` asks for it) by
+    `deterministic = True`; others are not asked for either.
     """
 
     @property

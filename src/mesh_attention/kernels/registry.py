@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
+from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import BackwardNeeds, Kernel, Request
 from mesh_attention.kernels.reference import Reference
@@ -20,6 +21,7 @@ _KERNELS: list[Kernel] = [
     FlashAttn4(),
     FlashAttn3(),
     Cudnn(),
+    CudnnRanges(),
     CudaFlash(),
     CpuFlash(),
     Blockwise(),
@@ -88,6 +90,9 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
         return "has no backward pass"
     if request.softcap and not getattr(kernel, "has_softcap", False):
         return "has no softcap (a kernel with `has_softcap = True` has)"
+    backward = request.direction is Direction.BACKWARD
+    if backward and request.deterministic and not getattr(kernel, "deterministic", False):
+        return "its backward pass is not deterministic, as torch.use_deterministic_algorithms asks"
     return kernel.refuses(request)
 
 

@@ -75,6 +75,7 @@ class CpuFlash(TorchOp):
     by zero; the log-sum-exp comes back as a view of (B, S, H)."""
 
     name = "cpu_flash"
+    deterministic = True
     op = "_scaled_dot_product_flash_attention_for_cpu"
 
     def refuses(self, request: Request) -> str | None:
@@ -92,6 +93,7 @@ class CudaFlash(TorchOp):
     runs where cuDNN is missing. Its backward reads `logsumexp` as a contiguous (B, H, S)."""
 
     name = "cuda_flash"
+    deterministic = True  # where PyTorch is asked for it
     op = "_scaled_dot_product_flash_attention"
     forward_options: Mapping[str, Any] = {"return_debug_mask": False}
     backward_arguments = _UNUSED

@@ -31,6 +31,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
+from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
@@ -92,7 +93,12 @@ class Executor:
             )
         self.call_shape = call_shape
         scores = Scores(softmax_scale, softcap)
-        choices = _choose(plan, call_shape, one.direction, kernel, softcap=bool(softcap))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        choices = _choose(
+            *(plan, call_shape, one.direction, kernel),
+            softcap=bool(softcap),
+            deterministic=deterministic,
+        )
         kernels = {k: c.kernel for k, c in choices.items() if isinstance(c, Choice)}
         self.faster = faster_calls(program, plan, kernels, one.direction)
         program = self.faster.program
@@ -252,7 +258,13 @@ def _beside_transfers(
 
 
 def _choose(
-    plan: Plan, call_shape: CallShape, direction: Direction, force: str | None, *, softcap: bool
+    plan: Plan,
+    call_shape: CallShape,
+    direction: Direction,
+    force: str | None,
+    *,
+    softcap: bool,
+    deterministic: bool,
 ) -> dict[MaskKind, Choice | KernelRefusedError]:
     """For every kind of mask, also those that no call of the program may have."""
     problem = plan.problem
@@ -272,6 +284,8 @@ def _choose(
             mask=kind,
             softcap=softcap,
             padded=padded,
+            scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
+            deterministic=deterministic,
         )
         try:
             found[kind] = choose(request, force=force)

@@ -37,6 +37,7 @@ class CallOptions:
     nvtx: bool = False
     timeout: timedelta | None = None
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
 
 class PreparedCall:

@@ -1,0 +1,78 @@
+"""The adapter of cuDNN Frontend, as far as it goes without a GPU: intervals, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_cases import RANGES, MaskMaker
+from torch import Tensor
+
+from mesh_attention.kernels import MaskKind, Request, RowRange
+from mesh_attention.kernels.cudnn_ranges import CudnnRanges, interval_ends
+from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.plan.plan import Direction
+
+CPU = torch.device("cpu")
+HOPPER = Request(Direction.BACKWARD, "cuda", (9, 0), torch.bfloat16, 128, 128, 8, 2, MaskKind.RANGE)
+
+
+def spread(ends: Tensor, num_keys: int) -> Tensor:
+    """(S, T) bool, from `[0, F0) u [F1, F2) u ...`, whose numbers must never fall."""
+    assert ends.dtype == torch.int32
+    assert len(ends) % 2 == 1
+    assert (ends.diff(dim=0) >= 0).all()
+    key = torch.arange(num_keys)
+    visible = key < ends[0][:, None]
+    for begin, end in zip(ends[1::2], ends[2::2], strict=True):
+        visible |= (key >= begin[:, None]) & (key < end[:, None])
+    return visible
+
+
+@pytest.mark.parametrize("maker", RANGES, ids=lambda maker: maker.__name__)
+def test_intervals_show_what_the_mask_shows(maker: MaskMaker) -> None:
+    for queries, keys in ((60, 60), (17, 90), (1, 2), (40, 9)):
+        mask = maker(queries, keys)
+        expected = dense_mask(mask, queries, keys, CPU)
+        assert isinstance(mask, RowRange)
+        assert expected is not None
+        assert torch.equal(spread(interval_ends(mask, CPU), keys), expected)
+
+
+def test_gathered_blocks_in_any_order_become_as_few_intervals_as_there_are() -> None:
+    """Zigzag blocks 0, 3, 1, 2 of 4 keys each, causal: at most two intervals a query."""
+    position = torch.cat([torch.arange(4) + 4 * block for block in (0, 3, 1, 2)])
+    row = torch.arange(16)
+    mask = RowRange(torch.zeros_like(row), row + 1, position)
+    ends = interval_ends(mask, CPU)
+    assert len(ends) == 3
+    expected = dense_mask(mask, 16, 16, CPU)
+    assert expected is not None
+    assert torch.equal(spread(ends, 16), expected)
+
+
+def test_padded_keys_are_in_no_interval() -> None:
+    mask = RowRange(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2, 4]),
+                    torch.tensor([0, 1, -1, -1, 2, 3]))  # fmt: skip
+    assert spread(interval_ends(mask, CPU), 6).int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1],
+    ]  # fmt: skip
+
+
+def test_what_it_cannot_do_is_refused_by_name() -> None:
+    kernel = CudnnRanges()
+    refused = {
+        "runs on cuda": replace(HOPPER, device_type="cpu"),
+        "compute capability": replace(HOPPER, capability=(8, 0)),
+        "takes float16": replace(HOPPER, dtype=torch.float32),
+        "padded rows": replace(HOPPER, padded=True),
+        "in runs": replace(HOPPER, scattered=True),
+        "takes head sizes": replace(HOPPER, head_dim=136),
+        "no backward pass for head sizes": replace(HOPPER, head_dim=192),
+        "no multiple": replace(HOPPER, num_kv_heads=3),
+    }
+    for words, request in refused.items():
+        assert words in (kernel.refuses(request) or "")
+    told = kernel.refuses(HOPPER)
+    assert told is None or "nvidia-cudnn-frontend" in told
