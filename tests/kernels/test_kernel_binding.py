@@ -63,7 +63,14 @@ def fa3_of_today() -> ModuleType:
             return self._init_fn(*args, **kwargs)
 
     def _flash_attn_forward(
-        q: Any, k: Any, v: Any, k_new: Any = None, softmax_scale: Any = None, causal: Any = False
+        q: Any,
+        k: Any,
+        v: Any,
+        k_new: Any = None,
+        softmax_scale: Any = None,
+        causal: Any = False,
+        softcap: float = 0.0,
+        sm_margin: int = 0,
     ) -> Any:
         return (*forward64(q, k, v, softmax_scale, causal), None, None)
 
@@ -80,6 +87,7 @@ def fa3_of_today() -> ModuleType:
         dv: Any = None,
         softmax_scale: Any = None,
         is_causal: Any = False,
+        softcap: float = 0.0,
     ) -> Any:
         grads = backward64(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
@@ -94,7 +102,15 @@ def fa3_of_the_first_releases() -> ModuleType:
     module = ModuleType("flash_attn_interface")
 
     def _flash_attn_forward(
-        q: Any, k: Any, v: Any, k_new: Any, page_table: Any, softmax_scale: Any, causal: Any
+        q: Any,
+        k: Any,
+        v: Any,
+        k_new: Any,
+        page_table: Any,
+        softmax_scale: Any,
+        causal: Any,
+        softcap: float = 0.0,
+        sm_margin: int = 0,
     ) -> Any:
         assert k_new is None
         assert page_table is None
@@ -115,6 +131,7 @@ def fa3_of_the_first_releases() -> ModuleType:
         softmax_scale: Any,
         causal: Any,
         window_size: Any = (-1, -1),
+        softcap: float = 0.0,
     ) -> Any:
         grads = backward64(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
