@@ -15,6 +15,7 @@ from mesh_attention import testing
 from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
+from mesh_attention.runtime.compute import Scores
 from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
@@ -113,7 +114,7 @@ class _SharedRun(testing._Run):
 def run_shared(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
     """Forward and backward; every byte that nobody wrote reads as NaN."""
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
-    run = _SharedRun(plan, call_shape, q.shape[-1] ** -0.5, None, True)
+    run = _SharedRun(plan, call_shape, Scores(q.shape[-1] ** -0.5), None, True)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)

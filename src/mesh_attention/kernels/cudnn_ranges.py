@@ -10,7 +10,9 @@ tensors that are made here.
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +33,7 @@ from mesh_attention.kernels.probe import load, why_not_grouped
 from mesh_attention.plan.plan import Direction
 
 _PACKAGE = "nvidia-cudnn-frontend"
-_VERSIONS = ((1, 32), (1, 34))  # from, and below
+_VERSIONS = ((1, 32), (1, 33))  # from, and below
 _MOST_RUNS = 4096
 _FAR = 1 << 40  # behind every row
 
@@ -59,7 +61,7 @@ class CudnnRanges:
         grouped = request.num_heads != request.num_kv_heads
         if request.direction is Direction.BACKWARD and dims == (192, 128) and grouped:
             return "has no backward pass for head sizes (192, 128) with fewer KV heads"
-        return why_not_grouped(request) or _why_unusable()
+        return why_not_grouped(request) or _why_unusable() or _why_no_such_heads(request)
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         """Results; backward an fp32 accumulator of dq and two rows of statistics, and where query
@@ -81,7 +83,8 @@ class CudnnRanges:
         lse = q.new_empty(B, H, S, dtype=torch.float32)
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
-        _prepared(block.mask, q, k, v).forward(block, (q, k, v, out, lse))
+        prepared = _prepared(block.mask, q, k, v, backward=False)
+        prepared.forward(block, (q, k, v, out, lse))
         return out, lse
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,78 +96,164 @@ class CudnnRanges:
         assert given.delta is not None  # as `backward_needs` says
         # It takes row sums from `out`, less the gradient of the log-sum-exp: with zeros for the
         # one, and -delta for the other, neither `out` nor a stand-in has to be there.
-        prepared = _prepared(block.mask, q, k, v)
+        prepared = _prepared(block.mask, q, k, v, backward=True)
         tensors = (q, k, v, prepared.zeros(grad_out), grad_out, given.lse, dq, dk, dv)
-        prepared.backward(block, tensors, -given.delta.contiguous())
+        prepared.backward(block, (*tensors, -given.delta.contiguous()))
         return dq, dk, dv
 
 
 class _Prepared:
-    """What was made of a mask for tensors of one shape: its plan, and kernels by strides."""
+    """What was made of a mask for tensors of one shape: its plan, and launches by strides."""
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        self._launches: dict[Any, Any] = {}
+        self._launches: dict[Any, _Launch] = {}
         self._zeros: Tensor | None = None
 
     def forward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
-        q, k, v, out, lse = tensors
-        strides = (q.stride(), k.stride(), v.stride())
-        launch = self._launches.get(strides)
+        scale = block.softmax_scale
+        key = (block.leave_sms, scale, *(x.stride() for x in tensors))
+        launch = self._launches.get(key)
         if launch is None:
-            launch = _flex("FlexAttentionFwd")(q, k, v, out, self._plan, lse)
-            launch.check_support()
-            launch.compile()
-            launch = self._launches[strides] = _Forward(launch, self._plan, q, k, v)
-        launch(block, tensors)
+            q, k, v, out, lse = tensors
+            compiled = _ready(_flex("FlexAttentionFwd")(q, k, v, out, self._plan, lse))
 
-    def backward(self, block: Block, tensors: tuple[Tensor, ...], minus_delta: Tensor) -> None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        strides = (deterministic, *(x.stride() for x in tensors))
-        launch = self._launches.get(strides)
+            def execute(
+                q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **own: Any
+            ) -> None:
+                compiled.execute(q, k, v, out, self._plan, lse, softmax_scale=scale, **own)
+
+            launch = self._launches[key] = _Launch(compiled, execute, tensors)
+            launch.leave(block.leave_sms)
+        launch(*tensors)
+
+    def backward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
+        deterministic, scale = torch.are_deterministic_algorithms_enabled(), block.softmax_scale
+        key = (deterministic, scale, *(x.stride() for x in tensors))
+        launch = self._launches.get(key)
         if launch is None:
-            launch = _flex("FlexAttentionBwd")(
-                *tensors, self._plan, minus_delta, deterministic=deterministic
+            *others, minus_delta = tensors
+            backward = _flex("FlexAttentionBwd")
+            compiled = _ready(
+                backward(*others, self._plan, minus_delta, deterministic=deterministic)
             )
-            launch.check_support()
-            launch.compile()
-            self._launches[strides] = launch
-        workspace = minus_delta.new_empty(launch.workspace_size, dtype=torch.uint8)
-        launch.execute(
-            *tensors,
-            self._plan,
-            minus_delta,
-            workspace=workspace,
-            softmax_scale=block.softmax_scale,
-        )
+
+            def execute(*given: Tensor, **own: Any) -> None:
+                *others, minus_delta = given
+                compiled.execute(*others, self._plan, minus_delta, softmax_scale=scale, **own)
+
+            launch = self._launches[key] = _Launch(compiled, execute, tensors)
+        launch(*tensors)
 
     def zeros(self, like: Tensor) -> Tensor:
-        """In place of `out`; one row, spread over all."""
+        """In place of `out`: one row, spread over all."""
         if self._zeros is None:
             self._zeros = like.new_zeros(like.shape[3]).expand(like.shape)
         return self._zeros
 
 
-class _Forward:
-    """A compiled kernel without the checks that its library makes before every launch."""
+def _ready(compiled: Any) -> Any:
+    compiled.check_support()
+    compiled.compile()
+    return compiled
 
-    def __init__(self, compiled: Any, plan: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._launch = _found("cudnn.flex_attention.dispatch", "_launch_flex_attn_fwd")
-        self._kernel = compiled._compiled_kernel
-        self._dispatch = compiled._prepare(q, k, v, plan)
-        self._dispatches: dict[int, Any] = {0: self._dispatch}
-        self._counts_tiles = compiled.workspace_size > 0
 
-    def __call__(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
-        q, k, v, out, lse = tensors
-        counter = q.new_empty(1, dtype=torch.int32) if self._counts_tiles else None
-        dispatch = self._dispatches.get(block.leave_sms)
-        if dispatch is None:
-            # The kernel is persistent: it holds as many multiprocessors as it is told there are.
-            sms = self._dispatch.num_sms - block.leave_sms
-            dispatch = self._dispatches[block.leave_sms] = replace(self._dispatch, num_sms=sms)
-        scale = block.softmax_scale
-        self._launch(dispatch, self._kernel, q, k, v, out, lse, scale, None, None, counter)
+class _Launch:
+    """Kernels launched without the checks that their library makes every time, which take longer
+    than a small call: what it hands to each kernel is written down once, and handed again."""
+
+    def __init__(
+        self, compiled: Any, execute: Callable[..., None], tensors: tuple[Tensor, ...]
+    ) -> None:
+        self._bytes: int = compiled.workspace_size
+        # Each argument must be told from the others by its address.
+        told_apart = {x.data_ptr(): x for x in tensors}
+        if len(told_apart) < len(tensors):
+            tensors = tuple(x.clone(memory_format=torch.preserve_format) for x in tensors)
+        workspace = self._workspace(tensors[0])
+        known = {x.data_ptr(): at for at, x in enumerate(tensors)}
+        self._calls: list[tuple[Any, list[_Argument]]] = []
+
+        def written_down(kernel: Any) -> Any:
+            def call(*arguments: Any) -> None:
+                found = [_Argument.of(x, known, workspace) for x in arguments]
+                self._calls.append((kernel, found))
+                kernel(*arguments)
+
+            return call
+
+        kernels = compiled._compiled_kernel
+        if callable(kernels):
+            compiled._compiled_kernel = written_down(kernels)
+        else:
+            names = ("preprocess", "main", "post_dq", "post_dk", "post_dv")
+            spied = {n: written_down(k) for n in names if (k := getattr(kernels, n)) is not None}
+            compiled._compiled_kernel = replace(kernels, **spied)
+        execute(*tensors, workspace=workspace)
+        compiled._compiled_kernel = kernels
+        own = {a.offset: a for _, call in self._calls for a in call if a.offset is not None}
+        # Those that are added to, or counted in, begin at zero; the others are written first.
+        written = {a.offset for a in self._calls[0][1]} if len(self._calls) > 1 else set()
+        self._pieces = [(a, at not in written) for at, a in own.items()]
+
+    def leave(self, sms: int) -> None:
+        """The forward kernel is persistent: it holds as many multiprocessors as it is told of."""
+        if sms:
+            count = torch.cuda.get_device_properties().multi_processor_count
+            ((_, arguments),) = self._calls
+            assert arguments[-1].constant == count, "not the kernel that this was written for"
+            arguments[-1] = _Argument(constant=count - sms)
+
+    def _workspace(self, like: Tensor) -> Tensor:
+        return like.new_empty(self._bytes, dtype=torch.uint8)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        workspace = self._workspace(tensors[0])
+        own: dict[int | None, Tensor] = {}
+        for piece, zeroed in self._pieces:
+            own[piece.offset] = x = piece.view(workspace)
+            if zeroed:
+                x.zero_()
+        for kernel, arguments in self._calls:
+            kernel(
+                *(
+                    tensors[a.place]
+                    if a.place is not None
+                    else a.constant
+                    if a.offset is None
+                    else own[a.offset]
+                    for a in arguments
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """One of the tensors of a call, by its place; a piece of the workspace; or what never changes:
+    numbers, and tensors of the mask's plan."""
+
+    constant: Any = None
+    place: int | None = None
+    offset: int | None = None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+
+    @staticmethod
+    def of(x: Any, known: Mapping[int, int], workspace: Tensor) -> _Argument:
+        if not isinstance(x, Tensor):
+            return _Argument(constant=x)
+        place = known.get(x.data_ptr())
+        if place is not None:
+            return _Argument(place=place)
+        offset = x.data_ptr() - workspace.data_ptr()
+        if 0 <= offset < workspace.numel():
+            return _Argument(offset=offset, shape=tuple(x.shape), dtype=x.dtype)
+        return _Argument(constant=x)
+
+    def view(self, workspace: Tensor) -> Tensor:
+        assert self.offset is not None
+        stop = self.offset + math.prod(self.shape) * self.dtype.itemsize
+        return workspace[self.offset : stop].view(self.dtype).view(self.shape)
 
 
 @cache
@@ -183,6 +272,19 @@ def _why_unusable() -> str | None:
     return None
 
 
+def _why_no_such_heads(request: Request) -> str | None:
+    """On Hopper its backward pass has fewer head sizes than it documents, and says so if asked."""
+    can = load(
+        "cudnn.flex_attention.kernels.sm90.bwd.backward_config", "sm90_native_bwd_can_implement"
+    )
+    if request.direction is Direction.FORWARD or request.capability != (9, 0):
+        return None
+    sizes = request.head_dim, request.v_head_dim, request.num_heads, request.num_kv_heads
+    if isinstance(can, str) or can(*sizes):
+        return can if isinstance(can, str) else None
+    return f"has no backward pass for head sizes {sizes[:2]} of {sizes[2]}:{sizes[3]} heads"
+
+
 @cache
 def _found(module: str, name: str) -> Any:
     found = load(module, name)
@@ -196,19 +298,21 @@ def _flex(name: str) -> Any:
 
 def _aligned(x: Tensor) -> Tensor:
     """With strides that are multiples of 16 bytes; the innermost is 1 always."""
+    if x.requires_grad:
+        x = x.detach()
     step = 16 // x.element_size()
     fits = all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
 
 
-def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> _Prepared:
+def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Prepared:
     """Made once for a mask and sizes; this waits for the device."""
     assert isinstance(mask, RowRange), "chosen for row ranges only"
-    key = ("cudnn_ranges", q.device, q.dtype, q.shape, k.shape, v.shape)
+    key = ("cudnn_ranges", backward, q.device, q.dtype, q.shape, k.shape, v.shape)
     found = mask.kept.get(key)
     if found is None:
         ends = interval_ends(mask, q.device).repeat(1, q.shape[0])[None].contiguous()
-        plan = _flex("create_mask_plan")(ends, q, k, v, build_backward=True)
+        plan = _flex("create_mask_plan")(ends, q, k, v, build_backward=backward)
         found = mask.kept[key] = _Prepared(plan)
     prepared: _Prepared = found
     return prepared

@@ -82,9 +82,12 @@ class FlashAttn3(FlashPackage):
         alone = package and _why_not_fa3_fwd()
         return f"{package}; {alone}" if alone else None
 
+    @cache  # noqa: B019  (there is one of it)
+    def _alone(self) -> bool:
+        return self.forward_function.why_unusable() is not None
+
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        whole_package = self.forward_function.why_unusable() is None
-        forward = self.forward_function if whole_package else _fa3_fwd
+        forward = _fa3_fwd if self._alone() else self.forward_function
         scores = block.softmax_scale, causal, block.softcap
         out, lse, *_ = forward(block.q, block.k, block.v, *scores, block.leave_sms)
         return out, lse
