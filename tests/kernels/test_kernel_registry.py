@@ -72,7 +72,9 @@ def test_row_ranges_and_unequal_head_sizes_go_to_the_blockwise_kernel() -> None:
 
 
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
-    with pytest.raises(UnknownKernelError, match="cudnn, cuda_flash, cpu_flash, blockwise") as info:
+    with pytest.raises(
+        UnknownKernelError, match="cudnn, cuda_flash, cpu_flash, triton, blockwise"
+    ) as info:
         choose(ON_CPU, force="flash")
     assert isinstance(info.value, MeshAttentionError)
 

@@ -15,6 +15,7 @@ from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import BackwardNeeds, Kernel, Request
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
+from mesh_attention.kernels.triton_ranges import TritonRanges
 from mesh_attention.plan.plan import Direction
 
 _KERNELS: list[Kernel] = [
@@ -24,6 +25,7 @@ _KERNELS: list[Kernel] = [
     CudnnRanges(),
     CudaFlash(),
     CpuFlash(),
+    TritonRanges(),
     Blockwise(),
     Reference(),
 ]

@@ -1,0 +1,353 @@
+"""Attention backward for any row ranges: a kernel for dQ, then one for dK and dV, without atomics.
+
+Sums are made in one order, so results are the same every time. Both kernels take the log-sum-exp
+and delta of the *whole* softmax, of which the block is a part. The first leaves them for the second
+in the form and order that its inner loop wants: (2, B, H, S), the log-sum-exp to the base of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mesh_attention.kernels.fused.attention_tiles import (
+    CAPPED,
+    first_piece,
+    load_tile,
+    next_piece,
+    scores_of,
+    store_tile,
+    tile_offsets,
+)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_UNSEEN = tl.constexpr(1e30)  # two to the power of any score less this is zero
+_TABLE_COLUMNS = tl.constexpr(5)
+
+
+@triton.jit
+def attention_backward_queries_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    grad_out: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    statistics: tl.tensor,
+    dq: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    key_position: tl.tensor,
+    runs: tl.tensor,
+    table: tl.tensor,
+    q_batch: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    grad_batch: tl.tensor,
+    grad_row: tl.tensor,
+    grad_head: tl.tensor,
+    lse_batch: tl.tensor,
+    lse_row: tl.tensor,
+    lse_head: tl.tensor,
+    delta_batch: tl.tensor,
+    delta_row: tl.tensor,
+    delta_head: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    num_heads: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    softmax_scale: tl.tensor,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """`dq` is (B, S, H, D), contiguous."""
+    SHARES: tl.constexpr = BLOCK // ROWS
+    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
+    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
+    batch = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    group = head // REPEATS
+    start_row = start.to(tl.int64)
+    rows_left = num_queries - start
+    row = tl.arange(0, ROWS)
+    inside = row < rows_left
+
+    lse += batch * lse_batch + head * lse_head + start_row * lse_row
+    delta += batch * delta_batch + head * delta_head + start_row * delta_row
+    base = tl.load(lse + row * lse_row, mask=inside, other=-float("inf"))
+    unseen = base == -float("inf")
+    base = tl.where(unseen, _UNSEEN, base * _LOG2_E)
+    row_delta = tl.load(delta + row * delta_row, mask=inside, other=0.0)
+    row_delta = tl.where(unseen, 0.0, row_delta)
+    statistics += tl.program_id(1).to(tl.int64) * num_queries + start
+    tl.store(statistics + row, base, mask=inside)
+    statistics += tl.num_programs(1).to(tl.int64) * num_queries
+    tl.store(statistics + row, row_delta, mask=inside)
+
+    q += batch * q_batch + head * q_head + start_row * q_row
+    grad_out += batch * grad_batch + head * grad_head + start_row * grad_row
+    k += batch * k_batch + group * k_head
+    v += batch * v_batch + group * v_head
+    q_tile = load_tile(
+        q + tile_offsets(q_row, ROWS, D_PADDED), rows_left, ROWS, D_PADDED, D, CHECK_ROWS=True
+    )
+    grad_tile = load_tile(
+        *(grad_out + tile_offsets(grad_row, ROWS, E_PADDED), rows_left, ROWS, E_PADDED, E),
+        CHECK_ROWS=True,
+    )
+    row_lo = tl.load(lo + start + row, mask=inside, other=0)
+    row_hi = tl.load(hi + start + row, mask=inside, other=0)
+    acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
+    acc = _add_queries(
+        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_row, v_row, row_lo, row_hi),
+        *(key_position, num_keys, runs, tl.load(entry + 1), tl.load(entry + 2), scale),
+        *(inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        MASKED=False,
+    )
+    acc = _add_queries(
+        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_row, v_row, row_lo, row_hi),
+        *(key_position, num_keys, runs, tl.load(entry + 3), tl.load(entry + 4), scale),
+        *(inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        MASKED=True,
+    )
+    dq_row = num_heads * D
+    dq += (batch * num_queries + start_row) * dq_row + head * D
+    dq_pointers = dq + tile_offsets(dq_row, ROWS, D_PADDED)
+    store_tile(dq_pointers, acc * softmax_scale, rows_left, ROWS, D_PADDED, D)
+
+
+@triton.jit
+def _add_queries(
+    acc: tl.tensor,
+    q_tile: tl.tensor,
+    grad_tile: tl.tensor,
+    base: tl.tensor,
+    row_delta: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_row: tl.tensor,
+    v_row: tl.tensor,
+    row_lo: tl.tensor,
+    row_hi: tl.tensor,
+    key_position: tl.tensor,
+    num_keys: tl.tensor,
+    runs: tl.tensor,
+    run: tl.tensor,
+    num_blocks: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    PIECES: tl.constexpr = BLOCK // KEYS
+    key = tl.arange(0, KEYS)
+    k_offsets = tile_offsets(k_row, KEYS, D_PADDED)
+    v_offsets = tile_offsets(v_row, KEYS, E_PADDED)
+    at, end = first_piece(runs, run, PIECES)
+    for _ in tl.range(num_blocks * PIECES):
+        start = at * KEYS
+        keys_left = num_keys - start
+        k_base = k + start.to(tl.int64) * k_row
+        v_base = v + start.to(tl.int64) * v_row
+        k_tile = load_tile(k_base + k_offsets, keys_left, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
+        v_tile = load_tile(v_base + v_offsets, keys_left, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        scores = scores_of(scores, inner_scale, SCORES)
+        p = tl.exp2(scores * scale - base[:, None])
+        if MASKED:
+            position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)[None, :]
+            visible = (row_lo[:, None] <= position) & (position < row_hi[:, None])
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+        ds = p * (dp - row_delta[:, None])
+        if SCORES == CAPPED:
+            ds = ds * (1.0 - scores * scores)
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+        run, at, end = next_piece(runs, run, at, end, PIECES)
+    return acc
+
+
+@triton.jit
+def attention_backward_keys_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    grad_out: tl.tensor,
+    statistics: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    key_position: tl.tensor,
+    runs: tl.tensor,
+    table: tl.tensor,
+    q_batch: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    grad_batch: tl.tensor,
+    grad_row: tl.tensor,
+    grad_head: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    num_groups: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    softmax_scale: tl.tensor,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """`dk` is (B, T, G, D) and `dv` (B, T, G, E), contiguous. A program takes `KEYS` keys, and of
+    the queries `ROWS` at once, for one head of the group after another."""
+    SHARES: tl.constexpr = BLOCK // KEYS
+    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
+    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * KEYS
+    batch = (tl.program_id(1) // num_groups).to(tl.int64)
+    group = (tl.program_id(1) % num_groups).to(tl.int64)
+    start_key = start.to(tl.int64)
+    keys_left = num_keys - start
+    key = tl.arange(0, KEYS)
+
+    k += batch * k_batch + group * k_head + start_key * k_row
+    v += batch * v_batch + group * v_head + start_key * v_row
+    k_tile = load_tile(
+        k + tile_offsets(k_row, KEYS, D_PADDED), keys_left, KEYS, D_PADDED, D, CHECK_ROWS=True
+    )
+    v_tile = load_tile(
+        v + tile_offsets(v_row, KEYS, E_PADDED), keys_left, KEYS, E_PADDED, E, CHECK_ROWS=True
+    )
+    # Positions begin at zero, so nobody sees what is past the last key.
+    position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)
+    dk_acc = tl.zeros([KEYS, D_PADDED], dtype=tl.float32)
+    dv_acc = tl.zeros([KEYS, E_PADDED], dtype=tl.float32)
+    num_statistics = tl.num_programs(1).to(tl.int64) * REPEATS * num_queries
+    for repeat in tl.range(REPEATS):
+        head = group * REPEATS + repeat
+        q_base = q + batch * q_batch + head * q_head
+        grad_base = grad_out + batch * grad_batch + head * grad_head
+        base = statistics + (batch * num_groups * REPEATS + head) * num_queries
+        dk_acc, dv_acc = _add_keys(
+            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, base, base + num_statistics),
+            *(q_row, grad_row, lo, hi, position, num_queries, runs),
+            *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
+            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS),
+            MASKED=False,
+        )
+        dk_acc, dv_acc = _add_keys(
+            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, base, base + num_statistics),
+            *(q_row, grad_row, lo, hi, position, num_queries, runs),
+            *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
+            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS),
+            MASKED=True,
+        )
+    dk_row, dv_row = num_groups * D, num_groups * E
+    dk += (batch * num_keys + start_key) * dk_row + group * D
+    dv += (batch * num_keys + start_key) * dv_row + group * E
+    dk_pointers = dk + tile_offsets(dk_row, KEYS, D_PADDED)
+    dv_pointers = dv + tile_offsets(dv_row, KEYS, E_PADDED)
+    store_tile(dk_pointers, dk_acc * softmax_scale, keys_left, KEYS, D_PADDED, D)
+    store_tile(dv_pointers, dv_acc, keys_left, KEYS, E_PADDED, E)
+
+
+@triton.jit
+def _add_keys(
+    dk: tl.tensor,
+    dv: tl.tensor,
+    k_tile: tl.tensor,
+    v_tile: tl.tensor,
+    q: tl.tensor,
+    grad_out: tl.tensor,
+    base: tl.tensor,
+    delta: tl.tensor,
+    q_row: tl.tensor,
+    grad_row: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    position: tl.tensor,
+    num_queries: tl.tensor,
+    runs: tl.tensor,
+    run: tl.tensor,
+    num_blocks: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Scores stand with keys as rows: so p and ds are left operands without being transposed."""
+    PIECES: tl.constexpr = BLOCK // ROWS
+    row = tl.arange(0, ROWS)
+    q_offsets = tile_offsets(q_row, ROWS, D_PADDED)
+    grad_offsets = tile_offsets(grad_row, ROWS, E_PADDED)
+    at, end = first_piece(runs, run, PIECES)
+    for _ in tl.range(num_blocks * PIECES):
+        start = at * ROWS
+        rows_left = num_queries - start
+        q_base = q + start.to(tl.int64) * q_row
+        grad_base = grad_out + start.to(tl.int64) * grad_row
+        q_tile = load_tile(q_base + q_offsets, rows_left, ROWS, D_PADDED, D, CHECK_ROWS=MASKED)
+        inside = row < rows_left
+        if MASKED:
+            row_base = tl.load(base + start + row, mask=inside, other=0.0)
+        else:
+            row_base = tl.load(base + start + row)
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores = scores_of(scores, inner_scale, SCORES)
+        p = tl.exp2(scores * scale - row_base[None, :])
+        if MASKED:
+            row_lo = tl.load(lo + start + row, mask=inside, other=0)[None, :]
+            row_hi = tl.load(hi + start + row, mask=inside, other=0)[None, :]
+            visible = (row_lo <= position[:, None]) & (position[:, None] < row_hi)
+            p = tl.where(visible, p, 0.0)
+        grad_tile = load_tile(
+            grad_base + grad_offsets, rows_left, ROWS, E_PADDED, E, CHECK_ROWS=MASKED
+        )
+        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
+        if MASKED:
+            row_delta = tl.load(delta + start + row, mask=inside, other=0.0)
+        else:
+            row_delta = tl.load(delta + start + row)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+        ds = p * (dp - row_delta[None, :])
+        if SCORES == CAPPED:
+            ds = ds * (1.0 - scores * scores)
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+        run, at, end = next_piece(runs, run, at, end, PIECES)
+    return dk, dv

@@ -1,0 +1,171 @@
+"""Attention forward for any row ranges, in one kernel: online softmax over the visible blocks.
+
+A program takes some rows of one head. It goes over the blocks of keys that they see whole without
+looking at the mask, then over those that it masks; `range_blocks.py` makes the lists of both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mesh_attention.kernels.fused.attention_tiles import (
+    first_piece,
+    load_tile,
+    next_piece,
+    scores_of,
+    store_tile,
+    tile_offsets,
+)
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+_TABLE_COLUMNS = tl.constexpr(5)
+
+
+@triton.jit
+def attention_forward_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    key_position: tl.tensor,
+    runs: tl.tensor,
+    table: tl.tensor,
+    q_batch: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    num_queries: tl.tensor,
+    num_keys: tl.tensor,
+    num_heads: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """`out` is (B, S, H, E) and `lse` (B, H, S), both contiguous."""
+    SHARES: tl.constexpr = BLOCK // ROWS
+    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
+    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
+    batch = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    group = head // REPEATS
+    start_row = start.to(tl.int64)
+    rows_left = num_queries - start
+
+    q += batch * q_batch + head * q_head + start_row * q_row
+    k += batch * k_batch + group * k_head
+    v += batch * v_batch + group * v_head
+    q_tile = load_tile(
+        q + tile_offsets(q_row, ROWS, D_PADDED), rows_left, ROWS, D_PADDED, D, CHECK_ROWS=True
+    )
+    row = tl.arange(0, ROWS)
+    inside = row < rows_left
+    row_lo = tl.load(lo + start + row, mask=inside, other=0)
+    row_hi = tl.load(hi + start + row, mask=inside, other=0)
+    acc = tl.zeros([ROWS, E_PADDED], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    best = tl.full([ROWS], -float("inf"), dtype=tl.float32)
+
+    acc, total, best = _attend(
+        *(acc, total, best, q_tile, k, v, k_row, v_row, row_lo, row_hi, key_position, num_keys),
+        *(runs, tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        MASKED=False,
+    )
+    acc, total, best = _attend(
+        *(acc, total, best, q_tile, k, v, k_row, v_row, row_lo, row_hi, key_position, num_keys),
+        *(runs, tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        MASKED=True,
+    )
+
+    unseen = total == 0.0
+    total = tl.where(unseen, 1.0, total)
+    row_lse = tl.where(unseen, -float("inf"), (best + tl.log2(total)) * _LN_2)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * num_queries + start + row, row_lse, mask=inside)
+    out_row = num_heads * E
+    out += (batch * num_queries + start_row) * out_row + head * E
+    store_tile(
+        out + tile_offsets(out_row, ROWS, E_PADDED),
+        acc / total[:, None],
+        rows_left,
+        *(ROWS, E_PADDED, E),
+    )
+
+
+@triton.jit
+def _attend(
+    acc: tl.tensor,
+    total: tl.tensor,
+    best: tl.tensor,
+    q_tile: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_row: tl.tensor,
+    v_row: tl.tensor,
+    row_lo: tl.tensor,
+    row_hi: tl.tensor,
+    key_position: tl.tensor,
+    num_keys: tl.tensor,
+    runs: tl.tensor,
+    run: tl.tensor,
+    num_blocks: tl.tensor,
+    scale: tl.tensor,
+    inner_scale: tl.tensor,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    PIECES: tl.constexpr = BLOCK // KEYS
+    key = tl.arange(0, KEYS)
+    k_offsets = tile_offsets(k_row, KEYS, D_PADDED)
+    v_offsets = tile_offsets(v_row, KEYS, E_PADDED)
+    at, end = first_piece(runs, run, PIECES)
+    for _ in tl.range(num_blocks * PIECES):
+        start = at * KEYS
+        keys_left = num_keys - start
+        k_base = k + start.to(tl.int64) * k_row
+        k_tile = load_tile(k_base + k_offsets, keys_left, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        scores = scores_of(scores, inner_scale, SCORES)
+        if MASKED:
+            # Positions begin at zero, so nobody sees what is past the last key.
+            position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)[None, :]
+            visible = (row_lo[:, None] <= position) & (position < row_hi[:, None])
+            scores = tl.where(visible, scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+        base = new_best
+        if MASKED:
+            # Rows that have seen nothing yet must not compute inf - inf.
+            base = tl.where(new_best == -float("inf"), 0.0, new_best)
+        p = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v_base = v + start.to(tl.int64) * v_row
+        v_tile = load_tile(v_base + v_offsets, keys_left, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        best = new_best
+        run, at, end = next_piece(runs, run, at, end, PIECES)
+    return acc, total, best

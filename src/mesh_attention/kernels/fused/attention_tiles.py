@@ -1,0 +1,89 @@
+"""What the attention kernels share: tiles of rows, runs of blocks, and scores.
+
+`SCORES` says how scores are made of a product of queries and keys: 0 for the product itself,
+SCALED for the product times `inner_scale` (which may be zero or less), CAPPED for its
+tanh. Times `scale` they are exponents of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SCALED = tl.constexpr(1)
+CAPPED = tl.constexpr(2)
+
+_TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+
+
+@triton.jit
+def tile_offsets(row_stride: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    return tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def load_tile(
+    pointers: tl.tensor,
+    rows_left: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Zeros past the width, and past the rows that are left if those are checked."""
+    row = tl.arange(0, ROWS)[:, None] < rows_left
+    column = tl.arange(0, COLUMNS)[None, :] < WIDTH
+    if CHECK_ROWS and WIDTH < COLUMNS:
+        tile = tl.load(pointers, mask=row & column, other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=row, other=0.0)
+    elif WIDTH < COLUMNS:
+        tile = tl.load(pointers, mask=column, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    pointers: tl.tensor,
+    value: tl.tensor,
+    rows_left: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.arange(0, ROWS)[:, None] < rows_left
+    value = value.to(pointers.dtype.element_ty)
+    if WIDTH < COLUMNS:
+        tl.store(pointers, value, mask=row & (tl.arange(0, COLUMNS)[None, :] < WIDTH))
+    else:
+        tl.store(pointers, value, mask=row)
+
+
+@triton.jit
+def first_piece(runs: tl.tensor, run: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """(the first piece of a run of blocks, the end of the run), in pieces of a block."""
+    return tl.load(runs + run) * PIECES, tl.load(runs + run + 1) * PIECES
+
+
+@triton.jit
+def next_piece(
+    runs: tl.tensor, run: tl.tensor, at: tl.tensor, end: tl.tensor, PIECES: tl.constexpr
+) -> tl.tensor:
+    """(run, piece, end of the run). Without a branch, and an iteration before it is needed, so
+    that loads of tiles can be pipelined over the ends of runs."""
+    ended = at + 1 == end
+    run = tl.where(ended, run + 2, run)
+    at = tl.where(ended, tl.load(runs + run) * PIECES, at + 1)
+    return run, at, tl.load(runs + run + 1) * PIECES
+
+
+@triton.jit
+def scores_of(product: tl.tensor, inner_scale: tl.tensor, SCORES: tl.constexpr) -> tl.tensor:
+    scores = product
+    if SCORES == SCALED:
+        scores = product * inner_scale
+    elif SCORES == CAPPED:
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(product * (inner_scale * _TWO_LOG2_E)))
+    return scores

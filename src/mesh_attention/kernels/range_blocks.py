@@ -1,0 +1,136 @@
+"""From a mask the blocks of it that a kernel has to look at, made once by a few tensor operations.
+
+Queries and keys are cut into blocks. Of each pair of blocks all, some or none of the pairs are
+visible, which follows from the smallest and largest positions. A kernel wants, for each block of
+queries, the blocks of keys that it sees whole and those that it must mask; for the gradients of
+keys the same the other way round. Visible blocks lie side by side mostly, so they are kept as runs
+of block numbers: those of 4,096 x 4,096 blocks take kilobytes, where a list of all of them would
+take megabytes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mesh_attention.kernels.interface import BlockMask, Causal, RowRange
+from mesh_attention.kernels.visibility import check_mask
+
+_NEVER = 2**31 - 1  # a position that no key has
+
+# Of a table: number of the block; where its runs begin that are seen whole, and how many blocks
+# they have; the same of runs to be masked.
+TABLE_COLUMNS = 5
+# A kernel looks for the next run after each block, also after the last.
+_RUNS_PAST_THE_END = 4
+
+
+class RangeBlocks(NamedTuple):
+    """All int32, on the device of the block."""
+
+    lo: Tensor  # (S,)
+    hi: Tensor  # (S,)
+    key_position: Tensor  # (T,)
+    runs: Tensor  # [first, last + 1) of each run of blocks, one after another
+    by_query: Tensor  # (blocks of queries, TABLE_COLUMNS), those with the most work first
+    by_key: Tensor  # (blocks of keys, TABLE_COLUMNS)
+
+
+def range_blocks(
+    mask: BlockMask,
+    num_queries: int,
+    num_keys: int,
+    query_block: int,
+    key_block: int,
+    device: torch.device,
+) -> RangeBlocks:
+    """Made at the first call for a mask, whatever stream that is on, and kept with the mask."""
+    if not isinstance(mask, RowRange):
+        check_mask(mask, num_queries, num_keys)
+        mask = _as_range(isinstance(mask, Causal), num_queries, num_keys, device)
+    key = ("range_blocks", query_block, key_block, device)
+    found = mask.kept.get(key)
+    if found is None:
+        check_mask(mask, num_queries, num_keys)
+        found = mask.kept[key] = _make(mask, query_block, key_block, device)
+        if device.type == "cuda":  # later calls may be on other streams
+            torch.cuda.current_stream(device).synchronize()
+    assert isinstance(found, RangeBlocks)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _as_range(causal: bool, num_queries: int, num_keys: int, device: torch.device) -> RowRange:
+    row, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+    hi = row + 1 if causal else torch.full_like(row, num_keys)
+    return RowRange(torch.zeros_like(row), hi, key)
+
+
+def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device) -> RangeBlocks:
+    # Clamped also for a copy of our own: a view may begin anywhere, and kernels read it aligned.
+    lo, hi, key_position = (
+        x.to(device, non_blocking=True).clamp(max=_NEVER).to(torch.int32)
+        for x in (mask.lo, mask.hi, mask.key_position)
+    )
+    all_QK, some_QK = _states(lo, hi, key_position, query_block, key_block)
+    listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
+    edges = [_edges(seen) for seen in listed]
+    ends = torch.cat([x.sum(dim=1) for x in edges]).cumsum(dim=0)
+    firsts = (pad(ends, (1, 0))[:-1]).split_with_sizes([len(x) for x in edges])
+    counts = [seen.sum(dim=1) for seen in listed]
+    # The one place where the host waits for the device.
+    at = torch.cat([x.flatten() for x in edges]).nonzero()[:, 0]
+    of_queries = edges[0].numel() + edges[1].numel()
+    runs = torch.where(
+        at < of_queries, at % edges[0].shape[1], (at - of_queries) % edges[2].shape[1]
+    )
+    return RangeBlocks(
+        lo,
+        hi,
+        key_position,
+        pad(runs, (0, _RUNS_PAST_THE_END)).to(torch.int32),
+        _table(firsts[0], counts[0], firsts[1], counts[1]),
+        _table(firsts[2], counts[2], firsts[3], counts[3]),
+    )
+
+
+def _states(
+    lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
+) -> tuple[Tensor, Tensor]:
+    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
+
+    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
+    a kernel need not look at bounds in whole blocks.
+    """
+    sees = hi > lo
+    lo_QR = _cut(lo.where(sees, _NEVER), query_block, _NEVER)
+    hi_QR = _cut(hi.where(sees, -1), query_block, -1)
+    low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
+    high_K = _cut(key_position, key_block, -1).amax(dim=1)
+    # Padding is at the end of the last block alone, and raises its largest position here.
+    highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
+    seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
+    whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
+    return whole, seen & ~whole
+
+
+def _cut(x: Tensor, block: int, padding: int) -> Tensor:
+    """(blocks, block)"""
+    return pad(x, (0, -len(x) % block), value=padding).view(-1, block)
+
+
+def _edges(seen_RC: Tensor) -> Tensor:
+    """(R, C + 1): where a run of True begins, and where the first False after it is."""
+    padded = pad(seen_RC, (1, 1))
+    return padded[:, 1:] != padded[:, :-1]
+
+
+def _table(first_all: Tensor, num_all: Tensor, first_some: Tensor, num_some: Tensor) -> Tensor:
+    """The blocks with the most work first: what is left for the end is then short."""
+    order = (num_all + num_some).argsort(descending=True, stable=True)
+    columns = torch.stack((first_all, num_all, first_some, num_some), dim=1)[order]
+    return torch.cat((order[:, None], columns), dim=1).to(torch.int32)

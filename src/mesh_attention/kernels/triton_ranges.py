@@ -1,0 +1,286 @@
+"""Our own attention kernels in Triton: any row ranges in one call, forward and backward.
+
+The kernels are in `fused/attention_forward.py` and `fused/attention_backward.py`; here is what
+stands around them: sizes of tiles, memory for results, and a launch that costs little when a call
+of the same kind comes again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.interface import (
+    BackwardInputs,
+    BackwardNeeds,
+    Block,
+    BlockSize,
+    Request,
+)
+from mesh_attention.kernels.probe import load, why_not_grouped
+from mesh_attention.kernels.range_blocks import RangeBlocks, range_blocks
+from mesh_attention.plan.plan import Direction
+
+_LOG2_E = 1.4426950408889634
+_PLAIN, _SCALED, _CAPPED = range(3)  # as in fused/attention_tiles.py
+_MOST_LAUNCHES = 4096
+
+
+class KernelTile(NamedTuple):
+    """What a program works on at once, and how it is compiled."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class KernelTiles(NamedTuple):
+    """`block` rows and keys are a block of the lists of visible blocks; tiles divide it."""
+
+    block: int
+    forward: KernelTile
+    backward_queries: KernelTile  # dQ
+    backward_keys: KernelTile  # dK and dV
+
+
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> KernelTiles:
+    """By the larger of the two head sizes; a row of the table is what was fastest there."""
+    if dtype == torch.float32:
+        small = KernelTile(64, 32, 4, 1) if head_dim <= 128 else KernelTile(32, 32, 4, 1)
+        return KernelTiles(
+            64, small, KernelTile(small.keys, 32, 4, 1), KernelTile(32, small.keys, 4, 1)
+        )
+    # The other GPUs of these generations have 99 KiB of shared memory for a program.
+    if capability[0] == 9 or capability == (10, 0):
+        if head_dim <= 64:
+            return KernelTiles(
+                128,
+                KernelTile(128, 128, 4, 3),
+                KernelTile(128, 64, 8, 3),
+                KernelTile(64, 128, 8, 3),
+            )
+        if head_dim <= 128:
+            return KernelTiles(
+                128, KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 128, 8, 3)
+            )
+        return KernelTiles(
+            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2)
+        )
+    if head_dim <= 64:
+        return KernelTiles(
+            128, KernelTile(128, 64, 4, 3), KernelTile(64, 64, 4, 2), KernelTile(64, 64, 4, 2)
+        )
+    if head_dim <= 128:
+        return KernelTiles(
+            128, KernelTile(128, 32, 8, 2), KernelTile(64, 32, 4, 2), KernelTile(32, 64, 4, 2)
+        )
+    return KernelTiles(
+        128, KernelTile(64, 32, 4, 2), KernelTile(32, 32, 4, 1), KernelTile(32, 32, 4, 1)
+    )
+
+
+class TritonRanges:
+    """Sums are always made in the same order. Results have the dtype of the inputs, or fp32."""
+
+    name = "triton"
+    has_softcap = True
+    deterministic = True
+    backward_needs = BackwardNeeds(delta=True)
+
+    def __init__(self, *, tiles: KernelTiles | None = None, wide: bool = False) -> None:
+        self._tiles = tiles
+        self._wide = wide
+        self._launches: dict[tuple[Any, ...], tuple[_Launch, ...]] = {}
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device_type != "cuda":
+            return f"runs on cuda, not on {request.device_type}"
+        if not torch.cuda.is_available():
+            return "no CUDA device is visible"
+        if request.capability is None or request.capability < (8, 0):
+            return f"needs compute capability 8.0 or later, found {request.capability}"
+        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"takes float16, bfloat16 and float32, not {request.dtype}"
+        if max(request.head_dim, request.v_head_dim) > 256:
+            sizes = f"{request.head_dim} and {request.v_head_dim}"
+            return f"head sizes must be at most 256, not {sizes}"
+        found = load("triton", "jit")
+        return found if isinstance(found, str) else why_not_grouped(request)
+
+    def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
+        wide = max(block.element_bytes, 4) if self._wide else block.element_bytes
+        results = block.result_bytes(direction, wide)
+        if direction is Direction.FORWARD:
+            return results
+        return results + 2 * 4 * block.num_queries * block.num_heads
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        q, k, v, *_ = block
+        B, S, H, _ = q.shape
+        out = torch.empty(B, S, H, v.shape[3], dtype=self._dtype(q), device=q.device)
+        lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+        if k.numel() == 0 or out.numel() == 0:
+            return out.zero_(), lse.fill_(-torch.inf)
+        key = (False, *_kind(q, k, v), *block[4:6])
+        launches = self._launches.get(key) or self._prepare(key, block, None)
+        blocks = self._blocks(block, launches[0].block)
+        launches[0](q, k, v, out, lse, *blocks[:4], blocks.by_query)
+        return out, lse
+
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *_ = block
+        grad_out, _, lse, delta = given
+        assert delta is not None  # as `backward_needs` says
+        B, S, H, _ = q.shape
+        dtype, device = self._dtype(q), q.device
+        dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
+        if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        grad_out = grad_out.to(q.dtype)
+        statistics = torch.empty(2, B, H, S, dtype=torch.float32, device=device)
+        key = (True, *_kind(q, k, v, grad_out, lse, delta), *block[4:6])
+        launches = self._launches.get(key) or self._prepare(key, block, (grad_out, lse, delta))
+        of_queries, of_keys = launches
+        blocks = self._blocks(block, of_queries.block)
+        lists = blocks[:4]
+        of_queries(q, k, v, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
+        of_keys(q, k, v, grad_out, statistics, dk, dv, *lists, blocks.by_key)
+        return dq, dk, dv
+
+    def _dtype(self, q: Tensor) -> torch.dtype:
+        return torch.float32 if self._wide else q.dtype
+
+    def _blocks(self, block: Block, size: int) -> RangeBlocks:
+        S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
+        return range_blocks(block.mask, S, T, size, size, device)
+
+    def _prepare(
+        self, key: tuple[Any, ...], block: Block, given: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[_Launch, ...]:
+        if len(self._launches) >= _MOST_LAUNCHES:
+            self._launches.clear()
+        tiles = self._tiles or _tiles_of(block)
+        found = _forward(block, tiles) if given is None else _backward(block, given, tiles)
+        self._launches[key] = found
+        return found
+
+
+class _Launch:
+    """A kernel, its grid, and all of its arguments but tensors.
+
+    It is made for sizes, strides and alignments, so it is always the same compiled kernel, and
+    Triton's own look for that takes longer than the rest of a launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        numbers: tuple[Any, ...],
+        block: int,
+        tile: KernelTile,
+    ) -> None:
+        self.block = block
+        self._kernel = kernel
+        self._grid = grid
+        self._numbers = (*numbers, block, tile.rows, tile.keys)
+        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self._compiled is None:  # in the interpreter it stays so
+            found = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            self._compiled = found
+        else:
+            self._compiled[self._grid](*tensors, *self._numbers)
+
+
+def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
+    """All that a launch depends on."""
+    kind: list[Any] = [q.dtype, q.device, q.shape, q.stride(), q.data_ptr() % 16]
+    for x in others:
+        kind += (x.shape, x.stride(), x.data_ptr() % 16)
+    return tuple(kind)
+
+
+def _tiles_of(block: Block) -> KernelTiles:
+    capability = torch.cuda.get_device_capability(block.q.device)
+    return tiles_for(capability, block.q.dtype, max(block.q.shape[3], block.v.shape[3]))
+
+
+def _forward(block: Block, tiles: KernelTiles) -> tuple[_Launch, ...]:
+    # Imported here: Triton comes with CUDA builds of PyTorch only.
+    from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
+
+    q, k, v, *_ = block
+    B, S, H, _ = q.shape
+    scales, constants = _constants(block)
+    numbers = (*_strides(q, k, v), S, k.shape[1], H, *scales, *constants)
+    grid = (_programs(S, tiles.block, tiles.forward.rows), B * H, 1)
+    return (_Launch(attention_forward_kernel, grid, numbers, tiles.block, tiles.forward),)
+
+
+def _backward(
+    block: Block, given: tuple[Tensor, Tensor, Tensor], tiles: KernelTiles
+) -> tuple[_Launch, ...]:
+    from mesh_attention.kernels.fused.attention_backward import (
+        attention_backward_keys_kernel,
+        attention_backward_queries_kernel,
+    )
+
+    q, k, v, _, softmax_scale, *_ = block
+    grad_out, lse, delta = given
+    B, S, H, _ = q.shape
+    T, G = k.shape[1:3]
+    scales, constants = _constants(block)
+    scales = (*scales, softmax_scale)
+    strides = _strides(q, k, v, grad_out)
+    of_rows = (*strides, *_strides(lse.transpose(1, 2), delta.transpose(1, 2)))
+    of_queries, of_keys = tiles.backward_queries, tiles.backward_keys
+    return (
+        _Launch(
+            attention_backward_queries_kernel,
+            (_programs(S, tiles.block, of_queries.rows), B * H, 1),
+            (*of_rows, S, T, H, *scales, *constants),
+            tiles.block,
+            of_queries,
+        ),
+        _Launch(
+            attention_backward_keys_kernel,
+            (_programs(T, tiles.block, of_keys.keys), B * G, 1),
+            (*strides, S, T, G, *scales, *constants),
+            tiles.block,
+            of_keys,
+        ),
+    )
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """(batch, row, head) of each."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _programs(length: int, block: int, rows: int) -> int:
+    return -(-length // block) * (block // rows)
+
+
+def _constants(block: Block) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """(scale and inner scale, constants of a kernel up to the kind of its scores)"""
+    _, H, D = block.q.shape[1:]
+    G, E = block.v.shape[2:]
+    scale, softcap = block.softmax_scale, block.softcap
+    if softcap:
+        scales, kind = (softcap * _LOG2_E, scale / softcap), _CAPPED
+    elif scale > 0:
+        scales, kind = (scale * _LOG2_E, 1.0), _PLAIN
+    else:
+        scales, kind = (_LOG2_E, scale), _SCALED
+    return scales, (H // G, D, E, _padded(D), _padded(E), kind)
+
+
+def _padded(width: int) -> int:
+    """A power of two, and no less than a matrix product takes."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -1,0 +1,218 @@
+"""Kernels that take any row ranges in one call, on a GPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from block_cases import (
+    RANGES,
+    TOLERANCE,
+    Block,
+    MaskMaker,
+    Result,
+    Shape,
+    assert_close,
+    causal,
+    documents,
+    full,
+    make_block,
+    run,
+    scattered,
+    window,
+)
+from torch import Tensor
+
+from mesh_attention.kernels import BackwardInputs, BlockMask, Kernel, RowRange
+from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.rows import RowKernels, delta
+from mesh_attention.kernels.triton_ranges import TritonRanges
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("kernel", [TritonRanges()], ids=lambda k: k.name),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# (query heads, KV heads, head size of queries and keys, of values)
+HEADS = [(4, 4, 64, 64), (8, 2, 128, 128), (3, 1, 80, 72), (4, 4, 192, 128), (2, 1, 256, 256)]
+SIZES = [(1, 300), (300, 1), (17, 127), (127, 129), (256, 256), (300, 640)]
+
+
+def gathered(num_queries: int, num_keys: int) -> BlockMask:
+    """Causal, of a rank that has two pieces of the sequence, keys in pieces that came in any order:
+    whole blocks, masked ones and hidden ones take turns."""
+    piece = num_keys // 8
+    order = (3, 0, 7, 5, 1, 6, 2, 4)
+    keys = torch.cat([torch.arange(at * piece, (at + 1) * piece) for at in order])
+    keys = torch.cat([keys, torch.arange(8 * piece, num_keys)])
+    half = num_queries // 2
+    queries = torch.cat([torch.arange(half) + piece, torch.arange(num_queries - half) + 5 * piece])
+    return RowRange(torch.zeros_like(queries), queries + 1, keys)
+
+
+def check(kernel: Kernel, block: Block, what: object = None, softcap: float = 0.0) -> Result:
+    found = _run(kernel, block, softcap)
+    expected = _run(Reference(), block.to(torch.float64), softcap)
+    assert_close(found, expected, TOLERANCE[block.q.dtype], what)
+    return found
+
+
+def _run(kernel: Kernel, block: Block, softcap: float = 0.0) -> Result:
+    of_kernel = block.of_kernel()._replace(softcap=softcap)
+    out, lse = kernel.forward(of_kernel)
+    given = BackwardInputs(block.grad_out, out, lse, delta(out, block.grad_out))
+    return Result(out, lse, *kernel.backward(of_kernel, given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_mask_and_size_is_exact_on_strided_buffers(
+    kernel: Kernel, dtype: torch.dtype, heads: tuple[int, int, int, int]
+) -> None:
+    H, G, D, E = heads
+    for maker in (full, causal, *RANGES, gathered):
+        for S, T in SIZES:
+            if maker is causal:
+                T = S
+            if T < 2 and maker not in (full, causal):
+                continue
+            shape = Shape(S=S, T=T, H=H, G=G, D=D, E=E)
+            block = make_block(shape, dtype, maker, device="cuda", strided=True)
+            check(kernel, block, (maker.__name__, shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("maker", [causal, window, documents, gathered], ids=lambda f: f.__name__)
+def test_longer_blocks_are_exact(kernel: Kernel, dtype: torch.dtype, maker: MaskMaker) -> None:
+    shape = Shape(S=2048, T=2048, H=4, G=2, D=128, E=128, B=1)
+    check(kernel, make_block(shape, dtype, maker, device="cuda"), maker.__name__)
+
+
+def test_it_takes_what_is_given_through_the_runtime(kernel: Kernel) -> None:
+    for maker in (full, causal, *RANGES):
+        block = make_block(Shape(S=300, T=300, D=64, E=64), torch.bfloat16, maker, device="cuda")
+        for delta_only in (False, True):
+            found = run(kernel, block, delta_only=delta_only)
+            assert_close(found, _run(Reference(), block.to(torch.float64)), 3e-2, maker.__name__)
+
+
+def test_positions_may_be_on_the_device(kernel: Kernel) -> None:
+    block = make_block(Shape(S=300, T=280, D=64, E=64), torch.bfloat16, scattered, device="cuda")
+    mask = block.mask
+    assert isinstance(mask, RowRange)
+    moved = RowRange(mask.lo.cuda(), mask.hi.cuda(), mask.key_position.cuda())
+    check(kernel, replace(block, mask=moved))
+
+
+def test_rows_that_see_nothing_give_zeros(kernel: Kernel) -> None:
+    shape = Shape(S=300, T=280, D=128, E=128)
+    block = make_block(shape, torch.bfloat16, scattered, device="cuda", strided=True)
+    found = check(kernel, block)
+    unseen = found.lse[0, 0] == -torch.inf
+    assert unseen.any()
+    assert torch.all(found.out[:, unseen] == 0)
+    assert torch.all(found.dq[:, unseen] == 0)
+    for S, T in ((0, 64), (64, 0)):
+        empty = _run(kernel, make_block(Shape(S=S, T=T, D=64, E=64), torch.bfloat16, device="cuda"))
+        assert torch.all(empty.lse == -torch.inf)
+        assert all(torch.all(x == 0) for x in (empty.out, empty.dq, empty.dk, empty.dv))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_parts_of_the_keys_with_the_global_lse_add_up_to_the_whole(
+    kernel: Kernel, dtype: torch.dtype
+) -> None:
+    shape = Shape(S=300, T=640, H=8, G=2, D=128, E=128)
+    for maker in (window, scattered, gathered):
+        whole = make_block(shape, dtype, maker, device="cuda", strided=True)
+        mask = whole.mask
+        assert isinstance(mask, RowRange)
+        cuts = slice(0, 200), slice(200, 640)
+        masks = [RowRange(mask.lo, mask.hi, mask.key_position[cut]) for cut in cuts]
+        parts = [whole.keys(cut, part) for cut, part in zip(cuts, masks, strict=True)]
+        out = torch.empty(whole.grad_out.shape, device="cuda")
+        lse, delta_BHS = _statistics(shape), _statistics(shape)
+        for at, part in enumerate(parts):
+            result = kernel.forward(part.of_kernel())
+            RowKernels().merge_into(out, lse, *result, fresh=at == 0)
+        delta_BHS.copy_(delta(out, whole.grad_out))
+        given = BackwardInputs(whole.grad_out, out.to(dtype), lse, delta_BHS)
+        grads = [kernel.backward(part.of_kernel(), given) for part in parts]
+        dq = grads[0][0].float() + grads[1][0].float()
+        dk, dv = (torch.cat([grad[at] for grad in grads], dim=1) for at in (1, 2))
+        expected = _run(Reference(), whole.to(torch.float64))
+        found = Result(out, lse, dq, dk, dv)
+        assert_close(found, expected, 2 * TOLERANCE[dtype], maker.__name__)
+
+
+def _statistics(shape: Shape) -> Tensor:
+    """(B, H, S) as the runtime has them: rows first, and a part of a larger buffer."""
+    buffer = torch.full((shape.S + 5, shape.B, shape.H + 2), torch.nan, device="cuda")
+    return buffer[3:-2, :, 1:-1].permute(1, 2, 0)
+
+
+def test_capped_scores_are_exact(kernel: Kernel) -> None:
+    if not getattr(kernel, "has_softcap", False):
+        pytest.skip(f"{kernel.name} has no softcap, and says so")
+    for dtype in DTYPES:
+        for maker in (causal, window, gathered):
+            shape = Shape(S=300, T=300, H=4, G=2, D=64, E=64)
+            block = make_block(shape, dtype, maker, device="cuda")
+            check(kernel, replace(block, scale=1.0), maker.__name__, softcap=2.0)
+
+
+def test_results_are_the_same_every_time(kernel: Kernel) -> None:
+    if not getattr(kernel, "deterministic", False):
+        pytest.skip(f"{kernel.name} does not promise it")
+    shape = Shape(S=1000, T=1000, H=8, G=2, D=128, E=128)
+    block = make_block(shape, torch.bfloat16, documents, device="cuda")
+    first = _run(kernel, block)
+    for _ in range(3):
+        for name, x in _run(kernel, block).named().items():
+            assert torch.equal(x, first.named()[name]), name
+
+
+def test_offsets_beyond_32_bits_are_exact(kernel: Kernel) -> None:
+    """A few rows of a long sequence with many heads lie 2**31 elements and more apart."""
+    shape = Shape(S=270, T=270, H=2, G=2, D=64, E=64, B=1)
+    block = make_block(shape, torch.bfloat16, causal, device="cuda")
+    buffer = torch.full((270, 8_000_000), torch.nan, device="cuda", dtype=torch.bfloat16)
+    apart: dict[str, Any] = {}
+    for at, name in enumerate(("q", "k", "v", "grad_out")):
+        view = buffer[:, 128 * at : 128 * (at + 1)].view(1, 270, 2, 64)
+        apart[name] = view.copy_(getattr(block, name))
+    check(kernel, replace(block, **apart))
+
+
+def test_another_alignment_of_the_same_shape_is_another_launch(kernel: Kernel) -> None:
+    shape = Shape(S=256, T=256, H=2, G=2, D=64, E=64, B=1)
+    block = make_block(shape, torch.bfloat16, causal, device="cuda")
+    check(kernel, block)
+    for elements in (1, 8):
+        moved: dict[str, Any] = {}
+        for name in ("q", "k", "v", "grad_out"):
+            x = getattr(block, name)
+            buffer = torch.full((x.numel() + elements,), torch.nan, device="cuda", dtype=x.dtype)
+            moved[name] = buffer[elements:].view(x.shape).copy_(x)
+        check(kernel, replace(block, **moved), elements)
+    check(kernel, block)
+
+
+def test_a_warm_call_can_be_captured_in_a_graph(kernel: Kernel) -> None:
+    shape = Shape(S=512, T=512, H=4, G=2, D=128, E=128, B=1)
+    block = make_block(shape, torch.bfloat16, window, device="cuda")
+    expected = _run(kernel, block)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = _run(kernel, block)
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, x in found.named().items():
+        assert_close_to(x, expected.named()[name])
+
+
+def assert_close_to(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
