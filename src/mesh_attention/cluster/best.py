@@ -20,12 +20,12 @@ from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap, an_overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import number
 from mesh_attention.plan.build.slices import HeadSlices, usual_heads
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, a_direction
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import ask
 
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
 
@@ -53,11 +53,7 @@ def find_best(
     """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
     those that do not; those that the method refuses are passed over, unless it refuses all."""
     cluster, overlap = a_cluster(cluster), an_overlap(overlap)
-    num_ranks = number("ranks", num_ranks)
-    if not isinstance(problem, Problem):
-        raise PlanError(f"problem={problem!r}: must be a Problem")
-    if not isinstance(method, str) or method not in METHODS:
-        raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    num_ranks = ask(problem, num_ranks, method=method).num_ranks
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
     given = dict(options or {})

@@ -37,12 +37,9 @@ class ClusterCosts:
     """What the cluster's description says."""
 
     def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
-        self._compute = ComputeCosts(cluster, plan, one.direction)
         communication = CommunicationCosts(cluster, plan, one)
+        self.compute = ComputeCosts(cluster, plan, one.direction).seconds
         self.collective, self.flow = communication.collective, communication.flow
-
-    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
-        return self._compute.seconds(op, table, splits)
 
 
 def alike_ranks(one: Pass) -> list[int]:

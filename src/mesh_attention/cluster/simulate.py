@@ -13,11 +13,10 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mesh_attention.cluster.clock import Activity, Clock
+from mesh_attention.cluster.clock import Activity, Capacity, Clock
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.cluster.operation_costs import (
@@ -78,27 +77,6 @@ _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
 _Place = tuple[int, int]  # rank, index of the operation
 
 
-@dataclass(slots=True)
-class _PendingCollective:
-    """A collective that waits for its members."""
-
-    arrived: list[_Place]
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _FlowEnd:
-    """One end of a flow that waits for the other."""
-
-    rank: int
-    at: int
-    num_bytes: int
-
-
-def _nothing() -> None:
-    """Until it is known what follows the end of an activity."""
-
-
 class _Simulation:
     def __init__(
         self, plan: Plan, one: Pass, cluster: Cluster, costs: OperationCosts, overlap: Overlap
@@ -111,10 +89,11 @@ class _Simulation:
         self._remembered = RememberedCosts(
             plan.problem, one, costs, alike, apart=self._between_calls
         )
-        self._pending: dict[tuple[str, int], _PendingCollective] = {}
+        # Members that have come to a collective, with its seconds as each sees them.
+        self._arrived: dict[tuple[str, int], list[tuple[_Place, float]]] = {}
         self._met: dict[tuple[str, int], int] = {}
-        self._senders: dict[_Flow, deque[_FlowEnd]] = {}
-        self._receivers: dict[_Flow, deque[_FlowEnd]] = {}
+        self._senders: dict[_Flow, deque[_Place]] = {}
+        self._receivers: dict[_Flow, deque[_Place]] = {}
         self._halves: dict[_Place, int] = {}
         self._capacities = Capacities(cluster)
         self._received = [0] * plan.num_ranks
@@ -205,23 +184,19 @@ class _Simulation:
         rank = state.rank
         times = self._met.get((op.group, rank), 0)
         self._met[op.group, rank] = times + 1
-        pending = self._pending.setdefault((op.group, times), _PendingCollective([]))
+        arrived = self._arrived.setdefault((op.group, times), [])
         member = self._one.members[op.group][rank]
         flows = self._remembered.flows(rank, op)
-        seconds = self._costs.collective(op, flows, member)
-        pending.seconds = max(pending.seconds, seconds)
         size = len(self._one.groups[op.group])
         self._received[rank] += traffic_of(op, flows, member, size).received_bytes
-        pending.arrived.append((rank, at))
-        if len(pending.arrived) == size:
-            del self._pending[op.group, times]
-            devices = [self._plan.devices[member] for member, _ in pending.arrived]
-            self._begin(
-                Activity(pending.seconds, _nothing, self._capacities.of_collective(devices)),
-                self._cluster.disturbance.collective_slowdown,
-                pending.arrived,
-                self._communicated,
-            )
+        arrived.append(((rank, at), self._costs.collective(op, flows, member)))
+        if len(arrived) == size:
+            del self._arrived[op.group, times]
+            ends = [place for place, _ in arrived]
+            uses = self._capacities.of_collective([self._plan.devices[rank] for rank, _ in ends])
+            slowdown = self._cluster.disturbance.collective_slowdown
+            slowest = max(seconds for _, seconds in arrived)
+            self._begin(slowest, uses, slowdown, ends, self._communicated)
 
     def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
         ranks = self._one.groups[op.group]
@@ -229,44 +204,43 @@ class _Simulation:
         if op.sends:
             key = (op.group, state.rank, ranks[op.to_member])
             sent = self._remembered.num_bytes(state.rank, op.sends)
-            self._pair(key, _FlowEnd(state.rank, at, sent), self._senders, self._receivers)
+            self._pair(key, (state.rank, at), sent, self._senders, self._receivers)
         if op.receives:
             key = (op.group, ranks[op.from_member], state.rank)
             received = self._remembered.num_bytes(state.rank, op.receives)
-            self._pair(key, _FlowEnd(state.rank, at, received), self._receivers, self._senders)
+            self._pair(key, (state.rank, at), received, self._receivers, self._senders)
         if not op.sends and not op.receives:
             self._communicated([(state.rank, at)])
 
     def _pair(
         self,
         key: _Flow,
-        end: _FlowEnd,
-        own: dict[_Flow, deque[_FlowEnd]],
-        others: dict[_Flow, deque[_FlowEnd]],
+        end: _Place,
+        num_bytes: int,
+        own: dict[_Flow, deque[_Place]],
+        others: dict[_Flow, deque[_Place]],
     ) -> None:
+        """One end of a flow waits for the other."""
         waiting = others.get(key)
         if not waiting:
             own.setdefault(key, deque()).append(end)
             return
-        other = waiting.popleft()
         _, source, target = key
-        devices = self._plan.devices
-        seconds = self._costs.flow(devices[source], devices[target], end.num_bytes)
-        self._received[target] += end.num_bytes
-        ends = [(other.rank, other.at), (end.rank, end.at)]
-        uses = self._capacities.of_flow(devices[source], devices[target])
+        self._received[target] += num_bytes
+        devices = self._plan.devices[source], self._plan.devices[target]
+        seconds, uses = self._costs.flow(*devices, num_bytes), self._capacities.of_flow(*devices)
         slowdown = self._cluster.disturbance.peer_slowdown(self._one.direction)
-        self._begin(Activity(seconds, _nothing, uses), slowdown, ends, self._half_done)
+        self._begin(seconds, uses, slowdown, [waiting.popleft(), end], self._half_done)
 
     def _begin(
         self,
-        activity: Activity,
+        seconds: float,
+        uses: tuple[Capacity, ...],
         slowdown: float,
         ends: list[_Place],
         done: Callable[[list[_Place]], None],
     ) -> None:
-        transfer = Transfer(activity, slowdown)
-        activity.done = partial(self._ended, transfer, ends, done)
+        transfer = Transfer(seconds, uses, slowdown, partial(self._ended, ends, done))
         for rank, at in ends:
             state = self._ranks[rank]
             state.times.start[at] = self._clock.now
@@ -275,7 +249,7 @@ class _Simulation:
         self._clock.start(transfer.activity, transfer.speed)
 
     def _ended(
-        self, transfer: Transfer, ends: list[_Place], done: Callable[[list[_Place]], None]
+        self, ends: list[_Place], done: Callable[[list[_Place]], None], transfer: Transfer
     ) -> None:
         for rank, _ in ends:
             self._ranks[rank].transfers.remove(transfer)

@@ -7,7 +7,8 @@ same one divide it (`clock.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from mesh_attention.cluster.clock import Activity, Capacity
 from mesh_attention.cluster.cluster import Cluster
@@ -21,8 +22,14 @@ class Transfer:
 
     __slots__ = ("activity", "computing", "slowdown")
 
-    def __init__(self, activity: Activity, slowdown: float) -> None:
-        self.activity = activity
+    def __init__(
+        self,
+        seconds: float,
+        uses: tuple[Capacity, ...],
+        slowdown: float,
+        ended: Callable[[Transfer], None],
+    ) -> None:
+        self.activity = Activity(seconds, partial(ended, self), uses)
         self.slowdown = slowdown
         self.computing = 0  # members that compute at the same time
 

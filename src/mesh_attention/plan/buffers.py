@@ -64,6 +64,11 @@ class Kind(StrEnum):
         """One number a row and head, kept apart when volumes are given in units."""
         return self in _STATISTICS
 
+    @property
+    def precision(self) -> Precision:
+        """Of what callers hold, and of what travels."""
+        return Precision.ACCUMULATE if self.is_statistic else Precision.ELEMENT
+
     def width(self, problem: Problem) -> int:
         """Elements of one row and head."""
         if self.is_statistic:
@@ -136,6 +141,14 @@ class Piece(Value):
 
     def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
         return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
+
+    def overlaps(self, other: Piece) -> bool:
+        """Of pieces of one buffer."""
+        if not (self.start < other.stop and other.start < self.stop):
+            return False
+        if self.heads is None or other.heads is None:
+            return True
+        return self.heads[0] < other.heads[1] and other.heads[0] < self.heads[1]
 
     def spans(self, buffer: Buffer) -> Spans:
         """The places of these rows."""

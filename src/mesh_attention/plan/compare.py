@@ -13,12 +13,10 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
 from mesh_attention.plan.question import make_plan
-
-_FORWARD, _BACKWARD = (Direction.FORWARD,), (Direction.BACKWARD,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +76,22 @@ def compare(
     }
     total, done = sum(map(len, tries.values())), 0
     rows = []
+    several = bool(ranks_per_node and ranks_per_node < num_ranks)
+
+    def counts_of(method: str, direction: Direction, options: dict[str, Any]) -> Counts:
+        plan = make_plan(problem, num_ranks, method=method, directions=(direction,), **options)
+        return Counts.of(count(plan)[direction])
+
     for name, settings in tries.items():
         usable = {key: x for key, x in shared.items() if key in METHODS[name].options()}
         best: tuple[tuple[float, float], dict[str, Any], Counts] | None = None
         reason = None
         for setting in settings:
             try:
-                forward = make_plan(
-                    problem, num_ranks, method=name, directions=_FORWARD, **(usable | setting)
-                )
+                counts = counts_of(name, Direction.FORWARD, usable | setting)
             except PlanError as error:
                 reason = str(error)
             else:
-                several = bool(ranks_per_node and ranks_per_node < num_ranks)
-                counts = _counts(forward, Direction.FORWARD)
                 score = _score(counts, several)
                 if best is None or score < best[0]:
                     best = (score, setting, counts)
@@ -102,17 +102,10 @@ def compare(
             rows.append(Compared(name, {}, {}, reason))
         else:
             _, setting, counts = best
-            backward = make_plan(
-                problem, num_ranks, method=name, directions=_BACKWARD, **(usable | setting)
-            )
-            back = _counts(backward, Direction.BACKWARD)
+            back = counts_of(name, Direction.BACKWARD, usable | setting)
             both = {Direction.FORWARD: counts, Direction.BACKWARD: back}
             rows.append(Compared(name, setting, both))
     return rows
-
-
-def _counts(plan: Plan, direction: Direction) -> Counts:
-    return Counts.of(count(plan)[direction])
 
 
 def _score(found: Counts, several_nodes: bool) -> tuple[float, float]:

@@ -51,11 +51,11 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
                         kept.append(place)
                 places = [*kept, (start, stop, history[piece.buffer])]
         for piece in taken:
-            waits.update(i for other, i in history[piece.buffer].writes if _overlap(piece, other))
+            waits.update(i for other, i in history[piece.buffer].writes if piece.overlaps(other))
         for piece in given:
             used = history[piece.buffer]
             both = (*used.writes, *used.reads)
-            waits.update(i for other, i in both if _overlap(piece, other))
+            waits.update(i for other, i in both if piece.overlaps(other))
         for piece in taken:
             history[piece.buffer].reads.append((piece, at))
         for piece in given:
@@ -72,11 +72,3 @@ def _inside(one: Piece, other: Piece) -> bool:
     return (
         one.heads is not None and other.heads[0] <= one.heads[0] and one.heads[1] <= other.heads[1]
     )
-
-
-def _overlap(one: Piece, other: Piece) -> bool:
-    if not (one.start < other.stop and other.start < one.stop):
-        return False
-    if one.heads is None or other.heads is None:
-        return True
-    return one.heads[0] < other.heads[1] and other.heads[0] < one.heads[1]

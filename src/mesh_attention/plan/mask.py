@@ -128,20 +128,15 @@ class Mask:
 class RowRanges:
     """A mask on real token counts: segments, and vectorised bounds `lo(q)` and `hi(q)`."""
 
-    __slots__ = (
-        "_hi", "_hi_slope", "_lo", "_lo_slope", "_starts",
-        "kv_tokens", "q_tokens", "segments",
-    )  # fmt: skip
+    __slots__ = ("_lines", "_starts", "kv_tokens", "q_tokens", "segments")
 
     def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
         self.segments = segments
         self.q_tokens = q_tokens
         self.kv_tokens = kv_tokens
         self._starts = np.array([s.start for s in segments], dtype=np.int64)
-        self._lo = np.array([s.lo for s in segments], dtype=np.int64)
-        self._lo_slope = np.array([s.lo_slope for s in segments], dtype=np.int64)
-        self._hi = np.array([s.hi for s in segments], dtype=np.int64)
-        self._hi_slope = np.array([s.hi_slope for s in segments], dtype=np.int64)
+        lines = [(s.lo, s.lo_slope, s.hi, s.hi_slope) for s in segments]
+        self._lines = tuple(np.array(lines, dtype=np.int64).reshape(-1, 4).T.copy())
 
     def bounds(self, q: Array) -> tuple[Array, Array]:
         """`lo` and `hi` of each query position; positions past the end (padding) see nothing."""
@@ -150,10 +145,9 @@ class RowRanges:
         at: Array | int = 0
         if len(self.segments) > 1:
             at = np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
-        lo = self._lo[at] + self._lo_slope[at] * q
-        hi = self._hi[at] + self._hi_slope[at] * q
+        lo, lo_slope, hi, hi_slope = self.lines(at)
         real = q < self.q_tokens
-        return np.where(real, lo, 0), np.where(real, hi, 0)
+        return np.where(real, lo + lo_slope * q, 0), np.where(real, hi + hi_slope * q, 0)
 
     def segment_at(self, q: int) -> Segment:
         return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
@@ -163,9 +157,9 @@ class RowRanges:
         first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
-    def lines(self, at: Array) -> tuple[Array, Array, Array, Array]:
+    def lines(self, at: Array | int) -> tuple[Array, ...]:
         """lo, its slope, hi and its slope of these segments."""
-        return self._lo[at], self._lo_slope[at], self._hi[at], self._hi_slope[at]
+        return tuple(line[at] for line in self._lines)
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

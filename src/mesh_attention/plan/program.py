@@ -276,11 +276,6 @@ def writes(op: Operation) -> Iterator[Piece]:
             return
 
 
-def written(op: Operation) -> tuple[str, ...]:
-    """Names of the buffers an operation writes, each once, in order."""
-    return tuple(dict.fromkeys([piece.buffer for piece in writes(op)]))
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """What one rank does."""

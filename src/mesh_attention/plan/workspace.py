@@ -6,11 +6,13 @@ lies. Offsets are for one batch element; a batch of B multiplies them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Free, Program, writes, written
+from mesh_attention.plan.program import Free, Program, writes
 
 ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vector load
 
@@ -64,18 +66,9 @@ def _lifetimes(program: Program) -> dict[str, tuple[int, int]]:
 
 def peak_buffer_bytes(program: Program, problem: Problem) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
-    sizes = {b.name: b.num_bytes(problem) for b in program.buffers if b.role is Role.WORKSPACE}
-    live: set[str] = set()
-    held = peak = 0
-    for op in program.operations:
-        if isinstance(op, Free):
-            for name in live.intersection(op.buffers):
-                held -= sizes[name]
-                live.discard(name)
-            continue
-        for name in written(op):
-            if name in sizes and name not in live:
-                live.add(name)
-                held += sizes[name]
-        peak = max(peak, held)
-    return peak
+    sizes = {b.name: b.num_bytes(problem) for b in program.buffers}
+    changes: Counter[int] = Counter()
+    for name, (born, freed) in _lifetimes(program).items():
+        changes[born] += sizes[name]
+        changes[freed] -= sizes[name]
+    return max(accumulate(changes[at] for at in sorted(changes)), default=0)

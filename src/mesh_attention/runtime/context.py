@@ -11,8 +11,8 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from weakref import WeakMethod, WeakSet
+from collections.abc import Hashable, Iterable, Mapping
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,8 @@ NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 # A cache, not a setting: it never changes a result. Contexts of destroyed groups are dropped.
 _CONTEXTS: dict[dist.ProcessGroup, Context] = {}
 
-CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # of a plan, by value
+# By the key of a plan.
+LatestCalls = Latest[tuple[tuple[str, str], CallOptions, CallShape], PreparedCall]
 
 
 class Context:
@@ -51,16 +52,16 @@ class Context:
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
-        self.guard = Guard(self.groups, self.handshake, _weakly(self._drop))
+        self.guard = Guard(self.groups, self.handshake, self._drop)
         self.plans: Latest[Question, PlanOnRank] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
         self._function: Share | None = None
-        self._calls: Latest[CallKey, PreparedCall] = Latest(NUM_CALLS)
-        self._captured_calls: Latest[CallKey, PreparedCall] = Latest(NUM_CAPTURED_CALLS)
+        # By whether they are captured.
+        self._calls = {False: LatestCalls(NUM_CALLS), True: LatestCalls(NUM_CAPTURED_CALLS)}
         self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
         self._agreed: Latest[str, AgreedKind] = Latest(NUM_CALLS)  # on what is no attention
-        self._num_shares = 0  # that are open
+        self.num_shares = 0  # that are open
         self._num_users = 0  # that ever were, besides the function
 
     # Plans.
@@ -70,8 +71,8 @@ class Context:
         return PlanSource(self._on_rank(asked) if isinstance(asked, Plan) else asked, self._planned)
 
     def _planned(self, question: Question) -> PlanOnRank:
-        known = self.plans.find(question)
-        return known or self.plans.keep(question, self._on_rank(question.plan()))
+        made = self.plans.find(question) or self._on_rank(question.plan())
+        return self.plans.keep(question, made)
 
     def _on_rank(self, plan: Plan) -> PlanOnRank:
         return PlanOnRank.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
@@ -111,7 +112,7 @@ class Context:
         self.guard.refuse_if_broken()
         statement: Statement = {}
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
-        kept = self._captured_calls if options.cuda_graph else self._calls
+        kept = self._calls[options.cuda_graph]
         try:
             if error is not None or source is None:
                 raise error or AssertionError("neither a plan nor an error")
@@ -128,16 +129,15 @@ class Context:
             }
             statement = kind | {"meetings": mine.meetings(directions)}
             # A kernel may refuse what only some ranks have to do: all must know.
-            for direction in directions:
-                call.make_ready(direction)
+            call.make_ready(directions)
             call.transport.check()
             if options.cuda_graph:
                 call.reserve()
         except Exception as found:
             error = found
         except BaseException as ended:  # the others would wait for us in vain
-            me = self.groups.global_rank_of_self
-            self.guard.break_off(f"rank {me} broke off a call: {ended!r}")
+            rank = self.groups.global_rank_of_self
+            self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
             raise
         self._agree(statement, options, error)
         self._connect(call, directions)
@@ -147,32 +147,28 @@ class Context:
         return call
 
     def _stated(self, mine: PlanOnRank, options: CallOptions) -> Statement:
-        timeout = options.timeout
         return {
             "plan": mine.words,
             "softmax_scale": options.softmax_scale,
             "softcap": options.softcap,
             "transport": options.transport.value,
             "cuda_graph": options.cuda_graph,
-            "timeout": None if timeout is None else timeout.total_seconds(),
+            "timeout": options.timeout and options.timeout.total_seconds(),
             "number of releases of this group": self.groups.releases,
         }
 
     def _agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
-        timeout = self.groups.timeout(options.timeout)
+        place, timeout = self.guard.place, self.groups.timeout(options.timeout)
         try:
-            return self.handshake.agree(statement, error, call=self.guard.place, timeout=timeout)
+            return self.handshake.agree(statement, error, call=place, timeout=timeout)
         except BaseException as raised:
             # Ranks that know a kind of call may be in it already; where none does nobody can be.
-            in_flight = self._knows_calls and self.handshake.left_in_flight
+            knows_calls = any((*self._calls.values(), self._agreed))
+            in_flight = knows_calls and self.handshake.left_in_flight
             told = raised is error or isinstance(raised, DisagreementError)
             if in_flight or not told:
                 self.guard.break_off(str(raised))
             raise
-
-    @property
-    def _knows_calls(self) -> bool:
-        return len(self._calls) + len(self._captured_calls) + len(self._agreed) > 0
 
     def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""
@@ -184,7 +180,7 @@ class Context:
         with self.guard.whole_or_broken():
             self.groups.everybody(None)
             # Where memory is shared no longer, older calls need groups as well.
-            for other in (*self._calls.values(), *self._captured_calls.values()):
+            for other in (one for kept in self._calls.values() for one in kept.values()):
                 other.transport.make_groups(other.directions)
             call.transport.make_groups(directions)
 
@@ -206,16 +202,14 @@ class Context:
 
     def join(self) -> Share:
         self._num_users += 1
-        return self._share(self._num_users)
-
-    def _share(self, number: int) -> Share:
-        self._num_shares += 1
-        return Share(self, number)
+        self.num_shares += 1
+        return Share(self, self._num_users)
 
     def share_of_function(self) -> Share:
         """The share of `mesh_attention()`."""
         if self._function is None:
-            self._function = self._share(0)
+            self.num_shares += 1
+            self._function = Share(self, 0)
         return self._function
 
     def release_function(self) -> None:
@@ -223,11 +217,6 @@ class Context:
             self._function.close()
             self._function = None
             self.asked.clear()
-
-    def leave(self) -> None:
-        self._num_shares -= 1
-        if self._num_shares == 0:
-            self.release()
 
     def release(self) -> None:
         """Let go of all that was made; what is needed again is made anew."""
@@ -240,16 +229,16 @@ class Context:
         for call in self._living_calls:
             call.clear()
         self._living_calls.clear()
-        for kept in (self._calls, self._captured_calls, self._agreed):
+        for kept in self._calls.values():
             kept.clear()
+        self._agreed.clear()
         self.transports.close(abandon=self.guard.broken)
         self.groups.close(abort=self.guard.broken)
 
     def calls(self, mine: Iterable[PlanOnRank], options: CallOptions) -> list[PreparedCall]:
         """The kinds of call made last with one of these plans and these options."""
-        kept = self._captured_calls if options.cuda_graph else self._calls
-        plans = {one.key for one in mine}
-        return [call for (plan, o, _), call in kept.items() if plan in plans and o == options]
+        kept, plans = self._calls[options.cuda_graph].items(), {one.key for one in mine}
+        return [call for (plan, o, _), call in kept if plan in plans and o == options]
 
 
 class Share:
@@ -295,19 +284,9 @@ class Share:
         each rank, and process groups must be released in the same order everywhere."""
         if not self._closed:
             self._closed = True
-            self.context.leave()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """So that a context is gone as soon as it is dropped, and with it what it holds."""
-    reference = WeakMethod(method)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return call
+            self.context.num_shares -= 1
+            if self.context.num_shares == 0:
+                self.context.release()
 
 
 def context_of(parent: dist.ProcessGroup) -> Context:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,13 @@ _OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 
 
 class Guard:
-    """`drop`: gives up all that calls hold, process groups last."""
+    """`drop`: a method that gives up all that calls hold, process groups last. It is held weakly,
+    so that a context is gone as soon as it is dropped, and with it what it holds."""
 
     def __init__(self, groups: Groups, handshake: Handshake, drop: Callable[[], None]) -> None:
         self._groups = groups
         self._handshake = handshake
-        self._drop = drop
+        self._drop = WeakMethod(drop)
         self._faults = Faults(groups)
         handshake.find_cause = lambda: self._faults.find_cause(groups.releases)
         self._nccl = dist.get_backend(groups.parent) == dist.Backend.NCCL
@@ -164,7 +166,9 @@ class Guard:
             if error is not None:
                 _forget_locals(error)
             # Those who wait for us learn from the closed connection that they wait in vain.
-            self._drop()
+            drop = self._drop()
+            if drop is not None:
+                drop()
 
     def refuse_if_broken(self) -> None:
         if self._watch is not None:

@@ -81,34 +81,24 @@ class Handshake:
         True: some ranks made their programs and others were given them; compare all programs.
         """
         with self._lock, asking_the_store():
-            return self._agree(statement, error, call, timeout, in_flight)
-
-    def _agree(
-        self,
-        statement: Statement,
-        error: Exception | None,
-        call: int,
-        timeout: timedelta,
-        in_flight: bool,
-    ) -> bool:
-        self._timeout = timeout
-        self._rounds += 1
-        prefix = f"round{self._rounds}"
-        mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
-        self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
-        if not in_flight:  # those who join later look how far the one got who asks them to
-            self._store.compare_set(f"{prefix}/call", "", str(call))
-        try:
-            # Before the first call nobody can be past an agreement: wait until all have spoken.
-            grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
-            verdict = self._verdict(prefix, error, grace)
-        except Exception:
-            said = self._statements(prefix, {})
-            silent = len(said) < len(self._ranks)
-            self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
-            raise
-        self._forget_earlier_rounds()
-        return verdict == _COMPARE_PROGRAMS
+            self._timeout = timeout
+            self._rounds += 1
+            prefix = f"round{self._rounds}"
+            mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
+            self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
+            if not in_flight:  # those who join later look how far the one got who asks them to
+                self._store.compare_set(f"{prefix}/call", "", str(call))
+            try:
+                # Before the first call nobody can be past an agreement: wait until all have spoken.
+                grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
+                verdict = self._verdict(prefix, error, grace)
+            except Exception:
+                said = self._statements(prefix, {})
+                silent = len(said) < len(self._ranks)
+                self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
+                raise
+            self._forget_earlier_rounds()
+            return verdict == _COMPARE_PROGRAMS
 
     def _forget_earlier_rounds(self) -> None:
         """All ranks have spoken in this round, so none of them reads an earlier one any more."""
@@ -142,7 +132,8 @@ class Handshake:
                     verdict = found or _AGREED
             if waited > limit:
                 own = f"rank {self._me}: {_told(error)}"
-                verdict = self._too_late(limit) if error is None else own
+                call = f"did not reach the same attention call within {limit:.0f} s"
+                verdict = f"{self._missing()} {call}" if error is None else own
             if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
                 looked = time.monotonic()
                 verdict = self.find_cause() or ""
@@ -151,7 +142,11 @@ class Handshake:
                 continue
             if waited > _PATIENCE_SECONDS and not warned:
                 warned = True
-                self._warn(waited)
+                warnings.warn(
+                    f"rank {self._me} has waited {waited:.0f} s for {self._missing()} "
+                    "to reach the same attention call",
+                    stacklevel=2,
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         if error is not None:
@@ -169,16 +164,6 @@ class Handshake:
             for rank, key in keys.items()
             if self._store.check([key])
         }
-
-    def _warn(self, seconds: float) -> None:
-        warnings.warn(
-            f"rank {self._me} has waited {seconds:.0f} s for {self._missing()} "
-            "to reach the same attention call",
-            stacklevel=3,
-        )
-
-    def _too_late(self, seconds: float) -> str:
-        return f"{self._missing()} did not reach the same attention call within {seconds:.0f} s"
 
     def _missing(self) -> str:
         prefix = f"round{self._rounds}"
@@ -244,6 +229,8 @@ def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
 
 def _told(error: Exception | None) -> str | None:
     """Our own errors speak for themselves."""
-    if error is None or isinstance(error, MeshAttentionError):
-        return None if error is None else str(error)
-    return f"{type(error).__name__}: {error}"
+    if error is None:
+        return None
+    return (
+        str(error) if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: {error}"
+    )

@@ -6,7 +6,7 @@ it was made by, so its backward pass runs although the context has long let that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,10 +63,13 @@ class PreparedCall:
     def executors(self) -> dict[Direction, Executor]:
         return {direction: executor for direction, (executor, _) in self._executors.items()}
 
-    def make_ready(self, direction: Direction) -> None:
+    def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
-        if direction in self._executors:
-            return
+        for direction in directions:
+            if direction not in self._executors:
+                self._executors[direction] = self._executor(direction)
+
+    def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
         plan, rank = self._mine.plan, self._mine.rank
         transport, meter = self.transport.make(direction)
         scale = self.options.softmax_scale
@@ -82,7 +85,7 @@ class PreparedCall:
             kernel=self.options.kernel,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
         )
-        self._executors[direction] = executor, meter
+        return executor, meter
 
     def reserve(self) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""

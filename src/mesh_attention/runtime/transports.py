@@ -24,7 +24,7 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Meter, Transport
 from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
-from mesh_attention.runtime.transport.symmetric import RoutedTransport, SymmetricTransport
+from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle
 from mesh_attention.runtime.workspace import Workspace
 
@@ -120,10 +120,10 @@ class CallTransport:
             Precision.ACCUMULATE: self._call_shape.accumulate_dtype,
         }
         batch = self._call_shape.batch
-        near = SymmetricTransport(
-            plan, one, rank, batch, dtypes, self._groups, self._memory, self.stream
+        shared = SymmetricTransport(
+            plan, one, rank, batch, dtypes, self._groups, self._memory, self.stream, far
         )
-        return RoutedTransport(plan, one, rank, self._groups, self._memory, near, far), far.meter
+        return shared, far.meter
 
     def check(self) -> None:
         """Raises what this rank knows by itself against such calls."""

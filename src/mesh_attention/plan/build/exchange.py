@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
+from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.plan import Direction, Pass, Programs
@@ -40,28 +40,17 @@ class UnitBuilder(Protocol):
     """A method on one head group. Its operations name the unit's own rows by
     `head_group.local(kind)`."""
 
-    @property
-    def head_group(self) -> HeadGroup: ...
-
-    @property
-    def direction(self) -> Direction: ...
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        """The tensors it reads: with DELTA among them, delta is computed first."""
-        ...
+    head_group: HeadGroup
+    direction: Direction
+    needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
+    hold: int  # for how many attentions buffers are kept beyond their last use, so that transfers
+    # into other memory need not wait for them
 
     @property
     def schedule(self) -> Schedule: ...
 
     @property
     def setting(self) -> dict[str, str]: ...
-
-    @property
-    def hold(self) -> int:
-        """For how many attentions buffers are kept beyond their last use, so that transfers into
-        other memory need not wait for them."""
-        ...
 
     def groups(self) -> dict[str, tuple[int, ...]]: ...
 
@@ -128,9 +117,8 @@ class _Exchange:
         head_group = self._head_groups[0]
         slots = head_group.layout(kind).slots
         heads = head_group.problem.kv_heads if kind.is_key_side else head_group.problem.num_heads
-        precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
         rows = ((rank * slots, (rank + 1) * slots),)
-        return Buffer(kind.value, kind, rows, (0, heads), precision, role)
+        return Buffer(kind.value, kind, rows, (0, heads), kind.precision, role)
 
     def before(self, unit: int, index: int) -> list[Operation]:
         key = ("before", unit, index) if self._degree > 1 else ("before",)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
+from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk, by_heads, chunks_between
 from mesh_attention.plan.layout import Layout, LayoutKind, Spans
 from mesh_attention.plan.problem import Problem
@@ -119,11 +119,9 @@ class HeadGroup:
         return kind.value if self.degree == 1 else f"{kind.value}.u"
 
     def local_buffer(self, kind: Kind, unit: int, role: Role) -> Buffer:
-        precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
         held = role if self.degree == 1 else Role.WORKSPACE
-        return Buffer(
-            self.local(kind), kind, self.rows(kind, unit), self.heads(kind), precision, held
-        )
+        rows, heads = self.rows(kind, unit), self.heads(kind)
+        return Buffer(self.local(kind), kind, rows, heads, kind.precision, held)
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -62,7 +62,7 @@ class KeyRing:
         self._begun = {0}  # steps whose gradients hold parts of others, or the own
         self._rows = [blocks(member) for member in rotation.blocks]
         self._block_rows = sum(stop - start for start, stop in self._rows[0])
-        seen = lowerings.queries(mesh.q_spans(row, 0))
+        seen = lowerings.queries(mesh.q.spans(row, 0))
         self._calls = [lowerings.calls(seen, lowerings.keys(rows)) for rows in self._rows]
         self.buffers: dict[str, Buffer] = {}
         self.operations = self._make()
@@ -70,7 +70,7 @@ class KeyRing:
     def _make(self) -> list[Operation]:
         mesh, size = self._mesh, self._rotation.size
         backward = mesh.direction is Direction.BACKWARD
-        queries, q_sums = mesh.queries(0), mesh.q_sums(0)
+        queries, q_sums = mesh.queries(0), mesh.q.sums(0)
         operations: list[Operation] = []
         begun = False
         for step, calls in enumerate(self._calls):

@@ -6,9 +6,10 @@ all-to-all at the end, or meanwhile: direct, or travelling with their Q (`rotate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
+from mesh_attention.plan.build.reduce import by_member
 from mesh_attention.plan.build.rotate import Reach, deliveries, hop, ring
 from mesh_attention.plan.build.tile_pass import Pieces, TilePass
 from mesh_attention.plan.lower import Lowerings
@@ -36,10 +37,10 @@ class QueryRing:
         self._deliveries = deliveries(self._rotation, per_node)
         self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
         self._group = head_group.group_name(f"Q{tile.row(unit)}")
-        self._rows = [mesh.own_rows(Kind.Q, members[m]) for m in self._rotation.blocks]
+        self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
         self._kinds = mesh.q_partials  # of a partial result
         self._results = self._pieces(map(head_group.local, self._kinds))
-        keys = lowerings.keys(mesh.kv_spans(tile.column(unit), 0))
+        keys = lowerings.keys(mesh.kv.spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
         backward = mesh.direction is Direction.BACKWARD
         self.has_key_gradients = backward and any(self._calls)
@@ -52,14 +53,14 @@ class QueryRing:
         begun = False
         for step, calls in enumerate(self._calls):
             if step + 1 < rotation.size:
-                self._declare(self._queries(step + 1), mesh.q_inputs, step + 1, mesh.precision_of)
+                self._declare(self._queries(step + 1), mesh.q.inputs, step + 1)
                 task = Task("Q", (step + 1,))
                 operations.append(hop(task, self._group, rotation, step + 1, self._queries))
             sums = self._partial(f"{step}.sum")
-            self._declare(sums, self._kinds, step, lambda _: Precision.ACCUMULATE)
+            self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
             if calls:
-                queries = dict(zip(mesh.q_inputs, self._queries(step), strict=True))
-                operands = (queries, mesh.keys(0), sums + mesh.kv_sums(0), calls)
+                queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
+                operands = (queries, mesh.keys(0), sums + mesh.kv.sums(0), calls)
                 task, fresh = Task("C", (step, 0)), (True, not begun)
                 operations.append(mesh.attention(task, *operands, fresh))
                 begun = True
@@ -77,7 +78,7 @@ class QueryRing:
 
     def _queries(self, step: int) -> Pieces:
         local = self._mesh.head_group.local
-        return self._pieces(f"{x}.{step}" if step else local(x) for x in self._mesh.q_inputs)
+        return self._pieces(f"{x}.{step}" if step else local(x) for x in self._mesh.q.inputs)
 
     def _partial(self, suffix: str) -> Pieces:
         """Partial results: `3.sum` of step 3, `3.wire` as it travels, `3.in` as it arrives, ..."""
@@ -88,14 +89,13 @@ class QueryRing:
         pieces: Pieces,
         kinds: tuple[Kind, ...],
         step: int,
-        precision: Callable[[Kind], Precision],
+        precision: Precision | None = None,
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        heads = self._mesh.head_group.heads(Kind.Q)
+        rows, heads = self._rows[step], self._mesh.head_group.heads(Kind.Q)
         for piece, kind in zip(pieces, kinds, strict=True):
-            self.buffers[piece.buffer] = Buffer(
-                piece.buffer, kind, self._rows[step], heads, precision(kind)
-            )
+            name = piece.buffer
+            self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)
 
     def _pass_on(self, step: int) -> list[Operation]:
         """RingQ/O: merge into what came with the block, and send it after the block."""
@@ -103,8 +103,8 @@ class QueryRing:
         last = step == self._rotation.size - 1
         suffix, arrives = ("back", 0) if last else (f"{step + 1}.sofar", step + 1)
         outgoing, incoming = self._partial(f"{step}.wire"), self._partial(suffix)
-        self._declare(outgoing, self._kinds, step, mesh.precision_of)
-        self._declare(incoming, self._kinds, arrives, mesh.precision_of)
+        self._declare(outgoing, self._kinds, step)
+        self._declare(incoming, self._kinds, arrives)
         parts = self._partial(f"{step}.sum") + (self._partial(f"{step}.sofar") if step > 1 else ())
         return [
             Merge(task.at("merge"), mesh.merge_rule, parts, outgoing),
@@ -117,8 +117,8 @@ class QueryRing:
         for of, to_member, from_member, block in self._deliveries[step]:
             task = Task("O", (of,))
             outgoing, incoming = self._partial(f"{of}.wire"), self._partial(f"{of}.in")
-            self._declare(outgoing, self._kinds, of, mesh.precision_of)
-            self._declare(incoming, self._kinds, block, mesh.precision_of)
+            self._declare(outgoing, self._kinds, of)
+            self._declare(incoming, self._kinds, block)
             parts = self._partial(f"{of}.sum") + self._arrived.pop(of, ())
             operations += [
                 Merge(task.at("merge"), mesh.merge_rule, parts, outgoing),
@@ -138,24 +138,25 @@ class QueryRing:
         """Pass-Q: every partial to its owner in one all-to-all; the own one stays."""
         mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q_reduce_kind, (0,))
         operations: list[Operation] = []
-        sends: list[Pieces] = [()] * rotation.size
-        receives: list[Pieces] = [()] * rotation.size
+        sends: dict[int, Pieces] = {}
+        receives: dict[int, Pieces] = {}
         arrived: Pieces = ()
         for step in range(1, rotation.size):
             outgoing = []
             for kind, total in zip(self._kinds, self._partial(f"{step}.sum"), strict=True):
-                wire = total.buffer if kind.is_statistic else mesh.wire(total.buffer)
+                wire = total.buffer if kind.is_statistic else mesh.q.wire(total.buffer)
                 (travels,) = self._pieces([wire])
                 if travels != total:
-                    self._declare((travels,), (kind,), step, mesh.precision_of)
+                    self._declare((travels,), (kind,), step)
                     operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (travels,)))
                 outgoing.append(travels)
             incoming = self._partial(f"{step}.in")
-            self._declare(incoming, self._kinds, 0, mesh.precision_of)
+            self._declare(incoming, self._kinds, 0)
             sends[rotation.blocks[step]] = tuple(outgoing)
             receives[rotation.users[step]] = incoming
             arrived += incoming
         if rotation.size > 1:
-            operations.append(AllToAll(task, self._group, tuple(sends), tuple(receives)))
+            by_step = (by_member(rotation.size, pieces) for pieces in (sends, receives))
+            operations.append(AllToAll(task, self._group, *by_step))
         parts = self._partial("0.sum") + arrived
         return [*operations, Merge(task.at("merge"), mesh.merge_rule, parts, self._results)]

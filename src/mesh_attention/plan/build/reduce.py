@@ -12,7 +12,7 @@ half of what max-then-sum would. `local`: the group is this rank alone. (algorit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -29,6 +29,13 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     Task,
 )
+
+Pieces = tuple[Piece, ...]
+
+
+def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
+    """For each member of a group what is given for it, most often nothing."""
+    return tuple(pieces.get(member, ()) for member in range(size))
 
 
 class Combine(StrEnum):
@@ -80,17 +87,24 @@ class Reduction:
         """The members with this one's place in each node: it combines for them in its own."""
         return tuple(range(self.member % self.per_node, self.num_owners, self.per_node))
 
-    def combined_in_nodes(
-        self, task: Task, rules: tuple[MergeRule, ...], pairs: tuple[tuple[str, ...], ...]
-    ) -> list[Operation]:
-        """Partials of the group's owners, to stacks of what each node has combined of this one's.
+    def to_owners(
+        self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
+    ) -> tuple[list[Operation], str]:
+        """The transfers, and how the stacks end in which partials arrive for the last merges.
+        `pairs` are the buffers of partials that one merge combines."""
+        if self.by is ReduceBy.NODES:
+            return self._combined_in_nodes(task, rule, pairs), "nodes"
+        names = [name for pair in pairs for name in pair]
+        return [self.exchange(task, tuple((name, f"{name}.in") for name in names))], "in"
 
-        `pairs` are the buffers of partials that one merge combines, a merge for each of `rules`.
-        """
+    def _combined_in_nodes(
+        self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
+    ) -> list[Operation]:
+        """To stacks of what each node has combined of this member's partials."""
         size, num_nodes = self.chunk.size, self.num_nodes
         names = [name for pair in pairs for name in pair]
-        sends: list[tuple[Piece, ...]] = [()] * self.group_size
-        receives: list[tuple[Piece, ...]] = [()] * self.group_size
+        sends: dict[int, Pieces] = {}
+        receives: dict[int, Pieces] = {}
         first = self.member - self.member % self.per_node
         for place in range(self.per_node):
             sends[first + place] = tuple(
@@ -105,7 +119,7 @@ class Reduction:
                 for node in range(num_nodes)
                 for piece in in_stack(f"{name}.in", place * num_nodes + node, self.chunk)
             )
-        inside = AllToAll(task.at("node"), self.group, tuple(sends), tuple(receives))
+        inside = self._all_to_all(task.at("node"), sends, receives)
         rows = num_nodes * size
         merges = [
             Merge(
@@ -118,19 +132,25 @@ class Reduction:
                 ),
                 tuple(Piece(f"{name}.node", 0, rows) for name in pair),
             )
-            for rule, pair in zip(rules, pairs, strict=True)
+            for pair in pairs
         ]
-        sums, arrivals = self._stacked("node", names), self._stacked("nodes", names)
-        return [inside, *merges, AllToAll(task, self.group, sums, arrivals)]
+        between = self._all_to_all(
+            task, self._stacked("node", names), self._stacked("nodes", names)
+        )
+        return [inside, *merges, between]
 
-    def _stacked(self, end: str, names: Sequence[str]) -> tuple[tuple[Piece, ...], ...]:
+    def _stacked(self, end: str, names: Sequence[str]) -> dict[int, Pieces]:
         """What is of each counterpart in stacks of as many chunks as there are nodes."""
-        pieces: list[tuple[Piece, ...]] = [()] * self.group_size
-        for node, slot in enumerate(self.counterparts):
-            pieces[slot] = tuple(
-                p for name in names for p in in_stack(f"{name}.{end}", node, self.chunk)
-            )
-        return tuple(pieces)
+        return {
+            slot: tuple(p for name in names for p in in_stack(f"{name}.{end}", node, self.chunk))
+            for node, slot in enumerate(self.counterparts)
+        }
+
+    def _all_to_all(
+        self, task: Task, sends: Mapping[int, Pieces], receives: Mapping[int, Pieces]
+    ) -> AllToAll:
+        size = self.group_size
+        return AllToAll(task, self.group, by_member(size, sends), by_member(size, receives))
 
     @property
     def num_copies(self) -> int:
@@ -143,19 +163,19 @@ class Reduction:
         """Each owner's rows of the partials, to the owner's stacks; pairs of (partial, stack)."""
         owners = self.owner_slots or tuple(range(self.num_owners))
         users = self.user_slots or tuple(range(self.num_owners))
-        sends: list[tuple[Piece, ...]] = [()] * self.group_size
-        receives: list[tuple[Piece, ...]] = [()] * self.group_size
-        for index, slot in enumerate(owners):
-            sends[slot] = tuple(
+        sends = {
+            slot: tuple(
                 piece
                 for partial, _ in pairs
                 for piece in in_whole(partial, index, self.num_owners, self.chunk)
             )
-        for index, slot in enumerate(users):
-            receives[slot] = tuple(
-                piece for _, stack in pairs for piece in in_stack(stack, index, self.chunk)
-            )
-        return AllToAll(task, self.group, tuple(sends), tuple(receives))
+            for index, slot in enumerate(owners)
+        }
+        receives = {
+            slot: tuple(piece for _, stack in pairs for piece in in_stack(stack, index, self.chunk))
+            for index, slot in enumerate(users)
+        }
+        return self._all_to_all(task, sends, receives)
 
     def copies(self, stack: str) -> tuple[Piece, ...]:
         size = self.chunk.size
@@ -178,25 +198,12 @@ def reduce_output(
     whole_out, whole_lse, whole_wire = map(reduction.whole, (acc_out, acc_lse, wire))
     if reduction.by is ReduceBy.LOCAL:
         return [Merge(task.at("merge"), MergeRule.SOFTMAX, (whole_out, whole_lse), ends)]
-    if reduction.by is ReduceBy.EXCHANGE:
-        stacks = (f"{wire}.in", f"{acc_lse}.in")
-        copies = zip(*map(reduction.copies, stacks), strict=True)
-        return [
-            *_to_wire(task, whole_out, whole_wire),
-            reduction.exchange(task, ((wire, stacks[0]), (acc_lse, stacks[1]))),
-            Merge(
-                task.at("merge"), MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
-            ),
-        ]
-    if reduction.by is ReduceBy.NODES:
-        copies = zip(*(reduction.copies(f"{name}.nodes") for name in (wire, acc_lse)), strict=True)
-        return [
-            *_to_wire(task, whole_out, whole_wire),
-            *reduction.combined_in_nodes(task, (MergeRule.SOFTMAX,), ((wire, acc_lse),)),
-            Merge(
-                task.at("merge"), MergeRule.SOFTMAX, tuple(p for pair in copies for p in pair), ends
-            ),
-        ]
+    if reduction.by is not ReduceBy.REDUCE_SCATTER:
+        sent, last = reduction.to_owners(task, MergeRule.SOFTMAX, ((wire, acc_lse),))
+        stacks = (reduction.copies(f"{name}.{last}") for name in (wire, acc_lse))
+        copies = tuple(piece for pair in zip(*stacks, strict=True) for piece in pair)
+        merge = Merge(task.at("merge"), MergeRule.SOFTMAX, copies, ends)
+        return [*_to_wire(task, whole_out, whole_wire), *sent, merge]
     stack, everywhere = f"{acc_lse}.in", reduction.whole(f"{acc_lse}.all")
     cuts = reduction.chunk.cuts
     return [
@@ -228,13 +235,8 @@ def reduce_sum(
             for end, (_, wire) in zip(ends, wholes, strict=True)
         )
         return [*operations, ReduceScatter(task, reduction.group, moves)]
-    last = "in"
-    if reduction.by is ReduceBy.NODES:
-        last = "nodes"
-        rules = (MergeRule.SUM,) * len(tensors)
-        operations += reduction.combined_in_nodes(task, rules, tuple((w,) for _, w, _ in tensors))
-    else:
-        operations.append(reduction.exchange(task, tuple((w, f"{w}.in") for _, w, _ in tensors)))
+    sent, last = reduction.to_owners(task, MergeRule.SUM, tuple((w,) for _, w, _ in tensors))
+    operations += sent
     for (_, travels, _), end in zip(tensors, ends, strict=True):
         copies = reduction.copies(f"{travels}.{last}")
         operations.append(Merge(task.at("sum"), MergeRule.SUM, copies, (end,)))

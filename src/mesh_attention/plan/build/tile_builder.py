@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
-from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import ReduceBy
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_tasks import CAPPED, COMPUTE, GATHER_Q, buffers_of, fragment
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, Communication, Operation, Task
 from mesh_attention.plan.schedule.tasks import Schedule
 
@@ -22,24 +19,13 @@ HOLD = 1
 class TileBuilder:
     """What methods that stand on a tile answer alike when `with_exchanges` asks."""
 
+    hold = 0  # what rotates has two buffers, and goes when its attention is done
+
     def __init__(self, mesh: TilePass) -> None:
         self._mesh = mesh
-
-    @property
-    def hold(self) -> int:
-        return 0  # what rotates has two buffers, and goes when its attention is done
-
-    @property
-    def head_group(self) -> HeadGroup:
-        return self._mesh.head_group
-
-    @property
-    def direction(self) -> Direction:
-        return self._mesh.direction
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        return (*self._mesh.q_inputs, Kind.K, Kind.V)
+        self.head_group = mesh.head_group
+        self.direction = mesh.direction
+        self.needs = (*mesh.q.inputs, *mesh.kv.inputs)
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         return self._mesh.groups()
@@ -54,27 +40,23 @@ class MeshBuilder(TileBuilder):
         self._lowerings = lowerings
         self._ordered_by = ordered_by
         self.capped = ordered_by == CAPPED
+        self.hold = 0 if self.capped or mesh.tile.num_ranks == 1 else HOLD
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
         self._tasks = schedule.order()
 
     @property
     def setting(self) -> dict[str, str]:
         mesh = self._mesh
-        num_q, num_kv = mesh.chunks_of_slice
+        num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
         return {
             "tile": str(mesh.tile),
             "rotation": "on" if mesh.tile.rotation else "off",
             "chunks": f"{num_q}x{num_kv}",
             **({"head_slices": "+".join(map(str, mesh.slices))} if len(mesh.slices) > 1 else {}),
-            "q_reduce": mesh.q_reduce_by.value,
-            "kv_reduce": mesh.kv_reduce_by.value if mesh.kv_reduce_kind else "none",
+            "q_reduce": mesh.q.reduce_by.value,
+            "kv_reduce": mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none",
             "scheduler": self._ordered_by,
         }
-
-    @property
-    def hold(self) -> int:
-        alone = self._mesh.tile.num_ranks == 1
-        return 0 if self.capped or alone else HOLD
 
     def unit(self, unit: int) -> Unit:
         return Unit(self._operations(unit), buffers_of(self._mesh, unit))
@@ -101,9 +83,9 @@ class MeshBuilder(TileBuilder):
                 continue
             (index,) = task.index
             if task.kind == mesh.q_reduce_kind and index not in begun_q:
-                operations.append(mesh.empty_q(index))
+                operations += mesh.q.empty(task.kind, index)
             if task.kind == mesh.kv_reduce_kind and index not in begun_kv:
-                operations += mesh.empty_kv(index)
+                operations += mesh.kv.empty(task.kind, index)
             now, *rest = self._fragment(task, unit)
             operations += now
             if rest:
@@ -112,8 +94,8 @@ class MeshBuilder(TileBuilder):
 
     def _calls_of(self, row: int, i: int, column: int, j: int) -> tuple[Call, ...]:
         mesh, lowerings = self._mesh, self._lowerings
-        queries = lowerings.queries(mesh.q_spans(row, i))
-        return lowerings.calls(queries, lowerings.keys(mesh.kv_spans(column, j)))
+        queries = lowerings.queries(mesh.q.spans(row, i))
+        return lowerings.calls(queries, lowerings.keys(mesh.kv.spans(column, j)))
 
     def _fragment(self, task: Task, unit: int) -> list[list[Operation]]:
         """A communication task in parts, each up to a transfer, or what follows the last one.
@@ -125,7 +107,7 @@ class MeshBuilder(TileBuilder):
         mesh = self._mesh
         q_side = task.kind in (GATHER_Q, mesh.q_reduce_kind)
         key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
-        kinds = {mesh.q_reduce_kind: mesh.q_reduce_by, mesh.kv_reduce_kind: mesh.kv_reduce_by}
+        kinds = {mesh.q_reduce_kind: mesh.q.reduce_by, mesh.kv_reduce_kind: mesh.kv.reduce_by}
         if kinds.get(task.kind) is ReduceBy.NODES:
             key = (task, unit)
         if key not in self._fragments:

@@ -33,7 +33,7 @@ class TileForward(TilePass):
 
     def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]:
         partial = (f"out.{i}", f"lse.{i}")
-        wire = self.wire(partial[0])
+        wire = self.q.wire(partial[0])
         out, lse = map(self.head_group.local, (Kind.OUT, Kind.LSE))
         return reduce_output(
             Task(self.q_reduce_kind, (i,)), reduction, partial=partial, wire=wire, out=out, lse=lse
@@ -70,5 +70,5 @@ class TileBackward(TilePass):
 
     def _tensors(self, kinds: tuple[Kind, ...], index: int) -> tuple[tuple[str, str, str], ...]:
         """Accumulator, what travels, and result of each."""
-        local, wire = self.head_group.local, self.wire
+        local, wire = self.head_group.local, self.q.wire
         return tuple((f"{x}.{index}", wire(f"{x}.{index}"), local(x)) for x in kinds)

@@ -58,7 +58,7 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple
     return q, kv
 
 
-def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
+def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     """The physical rank of each logical one: in order, or by patches of the tile grid."""
     p, degree = shared.ranks_per_node, shared.ulysses
     if shared.alpha is None:
@@ -74,12 +74,6 @@ def devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
         )
     units = patch_devices(tile.a, tile.b, p // degree, shared.alpha)
     return tuple(unit * degree + i for unit in units for i in range(degree))
-
-
-def nodes_of(devices: tuple[int, ...], shared: SharedOptions) -> tuple[int, ...]:
-    """The node of each unit: that of its first rank; all in one where nodes are not known."""
-    p = shared.ranks_per_node
-    return tuple(device // p if p else 0 for device in devices[:: shared.ulysses])
 
 
 def reduce_by(
@@ -119,7 +113,10 @@ class TilePlanner:
         self._problem = problem
         self._shared = shared
         self._layouts = layouts_of(problem, num_ranks, shared)
-        self._devices = devices_of(tile, shared)
+        self._devices = _devices_of(tile, shared)
+        per_node = shared.ranks_per_node  # all in one node where that is not known
+        firsts = self._devices[:: shared.ulysses]  # the first rank of each unit
+        self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
         self.lowerings = Lowerings(*self._layouts, problem.rows)
 
     def tile_passes(
@@ -130,8 +127,7 @@ class TilePlanner:
         slices: tuple[int, ...] = (1,),
     ) -> list[TilePass]:
         """One pass on each head group."""
-        shared = self._shared
-        nodes = nodes_of(self._devices, shared)
+        shared, nodes = self._shared, self.nodes
         by = reduce_by(self._problem, shared, tile, nodes)
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
@@ -163,13 +159,14 @@ def plan_by(
     shared: SharedOptions,
     tile: Tile,
     directions: tuple[Direction, ...],
-    builder: Callable[[TilePass, Lowerings], UnitBuilder],
+    builder: Callable[[TilePass, Lowerings, tuple[int, ...]], UnitBuilder],
 ) -> Plan:
-    """A plan whose units are made by `builder` from a pass that is not cut."""
+    """A plan whose units are made by `builder` from a pass that is not cut, with calls, and the
+    node of each unit."""
     planner = TilePlanner(problem, num_ranks, shared, tile)
-    return planner.plan(
-        with_exchanges(
-            [builder(one, planner.lowerings) for one in planner.tile_passes(direction, tile)]
-        )
-        for direction in directions
-    )
+
+    def build(direction: Direction) -> Pass:
+        passes = planner.tile_passes(direction, tile)
+        return with_exchanges([builder(one, planner.lowerings, planner.nodes) for one in passes])
+
+    return planner.plan(map(build, directions))

@@ -85,7 +85,7 @@ def order_tasks(
 
 def _of_slice(mesh: TilePass, found: Schedule, part: int) -> Schedule:
     """The schedule of a slice of heads, for the one so many places behind it."""
-    num_q, num_kv = mesh.chunks_of_slice
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
 
     def moved(task: Task) -> Task:
         by_q = task.kind in (GATHER_Q, mesh.q_reduce_kind)
@@ -107,9 +107,9 @@ def _present_tasks(mesh: TilePass) -> Pairs:
     """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
     on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
     rows = mesh.problem.rows
-    num_q, num_kv = mesh.chunks_of_slice
-    q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q_chunks[:num_q]]
-    kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv_chunks[:num_kv]]
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+    q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
+    kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
     pairs = {
         (i, j): int(visible_pairs(a, b, rows).sum())
         for i, a in enumerate(q_runs)
@@ -142,13 +142,13 @@ def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
     if task.kind == GATHER_KV:
         return [mesh.fetch_kv(mesh.fetch_key(unit), i)]
     if task.kind == mesh.q_reduce_kind:
-        return mesh.reduce_q(i, mesh.q_reduction(unit, i))
+        return mesh.reduce_q(i, mesh.q.reduction(unit, i))
     assert task.kind == mesh.kv_reduce_kind
-    return mesh.reduce_kv(i, mesh.kv_reduction(unit, i))
+    return mesh.reduce_kv(i, mesh.kv.reduction(unit, i))
 
 
 def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
-    num_q, num_kv = mesh.chunks_of_slice
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
     tasks = {  # queries meet keys of their own heads only
         (part * num_q + i, part * num_kv + j): (part, pairs)
         for part in slices
@@ -227,8 +227,8 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
 
 def buffers_of(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     return {
-        **mesh.row_buffers(mesh.tile.row(unit)),
-        **mesh.column_buffers(mesh.tile.column(unit)),
+        **mesh.q.buffers(mesh.tile.row(unit)),
+        **mesh.kv.buffers(mesh.tile.column(unit)),
         **mesh.stack_buffers(unit),
     }
 

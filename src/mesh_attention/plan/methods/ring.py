@@ -28,8 +28,6 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
     check_ranks,
-    devices_of,
-    nodes_of,
     plan_by,
     shared_options,
     squarest,
@@ -100,7 +98,7 @@ class KeyRingBuilder(TileBuilder):
         if self._inner:
             setting["kv"] = f"rings of {self._inner}"
         if self._mesh.tile.a > 1:
-            setting["q_reduce"] = self._mesh.q_reduce_by.value
+            setting["q_reduce"] = self._mesh.q.reduce_by.value
         if self.direction is Direction.BACKWARD:
             setting["gradients"] = self._gradients.value
         return setting
@@ -123,7 +121,7 @@ class KeyRingBuilder(TileBuilder):
             row,
             head_group.group_name(f"KV{column}"),
             self._rotation(members.index(unit), len(members)),
-            lambda member: mesh.own_rows(Kind.K, members[member]),
+            lambda member: mesh.kv.own_rows(members[member]),
             own=(local(Kind.K), local(Kind.V)),
             results=(local(Kind.GRAD_K), local(Kind.GRAD_V)),
             gradients=self._gradients,
@@ -131,10 +129,8 @@ class KeyRingBuilder(TileBuilder):
             per_node=self._per_node,
         )
         operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
-        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(unit, 0))]
-        return Unit(
-            operations, {**mesh.row_buffers(row), **mesh.stack_buffers(unit), **keys.buffers}
-        )
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
+        return Unit(operations, {**mesh.q.buffers(row), **mesh.stack_buffers(unit), **keys.buffers})
 
     def _rotation(self, member: int, size: int) -> Rotation:
         return double_ring(member, size, self._inner) if self._inner else ring(member, size)
@@ -202,13 +198,8 @@ def _plan(
     """Tile None: one row, as Ring-Attention has it."""
     units = num_ranks // shared.ulysses
     fits = tile_for(tile or (1, units), units)
-    check_ranks(num_ranks, shared.ranks_per_node)
-    nodes = nodes_of(devices_of(fits, shared), shared)
-    return plan_by(
-        problem,
-        num_ranks,
-        shared,
-        fits,
-        directions,
-        lambda mesh, lowerings: KeyRingBuilder(mesh, lowerings, gradients, inner, nodes),
-    )
+
+    def builder(mesh: TilePass, lowerings: Lowerings, nodes: tuple[int, ...]) -> KeyRingBuilder:
+        return KeyRingBuilder(mesh, lowerings, gradients, inner, nodes)
+
+    return plan_by(problem, num_ranks, shared, fits, directions, builder)

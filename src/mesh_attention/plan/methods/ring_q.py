@@ -18,9 +18,6 @@ from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
-    check_ranks,
-    devices_of,
-    nodes_of,
     plan_by,
     shared_options,
     squarest,
@@ -91,12 +88,12 @@ class QueryRingBuilder(TileBuilder):
         operations += queries.operations
         if mesh.kv_reduce_kind:
             if not queries.has_key_gradients:
-                operations += mesh.empty_kv(0)
-            operations += mesh.reduce_kv(0, mesh.kv_reduction(unit, 0))
+                operations += mesh.kv.empty(mesh.kv_reduce_kind, 0)
+            operations += mesh.reduce_kv(0, mesh.kv.reduction(unit, 0))
         return Unit(
             operations,
             {
-                **mesh.column_buffers(mesh.tile.column(unit)),
+                **mesh.kv.buffers(mesh.tile.column(unit)),
                 **mesh.stack_buffers(unit),
                 **queries.buffers,
             },
@@ -125,14 +122,7 @@ def _plan(
     shape: tuple[int, int],
     reach: Reach | None = None,
 ) -> Plan:
-    tile = tile_for(shape, ranks)
-    check_ranks(ranks, shared.ranks_per_node)
-    nodes = nodes_of(devices_of(tile, shared), shared)
-    return plan_by(
-        problem,
-        ranks,
-        shared,
-        tile,
-        directions,
-        lambda mesh, lowerings: QueryRingBuilder(mesh, lowerings, reach, nodes),
-    )
+    def builder(mesh: TilePass, lowerings: Lowerings, nodes: tuple[int, ...]) -> QueryRingBuilder:
+        return QueryRingBuilder(mesh, lowerings, reach, nodes)
+
+    return plan_by(problem, ranks, shared, tile_for(shape, ranks), directions, builder)

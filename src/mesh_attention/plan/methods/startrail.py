@@ -23,13 +23,7 @@ from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_plan import (
-    check_ranks,
-    devices_of,
-    nodes_of,
-    plan_by,
-    shared_options,
-)
+from mesh_attention.plan.build.tile_plan import plan_by, shared_options
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
@@ -110,10 +104,7 @@ class StarTrailBuilder(TileBuilder):
         nodes: tuple[int, ...],
     ) -> None:
         super().__init__(mesh)
-        self.mesh = mesh
-        self.lowerings = lowerings
-        self.star = star
-        self.gradients = gradients
+        self.mesh, self.lowerings, self.star, self.gradients = mesh, lowerings, star, gradients
         self._block = cache(self._block_rows)
         self._shared: dict[object, list[Operation]] = {}
         self._per_node: int | None = None
@@ -125,7 +116,7 @@ class StarTrailBuilder(TileBuilder):
     def setting(self) -> dict[str, str]:
         star = self.star
         setting = {"team": str(star.size), "sub_ring": str(star.width)}
-        return setting | {"q_reduce": self.mesh.q_reduce_by.value}
+        return setting | {"q_reduce": self.mesh.q.reduce_by.value}
 
     @property
     def schedule(self) -> Schedule:
@@ -149,7 +140,7 @@ class StarTrailBuilder(TileBuilder):
         return groups
 
     def _block_rows(self, team: int) -> Spans:
-        return self.mesh.kv_rows_of(self.mesh.tile.q_group(team))
+        return self.mesh.kv.rows_of(self.mesh.tile.q_group(team), 0)
 
     def _places(self, unit: int) -> bool:
         """Does this member get its first block from another?"""
@@ -186,7 +177,7 @@ class StarTrailBuilder(TileBuilder):
     def _buffers(self, unit: int, keys: KeyRing) -> dict[str, Buffer]:
         mesh, star = self.mesh, self.star
         team = unit // star.size
-        made = {**mesh.row_buffers(team), **mesh.stack_buffers(unit), **keys.buffers}
+        made = {**mesh.q.buffers(team), **mesh.stack_buffers(unit), **keys.buffers}
         owners = [self.head_group.rows(Kind.K, member) for member in mesh.tile.q_group(team)]
         own = self.head_group.rows(Kind.K, unit)
         for kind, grad in _SIDES:
@@ -215,7 +206,7 @@ class StarTrailBuilder(TileBuilder):
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q_reduction(unit, 0))]
+        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
@@ -242,9 +233,9 @@ class StarTrailBuilder(TileBuilder):
     def _reduction(self, unit: int) -> Reduction:
         """Of dK and dV in a team."""
         size, chunk = self.star.size, self.head_group.chunks(Kind.K, 1)[0]
-        by, group = self.mesh.q_reduce_by, f"Q{unit // size}"
+        by, group = self.mesh.q.reduce_by, f"Q{unit // size}"
         reduction = Reduction(by, group, size, chunk, num_owners=size)
-        return reduction.of_member(unit % size, self.mesh.q_per_node)
+        return reduction.of_member(unit % size, self.mesh.q.per_node)
 
     def _reduce_gradients(self, unit: int) -> list[Operation]:
         """The placement backwards, then the sum over the team's members at each owner."""
@@ -275,16 +266,11 @@ def plan_startrail(
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
     star, tile = _Star(team, width, shift), Tile(team, num_ranks // team)
     shared = shared_options("startrail", setting)
-    check_ranks(num_ranks, shared.ranks_per_node)
-    nodes = nodes_of(devices_of(tile, shared), shared)
-    return plan_by(
-        problem,
-        num_ranks,
-        shared,
-        tile,
-        directions,
-        lambda mesh, low: StarTrailBuilder(mesh, low, star, setting.gradients, nodes),
-    )
+
+    def builder(mesh: TilePass, lowerings: Lowerings, nodes: tuple[int, ...]) -> StarTrailBuilder:
+        return StarTrailBuilder(mesh, lowerings, star, setting.gradients, nodes)
+
+    return plan_by(problem, num_ranks, shared, tile, directions, builder)
 
 
 def _best_team(num_ranks: int) -> int:

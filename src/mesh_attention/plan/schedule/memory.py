@@ -94,16 +94,11 @@ def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
     return peak
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """What eager draining from a set of done tasks leads to: its peak, and all tasks done."""
+def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> tuple[int, frozenset[Task]]:
+    """Run all that is ready without a gather: reductions at once, else the earliest Q chunk.
 
-    peak_bytes: int
-    done: frozenset[Task]
-
-
-def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
-    """Run all that is ready without a gather: reductions at once, else the earliest Q chunk."""
+    What that leads to: its peak bytes, and all tasks done.
+    """
     reductions = [task for task in graph.communication if task.needs and task.task not in done]
     compute = sorted(
         (task for task in graph.compute if task.task not in done),
@@ -119,7 +114,7 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> Drain:
             default=None,
         ) or next((task.task for task in compute if reached.issuperset(task.needs)), None)
         if ready is None:
-            return Drain(peak, frozenset(reached))
+            return peak, frozenset(reached)
         peak = max(peak, residency.peak_while(reached, ready))
         reached.add(ready)
         reductions = [task for task in reductions if task.task != ready]
@@ -140,49 +135,42 @@ def gathers(graph: TaskGraph) -> tuple[tuple[TaskNode, ...], ...]:
 Point = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Lattice:
     """The minimax paths through the points. An edge issues one more gather and drains; it weighs
     the peak meanwhile. `bytes_to_go[point]` is the least, over all paths to the end, of the
     heaviest edge."""
 
-    gathers: tuple[tuple[TaskNode, ...], ...]
-    bytes_to_go: Mapping[Point, int]
-    smallest_cap_bytes: int
+    def __init__(self, graph: TaskGraph, residency: Residency) -> None:
+        self._gathers = by_kind = gathers(graph)
+        end = tuple(len(tasks) for tasks in by_kind)
+        self.bytes_to_go: dict[Point, int] = {end: 0}
+        # Backwards, so that every point one gather further on is known already.
+        points = list(itertools.product(*(range(count + 1) for count in end)))
+        for point in reversed(points[:-1]):
+            counted = zip(by_kind, point, strict=True)
+            issued = {task.task for tasks, count in counted for task in tasks[:count]}
+            _, here = drain(graph, residency, issued)
+            weights: list[int] = []
+            for axis, tasks in enumerate(by_kind):
+                if point[axis] == len(tasks):
+                    continue
+                gather = tasks[point[axis]].task
+                further = (*point[:axis], point[axis] + 1, *point[axis + 1 :])
+                drained, _ = drain(graph, residency, here | {gather})
+                peak = max(residency.peak_while(here, gather), drained)
+                weights.append(max(peak, self.bytes_to_go[further]))
+            self.bytes_to_go[point] = min(weights)
+        # Compute that needs no gather (a group of one rank) is drained before the first edge.
+        before_first, _ = drain(graph, residency, frozenset())
+        self.smallest_cap_bytes = max(before_first, self.bytes_to_go[points[0]])
 
     def point(self, done: Set[Task]) -> Point:
-        return tuple(sum(task.task in done for task in tasks) for tasks in self.gathers)
-
-
-def build_lattice(graph: TaskGraph, residency: Residency) -> Lattice:
-    by_kind = gathers(graph)
-    end = tuple(len(tasks) for tasks in by_kind)
-    bytes_to_go: dict[Point, int] = {end: 0}
-    # Backwards, so that every point one gather further on is known already.
-    points = list(itertools.product(*(range(count + 1) for count in end)))
-    for point in reversed(points[:-1]):
-        issued = {
-            task.task for tasks, count in zip(by_kind, point, strict=True) for task in tasks[:count]
-        }
-        here = drain(graph, residency, issued).done
-        weights: list[int] = []
-        for axis, tasks in enumerate(by_kind):
-            if point[axis] == len(tasks):
-                continue
-            gather = tasks[point[axis]].task
-            further = (*point[:axis], point[axis] + 1, *point[axis + 1 :])
-            peak = residency.peak_while(here, gather)
-            peak = max(peak, drain(graph, residency, here | {gather}).peak_bytes)
-            weights.append(max(peak, bytes_to_go[further]))
-        bytes_to_go[point] = min(weights)
-    # Compute that needs no gather (a group of one rank) is drained before the first edge.
-    before_first = drain(graph, residency, frozenset()).peak_bytes
-    return Lattice(by_kind, bytes_to_go, max(before_first, bytes_to_go[points[0]]))
+        return tuple(sum(task.task in done for task in tasks) for tasks in self._gathers)
 
 
 def smallest_cap(graph: TaskGraph, model: MemoryModel) -> int:
     """The smallest peak over all orders that gather in index order and drain eagerly."""
-    return build_lattice(graph, Residency(model)).smallest_cap_bytes
+    return Lattice(graph, Residency(model)).smallest_cap_bytes
 
 
 class MemoryCapError(PlanError):
@@ -207,7 +195,7 @@ def greedy_capped(
     room to spare the schedule is `greedy`'s own.
     """
     residency = Residency(model)
-    lattice = build_lattice(graph, residency)
+    lattice = Lattice(graph, residency)
     if cap_bytes < lattice.smallest_cap_bytes:
         raise MemoryCapError(cap_bytes, lattice.smallest_cap_bytes)
 
@@ -216,7 +204,7 @@ def greedy_capped(
         return (
             residency.peak_while(done, name) <= cap_bytes
             and lattice.bytes_to_go[lattice.point(after)] <= cap_bytes
-            and drain(graph, residency, after).peak_bytes <= cap_bytes
+            and drain(graph, residency, after)[0] <= cap_bytes
         )
 
     return greedy_with_permission(graph, permits, gamma=gamma)

@@ -54,7 +54,7 @@ def search(graph: TaskGraph, *, beam_width: int = 64) -> SearchResult:
     for index_order in (True, False):
         if makespan <= bound * (1 + _ROUNDING):
             break
-        found, pruned_bound = _beam(Tables.of(graph, index_order=index_order), makespan, beam_width)
+        found, pruned_bound = _beam(Tables(graph, index_order=index_order), makespan, beam_width)
         if found is not None:
             best = _as_schedule(graph, found)
             makespan = event_makespan(graph, best)
@@ -138,52 +138,33 @@ class PartialSchedule:
         return entries[::-1]
 
 
-@dataclass(frozen=True, slots=True)
 class Tables:
     """The graph by number: communication tasks first, then compute tasks."""
 
-    tasks: tuple[Task, ...]
-    costs: tuple[float, ...]
-    streams: tuple[int, ...]
-    needs: tuple[tuple[int, ...], ...]
-    waits_for: tuple[int, ...]  # bit masks: its needs, and earlier gathers in index order
-    followers: tuple[tuple[int, ...], ...]
-    tails: tuple[float, ...]
-
-    @staticmethod
-    def of(graph: TaskGraph, *, index_order: bool) -> Tables:
+    def __init__(self, graph: TaskGraph, *, index_order: bool) -> None:
         """index_order: gathers of a kind may only be issued in the order of their index."""
         tasks = graph.tasks()
-        number = {task.task: i for i, task in enumerate(tasks)}
-        needs = tuple(tuple(number[need] for need in task.needs) for task in tasks)
-        waits_for = [sum(1 << need for need in set(its_needs)) for its_needs in needs]
+        self.num_tasks = len(tasks)
+        self.tasks = [task.task for task in tasks]
+        self.costs = [float(task.cost) for task in tasks]
+        self.streams = [_COMMUNICATION] * len(graph.communication) + [_COMPUTE] * len(graph.compute)
+        number = {task: i for i, task in enumerate(self.tasks)}
+        self.needs = [[number[need] for need in task.needs] for task in tasks]
+        self.followers = [
+            [i for i, its_needs in enumerate(self.needs) if need in its_needs]
+            for need in range(len(tasks))
+        ]
+        tail = tails(graph)
+        self.tails = [tail[task] for task in self.tasks]
+        # Bit masks: the needs of each task, and earlier gathers in index order.
+        self.waits_for = [sum(1 << need for need in set(its_needs)) for its_needs in self.needs]
         gathers = [task for task in graph.communication if not task.needs]
         for task in gathers if index_order else ():
-            waits_for[number[task.task]] = sum(
+            self.waits_for[number[task.task]] = sum(
                 1 << number[other.task]
                 for other in gathers
                 if other.kind == task.kind and other.index < task.index
             )
-        tail = tails(graph)
-        return Tables(
-            tasks=tuple(task.task for task in tasks),
-            costs=tuple(float(task.cost) for task in tasks),
-            streams=(
-                *([_COMMUNICATION] * len(graph.communication)),
-                *([_COMPUTE] * len(graph.compute)),
-            ),
-            needs=needs,
-            waits_for=tuple(waits_for),
-            followers=tuple(
-                tuple(i for i, its_needs in enumerate(needs) if need in its_needs)
-                for need in range(len(tasks))
-            ),
-            tails=tuple(tail[task.task] for task in tasks),
-        )
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self.tasks)
 
     def root(self) -> PartialSchedule:
         return PartialSchedule(

@@ -154,15 +154,9 @@ def _deliver(
     target: int,
     receives: tuple[Piece, ...],
 ) -> None:
-    _same_number(source, sends, target, receives)
-    for taken, given in zip(sends, receives, strict=True):
-        memory.transfer(source, taken, target, given)
-
-
-def _same_number(
-    source: int, sends: tuple[Piece, ...], target: int, receives: tuple[Piece, ...]
-) -> None:
     if len(sends) != len(receives):
         raise Broken(
             target, f"expects {len(receives)} pieces from rank {source}, which sends {len(sends)}"
         )
+    for taken, given in zip(sends, receives, strict=True):
+        memory.transfer(source, taken, target, given)

@@ -214,21 +214,13 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
 
 def overlap_fault(taken: Sequence[Piece], given: Sequence[Piece]) -> str | None:
     """What a communication sends it must not receive into: what arrives first would be sent on."""
-    names = {piece.buffer for piece in given}
+    arriving: dict[str, list[Piece]] = {}
+    for piece in given:
+        arriving.setdefault(piece.buffer, []).append(piece)
     for piece in taken:
-        if piece.buffer in names and any(_overlap(piece, other) for other in given):
+        if any(piece.overlaps(other) for other in arriving.get(piece.buffer, ())):
             return f"sends rows {piece.start}:{piece.stop} of {piece.buffer} and receives into them"
     return None
-
-
-def _overlap(one: Piece, other: Piece) -> bool:
-    apart = one.heads and other.heads and not _meet(one.heads, other.heads)
-    rows = (one.start, one.stop), (other.start, other.stop)
-    return one.buffer == other.buffer and not apart and _meet(*rows)
-
-
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
 
 
 def _group_fault(one: Pass, rank: int, op: Communication) -> str | None:

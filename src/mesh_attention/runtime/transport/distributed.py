@@ -7,11 +7,10 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,12 @@ from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Meter, Start, View
 from mesh_attention.runtime.transport.torch_operations import (
+    Copies,
     Exchange,
     Gather,
     PointToPoint,
     Reduce,
+    Works,
 )
 from mesh_attention.runtime.transport.transfers import Pieces, Transfers, transfers
 
@@ -36,21 +37,11 @@ class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
 
-class _Started:
+class _Started(Handle):
     """Works in flight, and the copies that must follow them."""
 
-    def __init__(
-        self,
-        what: str,
-        works: list[Any],
-        finish: list[Callable[[], object]],
-    ) -> None:
-        self._what = what
-        self._works = works
-        self._finish = finish
-
-    def ready(self) -> bool:
-        return True  # other processes make progress by themselves
+    def __init__(self, what: str, works: Works, finish: Copies) -> None:
+        self._what, self._works, self._finish = what, works, finish
 
     def wait(self) -> None:
         try:
@@ -66,7 +57,7 @@ class _Started:
         self._works, self._finish = [], []
 
 
-class _OnStream:
+class _OnStream(Handle):
     """The same on a communication stream; what waits is the compute stream, through an event."""
 
     def __init__(
@@ -75,9 +66,6 @@ class _OnStream:
         self._started: _Started | None = started
         self._stream = stream
         self._event = event
-
-    def ready(self) -> bool:
-        return True
 
     def finish(self) -> None:
         """On the communication stream, which must be the current one."""
@@ -139,8 +127,8 @@ class DistributedTransport:
     def _start(
         self, op: Communication, ready: Sequence[Gather | Reduce | Exchange], after: Marks
     ) -> _Started:
-        works: list[Any] = []
-        finish: list[Callable[[], object]] = []
+        works: Works = []
+        finish: Copies = []
         what = f"{op.name} among ranks {self._global[op.group]}"
         try:
             for one in ready:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,14 +164,21 @@ def forget(store: Store, key: str) -> None:
         store.delete_key(key)
 
 
+def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device in ("cpu", "cuda"):
+        with suppress(AttributeError, RuntimeError):
+            yield group._get_backend(torch.device(device))
+
+
+def group_name(name: str) -> Any:
+    """As functions of torch take it: later ones have a type for names."""
+    return c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the caller gave this group; the backend's usual one if it does not say."""
-    for device in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(device)).options
-        except (AttributeError, RuntimeError):
-            continue
-        timeout = getattr(options, "_timeout", None)
+    for backend in backends_of(group):
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
@@ -214,7 +222,7 @@ def _make_group(
         members,
         backend,
         default_store(),
-        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        group_name(name),
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}

@@ -23,8 +23,9 @@ class Handle(Protocol):
     """A communication in flight."""
 
     def ready(self) -> bool:
-        """False while `wait` could not return because others have yet to come (in one process)."""
-        ...
+        """False while `wait` could not return because others have yet to come (in one process);
+        other processes make progress by themselves."""
+        return True
 
     def wait(self) -> None:
         """Make what follows on the compute stream see the result."""

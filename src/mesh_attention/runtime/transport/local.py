@@ -111,8 +111,5 @@ class AloneTransport:
         return start
 
 
-class _Done:
-    def ready(self) -> bool:
-        return True
-
+class _Done(Handle):
     def wait(self) -> None: ...

@@ -15,7 +15,7 @@ each of its links goes the way it can.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -32,7 +32,7 @@ from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, Symme
 
 
 class SymmetricTransport:
-    """Operations among ranks that `memory` covers; of others, the part among such ranks."""
+    """Near where all ranks of an operation share memory, `far` elsewhere, on the same stream."""
 
     def __init__(
         self,
@@ -44,23 +44,47 @@ class SymmetricTransport:
         groups: Groups,
         memory: SharedMemory,
         stream: torch.cuda.Stream,
+        far: DistributedTransport,
     ) -> None:
-        self._plan = plan
         self._one = one
         self._rank = rank
-        self._batch = batch
         self._dtypes = dtypes
-        self._groups = groups
         self._memory = memory
         self._stream = stream
-        self._owners: dict[int, Owner] = {}
+        self._far = far
+        self.in_order, self.own_stream = far.in_order, far.own_stream
+        self._ranks = groups.global_ranks(plan, one, rank)
+        self._owner = cache(lambda rank: Owner(plan, one, rank, batch))
         self._steps: dict[tuple[str, str], _Ready] = {}
         self._events: dict[tuple[str, str], torch.cuda.Event] = {}
 
-    def begin(self, op: Communication, view: View, after: Marks) -> Handle:
+    def prepare(self, op: Communication, view: View) -> Start:
+        return self._far.counted(op, view, self._way(op, view))
+
+    def _way(self, op: Communication, view: View) -> Start:
+        ranks = self._ranks[op.group]
+        if self._memory.covers(ranks):
+            return partial(self._begin, op, view)
+        if isinstance(op, SendRecv) and self._memory.block is not None:
+            return self._by_link(op, ranks, view)
+        return self._far.ready(op, view)
+
+    def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
+        to_near = self._memory.covers([ranks[op.to_member]])
+        from_near = self._memory.covers([ranks[op.from_member]])
+        if to_near == from_near:
+            return partial(self._begin, op, view) if to_near else self._far.ready(op, view)
+        sending, receiving = replace(op, receives=()), replace(op, sends=())
+        near, far = (sending, receiving) if to_near else (receiving, sending)
+        far_start = self._far.ready(far, view)
+        # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
+        return lambda after: _Both(far_start(after), self._begin(near, view, after))
+
+    def _begin(self, op: Communication, view: View, after: Marks) -> Handle:
+        """What of an operation is among ranks that the memory covers."""
         key = (op.group, op.name)
         if key not in self._steps:
-            self._steps[key] = self._prepare(op)
+            self._steps[key] = self._worked_out(op)
             self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         known = self._steps[key]
         block = self._memory.block
@@ -74,20 +98,15 @@ class SymmetricTransport:
             copies.finish()
             return _Recorded(self._stream, self._events[key])
 
-    def _prepare(self, op: Communication) -> _Ready:
+    def _worked_out(self, op: Communication) -> _Ready:
         members = self._one.groups[op.group]
-        ranks = [self._groups.global_rank(self._plan, member) for member in members]
+        ranks = self._ranks[op.group]
         near = [place for place, rank in enumerate(ranks) if self._memory.covers([rank])]
         owners = {place: self._owner(members[place]) for place in near}
         steps = steps_of(op, members.index(self._rank), len(members), owners)
         places = {place: self._memory.member(ranks[place]) for place in near}
         complete = len(steps.readers) == len(steps.pulls) == len(members) - 1
         return _Ready(steps, places, complete and self._memory.is_everybody(ranks))
-
-    def _owner(self, rank: int) -> Owner:
-        if rank not in self._owners:
-            self._owners[rank] = Owner(self._plan, self._one, rank, self._batch)
-        return self._owners[rank]
 
 
 class _Ready:
@@ -118,7 +137,7 @@ class _Ready:
             block.wait(reader, DONE)
 
 
-class _Recorded:
+class _Recorded(Handle):
     """What is on the stream so far."""
 
     def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -126,63 +145,11 @@ class _Recorded:
         self._event = event
         self._event.record(stream)
 
-    def ready(self) -> bool:
-        return True
-
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class RoutedTransport:
-    """Near where all ranks of an operation share memory, far elsewhere."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        one: Pass,
-        rank: int,
-        groups: Groups,
-        memory: SharedMemory,
-        near: SymmetricTransport,
-        far: DistributedTransport,
-    ) -> None:
-        self._memory = memory
-        self._near = near
-        self._far = far
-        self._ranks = groups.global_ranks(plan, one, rank)
-
-    @property
-    def in_order(self) -> bool:
-        return self._far.in_order  # and the near ones share its stream
-
-    @property
-    def own_stream(self) -> bool:
-        return self._far.own_stream
-
-    def prepare(self, op: Communication, view: View) -> Start:
-        return self._far.counted(op, view, self._way(op, view))
-
-    def _way(self, op: Communication, view: View) -> Start:
-        ranks = self._ranks[op.group]
-        if self._memory.covers(ranks):
-            return partial(self._near.begin, op, view)
-        if isinstance(op, SendRecv) and self._memory.block is not None:
-            return self._by_link(op, ranks, view)
-        return self._far.ready(op, view)
-
-    def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
-        to_near = self._memory.covers([ranks[op.to_member]])
-        from_near = self._memory.covers([ranks[op.from_member]])
-        if to_near == from_near:
-            return partial(self._near.begin, op, view) if to_near else self._far.ready(op, view)
-        sending, receiving = replace(op, receives=()), replace(op, sends=())
-        near, far = (sending, receiving) if to_near else (receiving, sending)
-        far_start = self._far.ready(far, view)
-        # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
-        return lambda after: _Both(far_start(after), self._near.begin(near, view, after))
-
-
-class _Both:
+class _Both(Handle):
     def __init__(self, *handles: Handle) -> None:
         self._handles = handles
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from mesh_attention.runtime.transport.groups import forget
+from mesh_attention.runtime.transport.groups import backends_of, forget, group_name
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
 READY, DONE, _BARRIER = range(3)
@@ -81,12 +80,12 @@ class SymmetricBlock:
         # Its backend lends a name to log records; C++ holds the store, but not its Python part.
         self._store = RendezvousStore(store, timeout)
         self._group = binding.ProcessGroup(self._store, member, size)
-        kind = binding.ProcessGroup.BackendType.CUSTOM
-        self._group._register_backend(torch.device("cpu"), kind, _backend_of(parent))
-        binding._register_process_group(_group_name(self._name), self._group)
+        kind, backend = binding.ProcessGroup.BackendType.CUSTOM, next(backends_of(parent), None)
+        self._group._register_backend(torch.device("cpu"), kind, backend)
+        binding._register_process_group(group_name(self._name), self._group)
         self._registered = True
         try:
-            self._handle = _binding().rendezvous(self.own, _group_name(self._name))
+            self._handle = _binding().rendezvous(self.own, group_name(self._name))
         except Exception:
             self._store.tell_failure()
             raise
@@ -122,7 +121,7 @@ class SymmetricBlock:
         if self._registered:
             self._registered = False
             binding: Any = torch._C._distributed_c10d
-            binding._unregister_process_group(_group_name(self._name))
+            binding._unregister_process_group(group_name(self._name))
         self._peers.clear()
         self._handle = self._group = self._store = None
         del self.own
@@ -191,16 +190,3 @@ class RendezvousStore(Store):
 
 def _binding() -> Any:
     return torch._C._distributed_c10d._SymmetricMemory
-
-
-def _group_name(name: str) -> Any:
-    return c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
-
-
-def _backend_of(group: dist.ProcessGroup) -> Any:
-    for device in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device))
-        except RuntimeError:
-            continue
-    return None
