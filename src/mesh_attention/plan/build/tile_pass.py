@@ -60,7 +60,7 @@ class TilePass(ABC):
             merge_rule=self.merge_rule,
             count=chunks[0],
             slices=slices,
-            reduce_by=reduce_by,
+            wanted=reduce_by,
             per_node=per_node[0],
         )
         users = None if tile.rotation or tile.b == 1 else tile.kv_users
@@ -72,7 +72,7 @@ class TilePass(ABC):
             merge_rule=MergeRule.SUM,
             count=chunks[1],
             slices=slices,
-            reduce_by=reduce_by,
+            wanted=reduce_by,
             per_node=per_node[1],
         )
 

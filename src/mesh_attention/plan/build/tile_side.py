@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.chunks import Chunk, whole_rows
@@ -21,7 +21,7 @@ ALL_UNITS = "all"
 Units = tuple[int, ...]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class TileSide:
     head_group: HeadGroup
     name: str  # with the number of a line it names a group
@@ -36,21 +36,39 @@ class TileSide:
     merge_rule: MergeRule  # of partials
     count: int  # chunks of rows, for each slice of the heads
     slices: tuple[int, ...]
-    reduce_by: ReduceBy
+    wanted: ReduceBy  # how partials are to be reduced
     per_node: int  # units of a line that follow each other in a node
 
-    def __post_init__(self) -> None:
-        self.chunks = self.head_group.chunks(self.kind, self.count, self.slices)
-        self.chunks_of_slice = len(self.chunks) // len(self.slices)
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.head_group.chunks(self.kind, self.count, self.slices)
+
+    @property
+    def chunks_of_slice(self) -> int:
+        return len(self.chunks) // len(self.slices)
+
+    @cached_property
+    def reduce_by(self) -> ReduceBy:
         if self.size == 1:
-            self.reduce_by = ReduceBy.LOCAL
-        elif self.users or (self.reduce_by is ReduceBy.NODES and self.per_node in (1, self.size)):
-            # Nodes that hold all of a line, or one of it each, leave nothing to combine first.
-            self.reduce_by = ReduceBy.EXCHANGE
-        # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
-        self._gathered_rows = cache(lambda line, i: self.rows_of(self.partitions(line), i))
-        self.own_rows = cache(lambda unit: self.head_group.rows(self.kind, unit))
-        self.buffers = cache(self._buffers)
+            return ReduceBy.LOCAL
+        # Nodes that hold all of a line, or one of it each, leave nothing to combine first.
+        alone = self.wanted is ReduceBy.NODES and self.per_node in (1, self.size)
+        return ReduceBy.EXCHANGE if alone or self.users is not None else self.wanted
+
+    # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
+
+    @cached_property
+    def own_rows(self) -> Callable[[int], Spans]:
+        return cache(partial(self.head_group.rows, self.kind))
+
+    @cached_property
+    def _gathered_rows(self) -> Callable[[int, int], Spans]:
+        return cache(lambda line, index: self.rows_of(self.partitions(line), index))
+
+    @cached_property
+    def buffers(self) -> Callable[[int], dict[str, Buffer]]:
+        """Buffers that all units of a line hold alike."""
+        return cache(self._buffers)
 
     def group(self, line: int) -> str:
         return self.head_group.group_name(f"{self.name}{line}")
@@ -103,7 +121,6 @@ class TileSide:
     # Buffers.
 
     def _buffers(self, line: int) -> dict[str, Buffer]:
-        """Buffers that all units of a line hold alike."""
         made: list[Buffer] = []
         for chunk in self.chunks:
             rows = self.spans(line, chunk.index)
