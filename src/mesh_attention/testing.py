@@ -135,9 +135,7 @@ class _Run:
             return _in_turns(runs)
 
 
-def _in_turns(
-    runs: dict[int, Generator[None, None, dict[str, Tensor]]],
-) -> list[dict[str, Tensor]]:
+def _in_turns(runs: dict[int, Generator[None, None, dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
     """Run all ranks, each until it must wait for another."""
     results: dict[int, dict[str, Tensor]] = {}
     most = 10_000 * len(runs)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllToAll, Communication, SendRecv
@@ -33,8 +34,7 @@ def question_digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Meetings:
+class Meetings(NamedTuple):
     """One rank's side of the collectives of one group.
 
     `order` is the same on all members. `balance` adds up to 0 over them (modulo 2^64) when every

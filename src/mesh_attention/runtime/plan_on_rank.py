@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.agreement import meetings, question_digest
+from mesh_attention.plan.agreement import Meetings, meetings, question_digest
 from mesh_attention.plan.plan import Direction, Plan, Programs
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
@@ -57,11 +57,10 @@ class PlanOnRank:
         """Equal for equal plans."""
         return self.words, self.programs
 
-    def meetings(self, directions: Iterable[Direction]) -> dict[str, tuple[str, int]]:
+    def meetings(self, directions: Iterable[Direction]) -> dict[str, Meetings]:
         """The collectives of this rank's programs, as `plan.agreement` compares them."""
         passes = tuple(self.plan.direction(direction) for direction in directions)
-        found = meetings(replace(self.plan, passes=passes), self.rank)
-        return {group: (one.order, one.balance) for group, one in found.items()}
+        return meetings(replace(self.plan, passes=passes), self.rank)
 
 
 AS_MADE = "as made"

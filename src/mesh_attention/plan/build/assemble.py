@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 
 from mesh_attention.plan.buffers import Buffer, Role
 from mesh_attention.plan.program import Attention, Free, Operation, Program
 
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Which buffers a program uses, and what it frees after which operation."""
-
-    used: Set[str]
-    frees: tuple[tuple[int, Free], ...]
+# Which buffers a program uses, and what it frees before which operation.
+_Ends = tuple[Set[str], list[tuple[int, Free]]]
 
 
 class Assembler:
@@ -38,23 +32,24 @@ class Assembler:
         self, rank: int, operations: Sequence[Operation], buffers: Mapping[str, Buffer]
     ) -> Program:
         names = tuple(op.touched for op in operations)
-        attentions = (
-            [at for at, op in enumerate(operations) if isinstance(op, Attention)]
-            if self._hold
-            else []
-        )
+        attentions: list[int] = []
+        if self._hold:
+            attentions += [at for at, op in enumerate(operations) if isinstance(op, Attention)]
         key = (names, tuple(attentions))
         ends = self._ends.get(key)
         if ends is None:
             ends = self._ends[key] = self._find_ends(names, attentions, buffers)
         program: list[Operation] = []
         start = 0
-        for stop, free in ends.frees:
+        used, frees = ends
+        for stop, free in frees:
             program += operations[start:stop]
             program.append(free)
             start = stop
         program += operations[start:]
-        return Program(rank, tuple(_in_order(buffers.values(), ends.used)), tuple(program))
+        # Inputs and outputs always, workspace only where this rank uses it.
+        held = (b for b in buffers.values() if b.name in used or b.role is not Role.WORKSPACE)
+        return Program(rank, tuple(held), tuple(program))
 
     def _find_ends(
         self,
@@ -71,9 +66,4 @@ class Assembler:
                     at = attentions[later] if later < len(attentions) else len(names) - 1
                 ending.setdefault(at + 1, []).append(name)
         frees = [(stop, self._free(tuple(ending[stop]))) for stop in sorted(ending)]
-        return _Ends(last_use.keys(), tuple(frees))
-
-
-def _in_order(buffers: Iterable[Buffer], used: Set[str]) -> Iterable[Buffer]:
-    """Inputs and outputs always, workspace only where this rank uses it."""
-    return (b for b in buffers if b.name in used or b.role is not Role.WORKSPACE)
+        return last_use.keys(), frees

@@ -85,11 +85,7 @@ class QueryRing:
         return self._pieces(f"{kind}.{suffix}" for kind in self._kinds)
 
     def _declare(
-        self,
-        pieces: Pieces,
-        kinds: tuple[Kind, ...],
-        step: int,
-        precision: Precision | None = None,
+        self, pieces: Pieces, kinds: tuple[Kind, ...], step: int, precision: Precision | None = None
     ) -> None:
         """The buffers that hold rows of a step's block."""
         rows, heads = self._rows[step], self._mesh.head_group.heads(Kind.Q)

@@ -40,13 +40,6 @@ def shared_options(method: str, setting: Setting, *, ulysses: int | None = None)
     return SharedOptions(**given, method=method)
 
 
-def check_ranks(num_ranks: int, ranks_per_node: int | None) -> None:
-    if num_ranks < 1:
-        raise PlanError(f"ranks={num_ranks}: must be at least 1")
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise PlanError(f"ranks_per_node={ranks_per_node}: must be at least 1")
-
-
 def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple[Layout, Layout]:
     kind = shared.layout
     if kind is None:
@@ -90,8 +83,8 @@ def reduce_by(
 
 
 def squarest(ranks: int) -> tuple[int, int]:
-    a = max((a for a in range(1, ranks + 1) if ranks % a == 0 and a * a <= ranks), default=1)
-    return a, max(1, ranks // a)
+    a = max(a for a in range(1, ranks + 1) if ranks % a == 0 and a * a <= ranks)
+    return a, ranks // a
 
 
 def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Tile:
@@ -109,7 +102,6 @@ class TilePlanner:
     """The parts of a plan that do not depend on how a method moves its blocks."""
 
     def __init__(self, problem: Problem, num_ranks: int, shared: SharedOptions, tile: Tile) -> None:
-        check_ranks(num_ranks, shared.ranks_per_node)
         self._problem = problem
         self._shared = shared
         self._layouts = layouts_of(problem, num_ranks, shared)

@@ -16,13 +16,7 @@ from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import (
-    Call,
-    CallKind,
-    Collective,
-    Operation,
-    Task,
-)
+from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.memory import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +80,10 @@ class Work:
 def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
     with a 1 for every cell the task spans, whatever the mask shows of it."""
-    known: dict[tuple[Buffer, int, int], OwnedRows] = {}
 
+    @cache
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
-        key = (buffer, start, stop)
-        if key not in known:
-            known[key] = OwnedRows(layout, slice_spans(buffer.rows, start, stop))
-        return known[key]
+        return OwnedRows(layout, slice_spans(buffer.rows, start, stop))
 
     for program in one.programs:
         table = program.buffer_table()
@@ -127,10 +125,12 @@ class CallPairs:
     rows."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._rows = plan.problem.rows
-        self._runs: dict[tuple[bool, Spans], tuple[Run, ...]] = {}
-        self._pairs: dict[tuple[Spans, Spans], int] = {}
+        q_runs, k_runs = (
+            cache(lambda spans, layout=layout: _join([r for at in spans for r in layout.runs(*at)]))
+            for layout in (plan.q_layout, plan.kv_layout)
+        )
+        rows = plan.problem.rows
+        self._pairs = cache(lambda q, k: int(visible_pairs(q_runs(q), k_runs(k), rows).sum()))
 
     def __call__(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> int:
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
@@ -141,20 +141,7 @@ class CallPairs:
         q, k = op.q.start, op.k.start
         queries = slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop)
         keys = slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop)
-        found = self._pairs.get((queries, keys))
-        if found is None:
-            q_runs = self._runs_of(False, queries, self._plan.q_layout)
-            k_runs = self._runs_of(True, keys, self._plan.kv_layout)
-            found = int(visible_pairs(q_runs, k_runs, self._rows).sum())
-            self._pairs[queries, keys] = found
-        return found
-
-    def _runs_of(self, key_side: bool, spans: Spans, layout: Layout) -> tuple[Run, ...]:
-        known = self._runs.get((key_side, spans))
-        if known is None:
-            runs = [run for span in spans for run in layout.runs(*span)]
-            known = self._runs[key_side, spans] = tuple(_join(runs))
-        return known
+        return self._pairs(queries, keys)
 
 
 def _join(runs: list[Run]) -> list[Run]:

@@ -7,7 +7,7 @@ order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -23,7 +23,7 @@ from mesh_attention.plan.build.setting import (
 )
 from mesh_attention.plan.build.slices import HeadSlices, sizes_for, suggested_cut
 from mesh_attention.plan.build.tile_builder import MeshBuilder
-from mesh_attention.plan.build.tile_plan import TilePlanner, check_ranks, shared_options, tile_for
+from mesh_attention.plan.build.tile_plan import TilePlanner, shared_options, tile_for
 from mesh_attention.plan.build.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
@@ -43,12 +43,8 @@ class MeshSetting(TileSetting, CutSetting):
         None, "the tile of the backward pass, if another", "AxB"
     )
     rotation: bool = option(True, "KV partition rotation; without it KV comes by all-to-all")
-    costs: Costs = field(
-        default=Costs(),
-        metadata={
-            "help": "bandwidth, speed and latency that the scheduler reckons with",
-            "metavar": "",
-        },
+    costs: Costs = option(
+        Costs(), "bandwidth, speed and latency that the scheduler reckons with", ""
     )
 
 
@@ -84,7 +80,6 @@ def plan_mesh(
             "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
             "through the whole pass, and the cap does not count them; leave one out"
         )
-    check_ranks(num_ranks, setting.ranks_per_node)
     units = num_ranks // degree
     tile = tile_for(setting.tile or best_tile(units, problem), units, rotation=setting.rotation)
     shapes = {Direction.FORWARD: tile, Direction.BACKWARD: tile}
@@ -119,14 +114,13 @@ def plan_mesh(
 def plan_all_gather_kv(
     problem: Problem, ranks: int, setting: AllGatherKvSetting, directions: Directions
 ) -> Plan:
-    mesh = MeshSetting(tile=(1, max(ranks, 1)), **_given(setting))
+    mesh = MeshSetting(tile=(1, ranks), **_given(setting))
     return plan_mesh(problem, ranks, mesh, directions, method="allgather-kv")
 
 
 def plan_mesh_usp(
     problem: Problem, ranks: int, setting: MeshUspSetting, directions: Directions
 ) -> Plan:
-    check_ranks(ranks, setting.ranks_per_node)
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
     mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k != "ulysses"})
     return plan_mesh(problem, ranks, mesh, directions, degree=degree, method="mesh-usp")

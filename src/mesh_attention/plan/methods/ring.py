@@ -27,7 +27,6 @@ from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import (
     SharedOptions,
-    check_ranks,
     plan_by,
     shared_options,
     squarest,
@@ -144,7 +143,6 @@ def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Di
 def plan_double_ring(
     problem: Problem, ranks: int, setting: DoubleRingSetting, directions: Directions
 ) -> Plan:
-    check_ranks(ranks, setting.ranks_per_node)
     degree = chosen_degree(problem, ranks, setting.ulysses or 1, setting.ranks_per_node)
     units, inner = ranks // degree, setting.inner
     if inner is None:
@@ -168,7 +166,6 @@ def plan_agq_ringkv(
 def plan_ulysses(
     problem: Problem, ranks: int, setting: UlyssesSetting, directions: Directions
 ) -> Plan:
-    check_ranks(ranks, setting.ranks_per_node)
     fits = ulysses_degrees(problem)
     if ranks not in fits:
         raise PlanError(
@@ -179,7 +176,6 @@ def plan_ulysses(
 
 
 def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
-    check_ranks(ranks, setting.ranks_per_node)
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
     shared = shared_options("usp", setting, ulysses=degree)
     return _plan(problem, ranks, shared, directions, gradients=setting.gradients)

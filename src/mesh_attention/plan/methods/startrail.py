@@ -275,6 +275,4 @@ def plan_startrail(
 
 def _best_team(num_ranks: int) -> int:
     """The fewest bytes forward by the formula of algorithm.md, section 8."""
-    return min(
-        team_sizes(num_ranks), key=lambda c: (4 * c - 4) / max(1, num_ranks) + 2 / c, default=1
-    )
+    return min(team_sizes(num_ranks), key=lambda c: (4 * c - 4) / num_ranks + 2 / c)

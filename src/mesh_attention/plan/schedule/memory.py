@@ -101,8 +101,7 @@ def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> tuple[int,
     """
     reductions = [task for task in graph.communication if task.needs and task.task not in done]
     compute = sorted(
-        (task for task in graph.compute if task.task not in done),
-        key=lambda task: task.index,
+        (task for task in graph.compute if task.task not in done), key=lambda task: task.index
     )
     reached = set(done)
     peak = residency.resident_bytes(reached)

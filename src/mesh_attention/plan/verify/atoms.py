@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -82,7 +83,7 @@ class Atoms:
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
         self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
         self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
-        self._cells: dict[Buffer, BufferCells] = {}
+        self.cells = cache(self._cells_of)
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
         by_head = np.repeat(seen.T, self.num_heads, axis=1)
@@ -93,21 +94,17 @@ class Atoms:
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
-    def cells(self, buffer: Buffer) -> BufferCells:
-        found = self._cells.get(buffer)
-        if found is None:
-            key_side = buffer.kind.is_key_side
-            side = self.kv if key_side else self.q
-            atoms = [atom for span in buffer.rows for atom in side.of(*span)]
-            sizes = (side.cuts[atom + 1] - side.cuts[atom] for atom in atoms)
-            first, last = (self.head_atom(buffer, h) for h in (0, buffer.num_heads))
-            heads = list(range(first, last))
-            if key_side:
-                heads = sorted({self.kv_head_of[h] for h in heads})
-            labels = [(atom, head) for atom in atoms for head in heads]
-            found = BufferCells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
-            self._cells[buffer] = found
-        return found
+    def _cells_of(self, buffer: Buffer) -> BufferCells:
+        key_side = buffer.kind.is_key_side
+        side = self.kv if key_side else self.q
+        atoms = [atom for span in buffer.rows for atom in side.of(*span)]
+        sizes = (side.cuts[atom + 1] - side.cuts[atom] for atom in atoms)
+        first, last = (self.head_atom(buffer, h) for h in (0, buffer.num_heads))
+        heads = list(range(first, last))
+        if key_side:
+            heads = sorted({self.kv_head_of[h] for h in heads})
+        labels = [(atom, head) for atom in atoms for head in heads]
+        return BufferCells(labels, list(accumulate(sizes, initial=0))[:-1], heads)
 
     def head_atom(self, buffer: Buffer, head: int) -> int:
         """The head atom that begins at a head, counted inside the buffer."""

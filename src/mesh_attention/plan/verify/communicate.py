@@ -46,10 +46,7 @@ def _same_moves(members: Sequence[int], operations: Sequence[AllGather | ReduceS
 
 
 def _same_kinds(
-    memory: Memory,
-    members: Sequence[int],
-    operations: Sequence[AllGather | ReduceScatter],
-    at: int,
+    memory: Memory, members: Sequence[int], operations: Sequence[AllGather | ReduceScatter], at: int
 ) -> None:
     """The parts and wholes of all members, of one tensor: what each sends arrives at all others."""
     first = memory.buffer(members[0], operations[0].moves[at].part)
@@ -148,11 +145,7 @@ def _send_recv(memory: Memory, members: Sequence[int], operations: list[SendRecv
 
 
 def _deliver(
-    memory: Memory,
-    source: int,
-    sends: tuple[Piece, ...],
-    target: int,
-    receives: tuple[Piece, ...],
+    memory: Memory, source: int, sends: tuple[Piece, ...], target: int, receives: tuple[Piece, ...]
 ) -> None:
     if len(sends) != len(receives):
         raise Broken(

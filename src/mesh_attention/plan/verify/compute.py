@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
 from mesh_attention.plan.verify.atoms import Atoms
@@ -19,8 +20,9 @@ class SymbolicCompute:
         self._atoms = atoms
         self._memory = memory
         self._calls = CallCheck(plan.problem.rows)
-        self._maps: dict[tuple[int, Spans], RowMap] = {}
-        self._spans: dict[tuple[Buffer, int, int], Spans] = {}
+        self._q_rows = cache(partial(RowMap, plan.q_layout))
+        self._k_rows = cache(partial(RowMap, plan.kv_layout))
+        self._spans = cache(lambda buffer, start, stop: slice_spans(buffer.rows, start, stop))
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
 
     def attend(self, rank: int, op: Attend) -> None:
@@ -144,8 +146,8 @@ class SymbolicCompute:
             q_atoms = sorted({atom for atom, _ in labels})
             k_atoms = sorted({atom for atom, _ in self._memory.labels(rank, k)})
             visible = int(self._atoms.pairs[q_atoms][:, k_atoms].sum())
-            q_map = self._row_map(0, q_spans)
-            self._checked[key] = self._calls.check(q_map, self._row_map(1, k_spans), calls, visible)
+            rows = self._q_rows(q_spans), self._k_rows(k_spans)
+            self._checked[key] = self._calls.check(*rows, calls, visible)
         wrong = self._checked[key]
         if wrong:
             raise Broken(rank, wrong)
@@ -167,18 +169,7 @@ class SymbolicCompute:
             )
 
     def _piece_spans(self, rank: int, piece: Piece) -> Spans:
-        buffer = self._memory.buffer(rank, piece)
-        key = (buffer, piece.start, piece.stop)
-        if key not in self._spans:
-            self._spans[key] = piece.spans(buffer)
-        return self._spans[key]
-
-    def _row_map(self, side: int, spans: Spans) -> RowMap:
-        key = (side, spans)
-        if key not in self._maps:
-            layout = self._plan.kv_layout if side else self._plan.q_layout
-            self._maps[key] = RowMap(layout, spans)
-        return self._maps[key]
+        return self._spans(self._memory.buffer(rank, piece), piece.start, piece.stop)
 
     def _keys(self, rank: int, k: Piece, v: Piece) -> dict[int, int]:
         """Key atoms of K and V, as bits, for each KV head."""

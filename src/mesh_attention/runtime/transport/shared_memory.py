@@ -43,7 +43,8 @@ class SharedMemory:
         self._node = tuple(node)
         self._blocks = 0
         self.workspace = workspace
-        self.members: tuple[int, ...] = ()  # global ranks that share, once they have met
+        # Global ranks that share, once they have met, by their place in the block.
+        self.members: tuple[int, ...] = ()
         self.block: SymmetricBlock | None = None
         self.staging_offset = 0
         self.reason = ""  # why there is no block
@@ -91,13 +92,6 @@ class SharedMemory:
             return self.reason
         apart = sorted(set(ranks) - set(self.members))
         return f"rank {self._me} is on another host than ranks {apart}"
-
-    def member(self, rank: int) -> int:
-        """The place of a global rank in the block."""
-        return self.members.index(rank)
-
-    def is_everybody(self, ranks: Sequence[int]) -> bool:
-        return set(ranks) == set(self.members)
 
     @property
     def device(self) -> torch.device | None:

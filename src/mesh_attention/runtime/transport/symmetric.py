@@ -104,9 +104,9 @@ class SymmetricTransport:
         near = [place for place, rank in enumerate(ranks) if self._memory.covers([rank])]
         owners = {place: self._owner(members[place]) for place in near}
         steps = steps_of(op, members.index(self._rank), len(members), owners)
-        places = {place: self._memory.member(ranks[place]) for place in near}
+        places = {place: self._memory.members.index(ranks[place]) for place in near}
         complete = len(steps.readers) == len(steps.pulls) == len(members) - 1
-        return _Ready(steps, places, complete and self._memory.is_everybody(ranks))
+        return _Ready(steps, places, complete and set(ranks) == set(self._memory.members))
 
 
 class _Ready:
