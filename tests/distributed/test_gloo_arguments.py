@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mesh_attention import Mask, mesh_attention
+from mesh_attention import Mask, MeshAttentionError, mesh_attention
 from mesh_attention.runtime import handshake
 from support.cases import Case
 from support.gloo_case import context
@@ -153,3 +156,54 @@ def test_the_function_refuses_what_one_rank_asks_for_on_all(
         if rank != 1:
             assert "rank 1" in one.error
         assert next(iter(changes)) in one.error or "plan is" in one.error
+
+
+def unknown_kernel(rank: int, world_size: int) -> Raised:
+    return raised_by(lambda: context(CASE, kernel="abacus"))
+
+
+def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
+    raised = pool.run(unknown_kernel, RANKS)
+    all_raised(raised)
+    assert all("no kernel is named 'abacus'" in one.error for one in raised)
+
+
+def wrong_devices(rank: int, world_size: int) -> list[Raised]:
+    with context(CASE) as cp:
+        assert torch.equal(cp.positions(device="cpu"), cp.positions())
+        places: list[Any] = [5.5, "here", True]
+        return [raised_by(partial(cp.positions, device=place), cp) for place in places]
+
+
+def test_a_device_that_is_none_is_refused_by_name(pool: WorkerPool) -> None:
+    for raised in pool.run(wrong_devices, 1):
+        all_raised(raised)
+        said = [one.error.partition(":")[0] for one in raised]
+        assert said == ["device=5.5", "device='here'", "device=True"]
+
+
+def wrong_groups(rank: int, world_size: int) -> list[Raised]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    others: list[Any] = [dist.new_group([0, 1]), DeviceMesh("cpu", [1, 0])]
+    nonsense: Any = "world"
+    raised = [raised_by(lambda: context(CASE, mesh)), raised_by(lambda: context(CASE, nonsense))]
+    if rank > 1:
+        raised += [raised_by(partial(context, CASE, other)) for other in others]
+    return raised
+
+
+def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPool) -> None:
+    for raised in pool.run(wrong_groups, RANKS):
+        all_raised(raised)
+        assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in raised[0].error
+        assert "the group is 'world'; give a torch.distributed.ProcessGroup" in raised[1].error
+        assert all("this rank is not a member of the" in one.error for one in raised[2:])
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(MeshAttentionError, match="init_process_group first"):
+        context(CASE)
+    q, k, v, _ = CASE.tensors()
+    with pytest.raises(MeshAttentionError, match="init_process_group first"):
+        mesh_attention(q, k, v, causal=True)

@@ -37,6 +37,12 @@ def out_of(cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def both_of(cp: ContextParallel, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+    both = cp.attention(*leaves, return_lse=True)
+    assert isinstance(both, tuple)
+    return both
+
+
 def gradients(cp: ContextParallel, attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
     leaves, grad_out = local(cp)
     out = attend(*leaves)
@@ -219,9 +225,7 @@ def test_only_q_k_v_out_and_lse_are_kept_for_backward(pool: WorkerPool) -> None:
 def with_lse(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     with context(CASE) as cp:
         leaves, _ = local(cp)
-        both = cp.attention(*leaves, return_lse=True)
-        assert isinstance(both, tuple)
-        out, lse = both
+        out, lse = both_of(cp, *leaves)
         padding = cp.padding()
         return (
             torch.equal(out, out_of(cp, *leaves)),
@@ -236,12 +240,6 @@ def test_return_lse_gives_it_beside_the_same_output(pool: WorkerPool) -> None:
 
 def lse_without_a_loss(rank: int, world_size: int) -> list[bool]:
     """Returned, detached, compared, logged, or filled in with zeros by what is around it."""
-
-    def both_of(cp: ContextParallel, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        both = cp.attention(*leaves, return_lse=True)
-        assert isinstance(both, tuple)
-        return both
-
     with context(CASE) as cp:
         leaves, grad_out = local(cp)
         wanted = torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
@@ -266,9 +264,7 @@ def test_lse_that_no_loss_depends_on_changes_nothing(pool: WorkerPool) -> None:
 def loss_of_lse(rank: int, world_size: int, by: tuple[int, ...], with_out: bool) -> str:
     cp = context(CASE)
     leaves, _ = local(cp)
-    both = cp.attention(*leaves, return_lse=True)
-    assert isinstance(both, tuple)
-    out, lse = both
+    out, lse = both_of(cp, *leaves)
     loss = out.sum()
     if rank in by:
         seen = lse.masked_fill(cp.padding(), 0.0).sum()

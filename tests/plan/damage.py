@@ -13,7 +13,7 @@ from random import Random
 
 __all__ = [
     "CALL", "PIECE", "PIECE_FIELD", "Lines", "Mutation", "any_match", "buffers_of", "is_operation",
-    "operations", "other_interval", "program_of", "put", "replaced",
+    "operations", "other_interval", "program_of", "put", "put_for_a_match", "replaced",
 ]  # fmt: skip
 
 PIECE = re.compile(r"(?<==|\+|\||<)([\w.-]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
@@ -65,6 +65,17 @@ def any_match(
         return None
     at = rng.choice(places)
     return at, rng.choice(list(pattern.finditer(lines[at])))
+
+
+def put_for_a_match(
+    rng: Random, lines: Lines, pattern: re.Pattern[str], new: Callable[[re.Match[str]], str]
+) -> Lines | None:
+    """What `new` makes of a match, in its place."""
+    found = any_match(rng, lines, pattern)
+    if found is None:
+        return None
+    at, match = found
+    return put(rng, lines, at, replaced(lines[at], match, new(match)))
 
 
 def other_interval(rng: Random, start: int, stop: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from damage import (
     other_interval,
     program_of,
     put,
+    put_for_a_match,
     replaced,
 )
 
@@ -37,25 +38,20 @@ def buffer_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
 
 
 def rows_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, PIECE)
-    if found is None:
-        return None
-    at, piece = found
-    a, b = other_interval(rng, int(piece[2]), int(piece[3]))
-    line = lines[at]
-    return put(rng, lines, at, f"{line[: piece.start(2)]}{a}:{b}{line[piece.end(3) :]}")
+    def other_rows(piece: re.Match[str]) -> str:
+        a, b = other_interval(rng, int(piece[2]), int(piece[3]))
+        return f"{piece[1]}[{a}:{b}]{piece[0].partition(']')[2]}"
+
+    return put_for_a_match(rng, lines, PIECE, other_rows)
 
 
 def heads_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, PIECE)
-    if found is None:
-        return None
-    at, piece = found
-    a, b = sorted((rng.randint(0, 4), rng.randint(0, 4)))
-    heads = "" if rng.random() < 0.2 else f"{{{a}:{b}}}"
-    return put(
-        rng, lines, at, replaced(lines[at], piece, f"{piece[1]}[{piece[2]}:{piece[3]}]{heads}")
-    )
+    def other_heads(piece: re.Match[str]) -> str:
+        a, b = sorted((rng.randint(0, 4), rng.randint(0, 4)))
+        heads = "" if rng.random() < 0.2 else f"{{{a}:{b}}}"
+        return f"{piece[1]}[{piece[2]}:{piece[3]}]{heads}"
+
+    return put_for_a_match(rng, lines, PIECE, other_heads)
 
 
 def heads_of_all_pieces_of_one_side(rng: Random, lines: Lines) -> Lines | None:
@@ -95,25 +91,24 @@ def a_piece_for_another(rng: Random, lines: Lines) -> Lines | None:
 
 def a_list_of_pieces(rng: Random, lines: Lines) -> Lines | None:
     """A piece, a pair or a move dropped, doubled or moved in its list."""
+
+    def other_list(match: re.Match[str]) -> str:
+        separator = "|" if "|" in match[2] and rng.random() < 0.5 else "+"
+        items = match[2].split(separator)
+        i, j = rng.randrange(len(items)), rng.randrange(len(items))
+        how = rng.randrange(4)
+        if how == 0:
+            del items[i]
+        elif how == 1:
+            items.insert(j, items[i])
+        elif how == 2:
+            items[i], items[j] = items[j], items[i]
+        else:
+            items.insert(j, items.pop(i))
+        return f"{match[1]}={separator.join(items) or '-'}"
+
     field = re.compile(r"(moves|inputs|outputs|sends|receives)=(\S+)")
-    found = any_match(rng, lines, field)
-    if found is None:
-        return None
-    at, match = found
-    separator = "|" if "|" in match[2] and rng.random() < 0.5 else "+"
-    items = match[2].split(separator)
-    i, j = rng.randrange(len(items)), rng.randrange(len(items))
-    how = rng.randrange(4)
-    if how == 0:
-        del items[i]
-    elif how == 1:
-        items.insert(j, items[i])
-    elif how == 2:
-        items[i], items[j] = items[j], items[i]
-    else:
-        items.insert(j, items.pop(i))
-    new = separator.join(items) or "-"
-    return put(rng, lines, at, replaced(lines[at], match, f"{match[1]}={new}"))
+    return put_for_a_match(rng, lines, field, other_list)
 
 
 def parts_or_wholes_of_two_moves(rng: Random, lines: Lines) -> Lines | None:
@@ -131,23 +126,20 @@ def parts_or_wholes_of_two_moves(rng: Random, lines: Lines) -> Lines | None:
 
 
 def cuts_of_a_move(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r"/([\d,]+)"))
-    if found is None:
-        return None
-    at, match = found
-    last = int(match[1].rsplit(",", 1)[-1])
-    inner = sorted(rng.sample(range(1, last), rng.randint(0, min(2, last - 1)))) if last > 1 else []
-    cuts = ",".join(map(str, (0, *inner, last)))
-    return put(rng, lines, at, replaced(lines[at], match, f"/{cuts}"))
+    def other_cuts(match: re.Match[str]) -> str:
+        last = int(match[1].rsplit(",", 1)[-1])
+        most = min(2, last - 1)
+        inner = sorted(rng.sample(range(1, last), rng.randint(0, most))) if last > 1 else []
+        return "/" + ",".join(map(str, (0, *inner, last)))
+
+    return put_for_a_match(rng, lines, re.compile(r"/([\d,]+)"), other_cuts)
 
 
 def a_merge_rule(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r"rule=(\w+)"))
-    if found is None:
-        return None
-    at, match = found
-    rule = rng.choice(("softmax", "lse", "rescale", "sum", "delta"))
-    return put(rng, lines, at, replaced(lines[at], match, f"rule={rule}"))
+    rules = ("softmax", "lse", "rescale", "sum", "delta")
+    return put_for_a_match(
+        rng, lines, re.compile(r"rule=(\w+)"), lambda _: f"rule={rng.choice(rules)}"
+    )
 
 
 def a_merge_into_one_of_its_inputs(rng: Random, lines: Lines) -> Lines | None:
@@ -170,25 +162,21 @@ def a_merge_into_one_of_its_inputs(rng: Random, lines: Lines) -> Lines | None:
 
 
 def rows_of_a_call(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, CALL)
-    if found is None:
-        return None
-    at, call = found
-    numbers = [int(call[i]) for i in range(2, 6)]
-    side = rng.choice((0, 2))
-    numbers[side : side + 2] = other_interval(rng, *numbers[side : side + 2])
-    q0, q1, k0, k1 = numbers
-    return put(rng, lines, at, replaced(lines[at], call, f"{call[1]}({q0}:{q1},{k0}:{k1})"))
+    def other_rows(call: re.Match[str]) -> str:
+        numbers = [int(call[i]) for i in range(2, 6)]
+        side = rng.choice((0, 2))
+        numbers[side : side + 2] = other_interval(rng, *numbers[side : side + 2])
+        q0, q1, k0, k1 = numbers
+        return f"{call[1]}({q0}:{q1},{k0}:{k1})"
+
+    return put_for_a_match(rng, lines, CALL, other_rows)
 
 
 def kind_of_a_call(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, CALL)
-    if found is None:
-        return None
-    at, call = found
-    kind = rng.choice(("full", "causal", "range"))
-    line = lines[at]
-    return put(rng, lines, at, line[: call.start(1)] + kind + line[call.end(1) :])
+    kinds = ("full", "causal", "range")
+    return put_for_a_match(
+        rng, lines, CALL, lambda call: f"{rng.choice(kinds)}({call[0].partition('(')[2]}"
+    )
 
 
 def the_calls(rng: Random, lines: Lines) -> Lines | None:
@@ -215,12 +203,9 @@ def the_calls(rng: Random, lines: Lines) -> Lines | None:
 
 
 def a_fresh_flag(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r"(fresh\w*)=(yes|no)"))
-    if found is None:
-        return None
-    at, match = found
-    new = "no" if match[2] == "yes" else "yes"
-    return put(rng, lines, at, replaced(lines[at], match, f"{match[1]}={new}"))
+    other = {"yes": "no", "no": "yes"}
+    pattern = re.compile(r"(fresh\w*)=(yes|no)")
+    return put_for_a_match(rng, lines, pattern, lambda match: f"{match[1]}={other[match[2]]}")
 
 
 def out_or_delta(rng: Random, lines: Lines) -> Lines | None:

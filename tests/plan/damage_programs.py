@@ -16,18 +16,15 @@ from damage import (
     other_interval,
     program_of,
     put,
-    replaced,
+    put_for_a_match,
 )
 
 __all__ = ["PROGRAMS"]
 
 
 def a_member(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r"(to|from)_member=(\d+)"))
-    if found is None:
-        return None
-    at, match = found
-    return put(rng, lines, at, replaced(lines[at], match, f"{match[1]}_member={rng.randrange(6)}"))
+    pattern = re.compile(r"(to|from)_member=(\d+)")
+    return put_for_a_match(rng, lines, pattern, lambda m: f"{m[1]}_member={rng.randrange(6)}")
 
 
 def both_members_swapped(rng: Random, lines: Lines) -> Lines | None:
@@ -44,12 +41,10 @@ def both_members_swapped(rng: Random, lines: Lines) -> Lines | None:
 
 
 def the_group_of_an_operation(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r"group=(\S+)"))
-    if found is None:
-        return None
-    at, match = found
     names = [line.split()[1] for line in lines if line.startswith("group ")]
-    return put(rng, lines, at, replaced(lines[at], match, f"group={rng.choice(names)}"))
+    return put_for_a_match(
+        rng, lines, re.compile(r"group=(\S+)"), lambda _: f"group={rng.choice(names)}"
+    )
 
 
 def members_of_a_group(rng: Random, lines: Lines) -> Lines | None:
