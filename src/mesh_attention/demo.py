@@ -59,18 +59,6 @@ class Outcome:
         return {"paper_units": self.case.paper_units, "ok": self.ok} | numbers
 
 
-def options_of(case: Case) -> dict[str, Any]:
-    return {
-        "seq_len": _TOKENS,
-        "num_heads": _HEADS,
-        "head_dim": _HEAD_DIM,
-        "causal": False,
-        "tile": case.tile,
-        "rotation": case.rotation,
-        "chunks": case.chunks,
-    }
-
-
 def run_cases(report: Callable[[str, int], None]) -> list[Outcome]:
     """Run all cases; `report(what, case index)` is told of every rank that gets somewhere."""
     context = mp.get_context("forkserver")
@@ -146,8 +134,10 @@ def _run_rank(rank: int, store: str, queue: Any) -> None:
     torch.manual_seed(0)
     shape = (_BATCH, _TOKENS, _HEADS, _HEAD_DIM)
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(4))
+    sizes: Any = {"seq_len": _TOKENS, "num_heads": _HEADS, "head_dim": _HEAD_DIM, "causal": False}
     for index, case in enumerate(CASES):
-        with ContextParallel(dtype=torch.float64, **options_of(case)) as cp:
+        options: Any = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
+        with ContextParallel(dtype=torch.float64, **sizes, **options) as cp:
             local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
             out = cp.attention(*local)
             assert isinstance(out, torch.Tensor)

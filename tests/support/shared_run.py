@@ -17,9 +17,8 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.compute import Scores
 from mesh_attention.runtime.executor import CallShape, Executor
-from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
-from mesh_attention.runtime.transport.interface import Handle, UnpreparedTransport, View
+from mesh_attention.runtime.transport.interface import Start, View
 from mesh_attention.runtime.transport.regions import Owner
 
 __all__ = ["run_shared"]
@@ -79,13 +78,16 @@ class _World:
         meeting.done = True
 
 
-class _Transport(UnpreparedTransport):
+class _Transport:
+    in_order = False
+    own_stream = False
+
     def __init__(self, world: _World, rank: int) -> None:
         self._arrive: Callable[[int, Communication, View], _Meeting] = world.arrive
         self._rank = rank
 
-    def start(self, op: Communication, view: View, after: Marks) -> Handle:
-        return self._arrive(self._rank, op, view)
+    def prepare(self, op: Communication, view: View) -> Start:
+        return lambda after: self._arrive(self._rank, op, view)
 
 
 class _SharedRun(testing._Run):

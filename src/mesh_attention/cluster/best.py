@@ -67,7 +67,7 @@ def find_best(
     search.attempt(given)  # the method's own choice, and its refusal of what was given
     shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
     free = free_names(METHODS[method].options(), given)
-    search.expect(2 * len(shapes) + 40 if free else len(shapes))
+    search.expected += 2 * len(shapes) + 40 if free else len(shapes)
     begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are sliced
     for shape in ({}, *shapes):
         for cut in first_cuts(problem, shape | given):
@@ -95,10 +95,7 @@ class _Search:
         self._scores: dict[Key, Score | None] = {}
         self._best: tuple[Score, dict[str, Any], Timeline] | None = None
         self._refusal: PlanError | None = None
-        self._expected = 1
-
-    def expect(self, more: int) -> None:
-        self._expected += more
+        self.expected = 1  # simulations, about
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
@@ -118,7 +115,7 @@ class _Search:
         self._scores[key] = score
         if self._progress:
             done = len(self._scores)
-            self._progress(done, max(done, self._expected))
+            self._progress(done, max(done, self.expected))
         return score
 
     def ranking(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

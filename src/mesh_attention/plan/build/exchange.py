@@ -131,7 +131,10 @@ class _Exchange:
                 )
                 operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
             if self._degree > 1:
-                operations.append(self._to_heads(unit, index))
+                # Each member gets its slice of heads of this rank's tokens.
+                sends = self._own_tokens(self._needs, lambda kind, _: kind.value)
+                receives = self._own_heads(self._needs, index)
+                operations.append(AllToAll(TO_HEADS, f"U{unit}", sends, receives))
             self._shared[key] = operations
         return self._shared[key]
 
@@ -140,7 +143,10 @@ class _Exchange:
             return []
         key = ("after", unit, index)
         if key not in self._shared:
-            operations: list[Operation] = [self._to_tokens(unit, index)]
+            # Each member gets its own tokens of this head group's heads back.
+            receives = self._own_tokens(self._outputs, self._landing)
+            sends = self._own_heads(self._outputs, index)
+            operations: list[Operation] = [AllToAll(TO_TOKENS, f"U{unit}", sends, receives)]
             for kind in self._outputs:
                 copies, slots = self._copies(kind), self._head_groups[0].layout(kind).slots
                 if copies > 1:
@@ -155,16 +161,6 @@ class _Exchange:
         if not kind.is_key_side:
             return 1
         return max(1, self._degree // self._head_groups[0].problem.kv_heads)
-
-    def _to_heads(self, unit: int, index: int) -> AllToAll:
-        """Each member gets its slice of heads of this rank's tokens."""
-        sends = self._own_tokens(self._needs, lambda kind, _: kind.value)
-        return AllToAll(TO_HEADS, f"U{unit}", sends, self._own_heads(self._needs, index))
-
-    def _to_tokens(self, unit: int, index: int) -> AllToAll:
-        """Each member gets its own tokens of this head group's heads back."""
-        receives = self._own_tokens(self._outputs, self._landing)
-        return AllToAll(TO_TOKENS, f"U{unit}", self._own_heads(self._outputs, index), receives)
 
     def _own_tokens(
         self, kinds: tuple[Kind, ...], name: Callable[[Kind, HeadGroup], str]

@@ -95,33 +95,30 @@ class QueryRing:
 
     def _pass_on(self, step: int) -> list[Operation]:
         """RingQ/O: merge into what came with the block, and send it after the block."""
-        mesh, way, task = self._mesh, self._rotation.hops[0], Task("O", (step,))
-        last = step == self._rotation.size - 1
+        way, last = self._rotation.hops[0], step == self._rotation.size - 1
         suffix, arrives = ("back", 0) if last else (f"{step + 1}.sofar", step + 1)
-        outgoing, incoming = self._partial(f"{step}.wire"), self._partial(suffix)
-        self._declare(outgoing, self._kinds, step)
-        self._declare(incoming, self._kinds, arrives)
         parts = self._partial(f"{step}.sum") + (self._partial(f"{step}.sofar") if step > 1 else ())
-        return [
-            Merge(task.at("merge"), mesh.merge_rule, parts, outgoing),
-            SendRecv(task, self._group, way.to_member, outgoing, way.from_member, incoming),
-        ]
+        return self._send(step, parts, way.to_member, way.from_member, suffix, arrives)
 
     def _deliver(self, step: int) -> list[Operation]:
         """Parts wait until all of a block are there: merged at once, they are rounded once."""
-        mesh, operations = self._mesh, list[Operation]()
+        operations: list[Operation] = []
         for of, to_member, from_member, block in self._deliveries[step]:
-            task = Task("O", (of,))
-            outgoing, incoming = self._partial(f"{of}.wire"), self._partial(f"{of}.in")
-            self._declare(outgoing, self._kinds, of)
-            self._declare(incoming, self._kinds, block)
             parts = self._partial(f"{of}.sum") + self._arrived.pop(of, ())
-            operations += [
-                Merge(task.at("merge"), mesh.merge_rule, parts, outgoing),
-                SendRecv(task, self._group, to_member, outgoing, from_member, incoming),
-            ]
-            self._arrived[block] = self._arrived.get(block, ()) + incoming
+            operations += self._send(of, parts, to_member, from_member, f"{of}.in", block)
+            self._arrived[block] = self._arrived.get(block, ()) + self._partial(f"{of}.in")
         return operations
+
+    def _send(
+        self, step: int, parts: Pieces, to: int, source: int, suffix: str, arrives: int
+    ) -> list[Operation]:
+        """Parts of the results of a step's block as one; what comes is of that of `arrives`."""
+        outgoing, incoming = self._partial(f"{step}.wire"), self._partial(suffix)
+        self._declare(outgoing, self._kinds, step)
+        self._declare(incoming, self._kinds, arrives)
+        task = Task("O", (step,))
+        merge = Merge(task.at("merge"), self._mesh.merge_rule, parts, outgoing)
+        return [merge, SendRecv(task, self._group, to, outgoing, source, incoming)]
 
     def _end(self) -> list[Operation]:
         came = self._arrived.get(0, ())

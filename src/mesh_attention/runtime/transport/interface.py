@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -54,20 +52,6 @@ class Transport(Protocol):
         ...
 
 
-class UnpreparedTransport(ABC):
-    """For transports that have nothing to prepare."""
-
-    in_order = False
-    own_stream = False
-
-    @abstractmethod
-    def start(self, op: Communication, view: View, after: Marks) -> Handle:
-        """Begin an operation of this rank. `after` marks the computation it must follow."""
-
-    def prepare(self, op: Communication, view: View) -> Start:
-        return partial(self.start, op, view)
-
-
 class Counters:
     """Bytes really handed to a transport, by kind of operation, as `plan.count` counts them."""
 
@@ -92,9 +76,6 @@ class Meter:
         self._table = table
         self._known: dict[tuple[str, str], Traffic] = {}
         self.counters = Counters()
-
-    def count(self, op: Communication, moved: Transfers, member: int, view: View) -> None:
-        self.counters.add(op, self.measure(op, moved, member, view))
 
     def measure(self, op: Communication, moved: Transfers, member: int, view: View) -> Traffic:
         """What `member` sends to others and receives from them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from torch import Tensor
@@ -16,13 +17,7 @@ from torch import Tensor
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Communication, Program, writes
 from mesh_attention.runtime.streams import Marks
-from mesh_attention.runtime.transport.interface import (
-    Handle,
-    Meter,
-    Start,
-    UnpreparedTransport,
-    View,
-)
+from mesh_attention.runtime.transport.interface import Handle, Meter, Start, View
 from mesh_attention.runtime.transport.transfers import Transfers, transfers
 
 
@@ -63,16 +58,22 @@ class LocalWorld:
         return meeting
 
 
-class LocalTransport(UnpreparedTransport):
+class LocalTransport:
+    in_order = False
+    own_stream = False
+
     def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
         self._rank = program.rank
         self.meter = Meter(program.buffer_table())
 
+    def prepare(self, op: Communication, view: View) -> Start:
+        return partial(self.start, op, view)
+
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
         members = self._world.groups[op.group]
         member, moved = members.index(self._rank), transfers(op, len(members))
-        self.meter.count(op, moved, member, view)
+        self.meter.counters.add(op, self.meter.measure(op, moved, member, view))
         return self._world.arrive(member, op, moved, view)
 
 
