@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
-from mesh_attention.plan.arguments import flag, number, real
+from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
@@ -128,9 +128,7 @@ def _call_options(
     if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
         known = ", ".join(kernel_names())
         raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
-    if not (isinstance(transport, str) and transport in list(TransportName)):
-        known = ", ".join(TransportName)
-        raise MeshAttentionError(f"transport={transport!r} is unknown; known: {known}")
+    name = choice(TransportName, "transport", transport)
     if timeout is not None and not isinstance(timeout, timedelta):
         raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
     if timeout is not None and timeout <= timedelta(0):
@@ -143,13 +141,11 @@ def _call_options(
             f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
             "only what lives on CUDA streams can be captured; leave cuda_graph out"
         )
-    if graph and transport == TransportName.SYMMETRIC:
+    if graph and name is TransportName.SYMMETRIC:
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
-    return CallOptions(
-        scale, cap, kernel, TransportName(transport), graph, flag("nvtx", nvtx), timeout
-    )
+    return CallOptions(scale, cap, kernel, name, graph, flag("nvtx", nvtx), timeout)
 
 
 def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:

@@ -18,8 +18,9 @@ from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.waits import Overlap, an_overlap
+from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.build.slices import HeadSlices, usual_heads
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
@@ -52,7 +53,7 @@ def find_best(
 ) -> Best:
     """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
     those that do not; those that the method refuses are passed over, unless it refuses all."""
-    cluster, overlap = a_cluster(cluster), an_overlap(overlap)
+    cluster, overlap = a_cluster(cluster), choice(Overlap, "overlap", overlap)
     num_ranks = ask(problem, num_ranks, method=method).num_ranks
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")

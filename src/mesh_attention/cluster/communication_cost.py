@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mesh_attention.cluster.cluster import Cluster, PeerLink
+from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllToAll, Collective
 from mesh_attention.plan.traffic import Flows
@@ -87,10 +87,7 @@ class CommunicationCosts:
 
     def flow(self, source: int, target: int, num_bytes: int) -> float:
         """Point-to-point between two devices."""
-        link = self.peer_link(source, target)
+        cluster = self._cluster
+        inside = cluster.node_of(source) == cluster.node_of(target)
+        link = cluster.node.peer if inside else cluster.network.peer
         return link.latency_microseconds * 1e-6 + num_bytes / (link.gb_per_second * 1e9)
-
-    def peer_link(self, source: int, target: int) -> PeerLink:
-        if self._cluster.node_of(source) == self._cluster.node_of(target):
-            return self._cluster.node.peer
-        return self._cluster.network.peer

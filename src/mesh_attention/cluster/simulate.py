@@ -27,7 +27,8 @@ from mesh_attention.cluster.operation_costs import (
 )
 from mesh_attention.cluster.state import Capacities, RankState, Transfer
 from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.waits import Overlap, Waits, an_overlap
+from mesh_attention.cluster.waits import Overlap, Waits
+from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import Collective, SendRecv
 from mesh_attention.plan.traffic import traffic_of
@@ -43,7 +44,7 @@ def simulate(
 ) -> Timeline:
     """When everything happens if `plan` runs on `cluster` (or on the one of that name or file)."""
     plan, cluster = a_plan(plan), a_cluster(cluster)
-    overlap = an_overlap(overlap)
+    overlap = choice(Overlap, "overlap", overlap)
     if plan.num_ranks > cluster.num_ranks:
         raise ClusterError(
             f"the plan has {plan.num_ranks} ranks, but {cluster.name} has "

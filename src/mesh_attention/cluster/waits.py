@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from mesh_attention.errors import PlanError
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Communication, Free, Operation, Program, reads, writes
@@ -23,14 +22,6 @@ class Overlap(StrEnum):
     NONE = "none"
     STRICT = "strict"
     EVENTS = "events"
-
-
-def an_overlap(value: Overlap | str) -> Overlap:
-    try:
-        return Overlap(value)
-    except ValueError:
-        known = ", ".join(Overlap)
-        raise PlanError(f"overlap={value!r} is unknown; known: {known}") from None
 
 
 class Waits:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from mesh_attention.errors import PlanError
+
+Member = TypeVar("Member", bound=StrEnum)
 
 
 def number(name: str, value: Any, *, least: int | None = 1) -> int:
@@ -44,6 +47,14 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise PlanError(f"{name}={value!r}: must be True or False")
     return value
+
+
+def choice(kind: type[Member], name: str, value: Any) -> Member:
+    """A member of a closed choice, or its text."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise PlanError(f"{name}={value!r} is unknown; known: {', '.join(kind)}") from None
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:

@@ -186,9 +186,8 @@ class CallTransport:
             one = plan.direction(direction)
             operations = one.programs[rank].operations
             used = {op.group for op in operations if isinstance(op, Communication)}
-            for name, members in one.groups.items():
-                if name in used and len(members) > 1:
-                    ranks = [self._groups.global_rank(plan, member) for member in members]
+            for name, ranks in self._groups.global_ranks(plan, one, rank).items():
+                if name in used and len(ranks) > 1:
                     found[f"{direction} {name}"] = self._choice(ranks)
         return found
 

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import flag, number, pair, real
+from mesh_attention.plan.arguments import choice, flag, number, pair, real
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.build.rotate import Reach
 from mesh_attention.plan.build.slices import HeadSlices
@@ -47,11 +47,7 @@ class Option:
         if simple is not None:
             return simple(self.name, value)  # type: ignore[operator]
         if issubclass(self.type, StrEnum):
-            try:
-                return self.type(value)
-            except ValueError:
-                known = ", ".join(self.type)
-                raise PlanError(f"{self.name}={value!r} is unknown; known: {known}") from None
+            return choice(self.type, self.name, value)
         if not isinstance(value, self.type):
             raise PlanError(f"{self.name}={value!r}: must be a {self.type.__name__}")
         return value

@@ -76,8 +76,7 @@ class Groups:
         self.everybody(timeout)
         operations = one.programs[rank].operations
         used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
-        for name, members in one.groups.items():
-            ranks = [self.global_rank(plan, member) for member in members]
+        for name, ranks in self.global_ranks(plan, one, rank).items():
             if name in used and not without(ranks):
                 self.of(ranks, timeout)
 
