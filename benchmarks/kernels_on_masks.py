@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def by_varlen(tensors: list[Tensor], mask: Mask) -> tuple[Pass, None]:
     q, k, v = (x[0] for x in tensors[:3])
     cuts = mask.documents or (0, q.shape[0])
     starts = torch.tensor(cuts, dtype=torch.int32, device=DEVICE)
-    longest = max(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(cuts))
     left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
     return (
         lambda: torch.ops.fa3_fwd.fwd(

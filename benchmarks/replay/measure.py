@@ -46,8 +46,9 @@ def measure(
     repeats: int,
     high_priority: bool = True,
     limit_seconds: float | None = None,
+    kernel: str | None = None,
 ) -> Replayed:
-    """`limit_seconds` ends the repetitions early; at least one is always made."""
+    """`kernel` forces one by name; `limit_seconds` ends the repetitions early; at least one is always made."""
     device = check_device(sms)
     from replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
 
@@ -65,6 +66,7 @@ def measure(
         Workspace(),
         call_shape,
         softmax_scale=float(given.plan.problem.head_dim) ** -0.5,
+        kernel=kernel,
     )
 
     def seconds(mode: Mode) -> float:

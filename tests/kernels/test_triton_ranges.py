@@ -111,6 +111,24 @@ def test_odd_sizes_and_heads_are_exact_in_half_precision(maker: MaskMaker, shape
     assert found.lse.dtype == torch.float32
 
 
+def test_padding_may_hold_anything() -> None:
+    """Padded keys are at position -1, padded queries see nothing."""
+    block = make_block(SMALL, torch.float32, window, device=DEVICE)
+    assert isinstance(block.mask, RowRange)
+    keys = torch.tensor([3, 4, 39], device=DEVICE)
+    rows = torch.tensor([0, 17, 38, 39], device=DEVICE)
+    lo, hi, position = (x.clone() for x in (block.mask.lo, block.mask.hi, block.mask.key_position))
+    position[keys.to(position.device)] = -1
+    lo[rows.to(lo.device)] = hi[rows.to(hi.device)] = 0
+    block = replace(block, mask=RowRange(lo, hi, position))
+    expected = check(block)
+    for x, padded in ((block.k, keys), (block.v, keys), (block.q, rows), (block.grad_out, rows)):
+        x[:, padded] = torch.nan
+    found = run(block)
+    for name in ("dq", "dk", "dv", "out", "lse"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 def test_results_can_be_wide() -> None:
     block = make_block(TINY, torch.float16, window, device=DEVICE)
     found = check(block, kernel=TritonRanges(tiles=TILES, wide=True))

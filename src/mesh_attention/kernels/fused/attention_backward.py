@@ -102,15 +102,16 @@ def attention_backward_queries_kernel(
     grad_out += batch * grad_batch + head * grad_head + start_row * grad_row
     k += batch * k_batch + group * k_head
     v += batch * v_batch + group * v_head
-    q_tile = load_tile(
-        q + tile_offsets(q_row, ROWS, D_PADDED), rows_left, ROWS, D_PADDED, D, CHECK_ROWS=True
-    )
-    grad_tile = load_tile(
-        *(grad_out + tile_offsets(grad_row, ROWS, E_PADDED), rows_left, ROWS, E_PADDED, E),
-        CHECK_ROWS=True,
-    )
     row_lo = tl.load(lo + start + row, mask=inside, other=0)
     row_hi = tl.load(hi + start + row, mask=inside, other=0)
+    sees = row_lo < row_hi
+    q_tile = load_tile(
+        q + tile_offsets(q_row, ROWS, D_PADDED), sees, ROWS, D_PADDED, D, CHECK_ROWS=True
+    )
+    grad_tile = load_tile(
+        *(grad_out + tile_offsets(grad_row, ROWS, E_PADDED), sees, ROWS, E_PADDED, E),
+        CHECK_ROWS=True,
+    )
     acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_row, v_row, row_lo, row_hi),
@@ -169,14 +170,18 @@ def _add_queries(
         keys_left = num_keys - start
         k_base = k + start.to(tl.int64) * k_row
         v_base = v + start.to(tl.int64) * v_row
-        k_tile = load_tile(k_base + k_offsets, keys_left, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
-        v_tile = load_tile(v_base + v_offsets, keys_left, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        real = key < keys_left
+        if MASKED:
+            position = tl.load(key_position + start + key, mask=real, other=-1)
+            real = position >= 0
+        k_tile = load_tile(k_base + k_offsets, real, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
+        v_tile = load_tile(v_base + v_offsets, real, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores = scores_of(scores, inner_scale, SCORES)
         p = tl.exp2(scores * scale - base[:, None])
         if MASKED:
-            position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)[None, :]
-            visible = (row_lo[:, None] <= position) & (position < row_hi[:, None])
+            at_key = position[None, :]
+            visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
@@ -242,14 +247,15 @@ def attention_backward_keys_kernel(
 
     k += batch * k_batch + group * k_head + start_key * k_row
     v += batch * v_batch + group * v_head + start_key * v_row
+    # Positions begin at zero, so nobody sees padding or what is past the last key.
+    position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)
+    real = position >= 0
     k_tile = load_tile(
-        k + tile_offsets(k_row, KEYS, D_PADDED), keys_left, KEYS, D_PADDED, D, CHECK_ROWS=True
+        k + tile_offsets(k_row, KEYS, D_PADDED), real, KEYS, D_PADDED, D, CHECK_ROWS=True
     )
     v_tile = load_tile(
-        v + tile_offsets(v_row, KEYS, E_PADDED), keys_left, KEYS, E_PADDED, E, CHECK_ROWS=True
+        v + tile_offsets(v_row, KEYS, E_PADDED), real, KEYS, E_PADDED, E, CHECK_ROWS=True
     )
-    # Positions begin at zero, so nobody sees what is past the last key.
-    position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)
     dk_acc = tl.zeros([KEYS, D_PADDED], dtype=tl.float32)
     dv_acc = tl.zeros([KEYS, E_PADDED], dtype=tl.float32)
     num_statistics = tl.num_programs(1).to(tl.int64) * REPEATS * num_queries
@@ -322,8 +328,12 @@ def _add_keys(
         rows_left = num_queries - start
         q_base = q + start.to(tl.int64) * q_row
         grad_base = grad_out + start.to(tl.int64) * grad_row
-        q_tile = load_tile(q_base + q_offsets, rows_left, ROWS, D_PADDED, D, CHECK_ROWS=MASKED)
         inside = row < rows_left
+        if MASKED:
+            row_lo = tl.load(lo + start + row, mask=inside, other=0)
+            row_hi = tl.load(hi + start + row, mask=inside, other=0)
+            inside = row_lo < row_hi
+        q_tile = load_tile(q_base + q_offsets, inside, ROWS, D_PADDED, D, CHECK_ROWS=MASKED)
         if MASKED:
             row_base = tl.load(base + start + row, mask=inside, other=0.0)
         else:
@@ -332,12 +342,11 @@ def _add_keys(
         scores = scores_of(scores, inner_scale, SCORES)
         p = tl.exp2(scores * scale - row_base[None, :])
         if MASKED:
-            row_lo = tl.load(lo + start + row, mask=inside, other=0)[None, :]
-            row_hi = tl.load(hi + start + row, mask=inside, other=0)[None, :]
-            visible = (row_lo <= position[:, None]) & (position[:, None] < row_hi)
+            at_key = position[:, None]
+            visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
             p = tl.where(visible, p, 0.0)
         grad_tile = load_tile(
-            grad_base + grad_offsets, rows_left, ROWS, E_PADDED, E, CHECK_ROWS=MASKED
+            grad_base + grad_offsets, inside, ROWS, E_PADDED, E, CHECK_ROWS=MASKED
         )
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
         if MASKED:

@@ -71,11 +71,11 @@ def attention_forward_kernel(
     q += batch * q_batch + head * q_head + start_row * q_row
     k += batch * k_batch + group * k_head
     v += batch * v_batch + group * v_head
-    q_tile = load_tile(
-        q + tile_offsets(q_row, ROWS, D_PADDED), rows_left, ROWS, D_PADDED, D, CHECK_ROWS=True
-    )
     row = tl.arange(0, ROWS)
     inside = row < rows_left
+    q_tile = load_tile(
+        q + tile_offsets(q_row, ROWS, D_PADDED), inside, ROWS, D_PADDED, D, CHECK_ROWS=True
+    )
     row_lo = tl.load(lo + start + row, mask=inside, other=0)
     row_hi = tl.load(hi + start + row, mask=inside, other=0)
     acc = tl.zeros([ROWS, E_PADDED], dtype=tl.float32)
@@ -146,13 +146,17 @@ def _attend(
         start = at * KEYS
         keys_left = num_keys - start
         k_base = k + start.to(tl.int64) * k_row
-        k_tile = load_tile(k_base + k_offsets, keys_left, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
+        real = key < keys_left
+        if MASKED:
+            # Positions begin at zero, so nobody sees padding or what is past the last key.
+            position = tl.load(key_position + start + key, mask=real, other=-1)
+            real = position >= 0
+        k_tile = load_tile(k_base + k_offsets, real, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores = scores_of(scores, inner_scale, SCORES)
         if MASKED:
-            # Positions begin at zero, so nobody sees what is past the last key.
-            position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)[None, :]
-            visible = (row_lo[:, None] <= position) & (position < row_hi[:, None])
+            at_key = position[None, :]
+            visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             scores = tl.where(visible, scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * scale)
         base = new_best
@@ -164,7 +168,7 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v_base = v + start.to(tl.int64) * v_row
-        v_tile = load_tile(v_base + v_offsets, keys_left, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        v_tile = load_tile(v_base + v_offsets, real, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         best = new_best
         run, at, end = next_piece(runs, run, at, end, PIECES)

@@ -24,14 +24,15 @@ def tile_offsets(row_stride: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit
 def load_tile(
     pointers: tl.tensor,
-    rows_left: tl.tensor,
+    rows: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Zeros past the width, and past the rows that are left if those are checked."""
-    row = tl.arange(0, ROWS)[:, None] < rows_left
+    """Zeros past the width, and, if they are checked, in place of other rows than these: those
+    past the end, and padding, which may hold anything."""
+    row = rows[:, None]
     column = tl.arange(0, COLUMNS)[None, :] < WIDTH
     if CHECK_ROWS and WIDTH < COLUMNS:
         tile = tl.load(pointers, mask=row & column, other=0.0)
