@@ -48,7 +48,7 @@ def measure(
     limit_seconds: float | None = None,
     kernel: str | None = None,
 ) -> Replayed:
-    """`kernel` forces one by name; `limit_seconds` ends the repetitions early; at least one is always made."""
+    """`kernel` forces one by name; `limit_seconds` ends repetitions early, after at least one."""
     device = check_device(sms)
     from replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
 
