@@ -16,16 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer, Piece
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Layout, Spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, Operation, ReduceScatter, reads, writes
 from mesh_attention.plan.runs import Run, visible_pairs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BufferCells:
-    """The cells of a buffer: what each is meant to hold, token atom by token atom."""
+    """The cells of a buffer: what each is meant to hold, token atom by token atom. Buffers of one
+    side with the same rows and heads share them, on all ranks: so they are compared by identity."""
 
     labels: list[tuple[int, int]]  # (token atom, head atom)
     first_rows: list[int]  # the first row of each token atom
@@ -59,18 +60,16 @@ class Atoms:
         token_cuts: tuple[set[int], set[int]] = (set(), set())
         head_cuts = {0, plan.problem.num_heads}
         group = plan.problem.heads_per_kv_head
-        for buffer, pieces in _pieces_by_buffer(one):
+        for buffer, (rows, heads) in _cuts_by_buffer(one):
             side = int(buffer.kind.is_key_side)
             per_head = group if side else 1
             token_cuts[side].update(e for span in buffer.rows for e in span)
             head_cuts.update(head * per_head for head in buffer.heads)
             offsets = list(accumulate((b - a for a, b in buffer.rows), initial=0))
-            for row in {row for piece in pieces for row in (piece.start, piece.stop)}:
+            for row in rows.difference(offsets):  # ends of spans are cuts already
                 at = bisect_right(offsets, row) - 1
-                if at < len(buffer.rows):  # the end of the last span is a cut already
-                    token_cuts[side].add(buffer.rows[at][0] + row - offsets[at])
-            for low, high in {piece.heads for piece in pieces if piece.heads}:
-                head_cuts.update((buffer.heads[0] + head) * per_head for head in (low, high))
+                token_cuts[side].add(buffer.rows[at][0] + row - offsets[at])
+            head_cuts.update((buffer.heads[0] + head) * per_head for head in heads)
         # Where query heads of one KV head are parted, the KV head itself must be an atom.
         head_cuts |= {cut - cut % group for cut in head_cuts}
         head_cuts |= {cut + -cut % group for cut in head_cuts}
@@ -83,7 +82,7 @@ class Atoms:
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
         self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
         self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
-        self.cells = cache(self._cells_of)
+        self._cells_of = cache(self._make_cells)
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
         by_head = np.repeat(seen.T, self.num_heads, axis=1)
@@ -94,12 +93,15 @@ class Atoms:
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
-    def _cells_of(self, buffer: Buffer) -> BufferCells:
-        key_side = buffer.kind.is_key_side
+    def cells(self, buffer: Buffer) -> BufferCells:
+        return self._cells_of(buffer.kind.is_key_side, buffer.rows, buffer.heads)
+
+    def _make_cells(self, key_side: bool, rows: Spans, held: tuple[int, int]) -> BufferCells:
         side = self.kv if key_side else self.q
-        atoms = [atom for span in buffer.rows for atom in side.of(*span)]
+        atoms = [atom for span in rows for atom in side.of(*span)]
         sizes = (side.cuts[atom + 1] - side.cuts[atom] for atom in atoms)
-        first, last = (self.head_atom(buffer, h) for h in (0, buffer.num_heads))
+        per_head = self._heads_per_kv_head if key_side else 1
+        first, last = (self._head_index[head * per_head] for head in held)
         heads = list(range(first, last))
         if key_side:
             heads = sorted({self.kv_head_of[h] for h in heads})
@@ -112,10 +114,13 @@ class Atoms:
         return self._head_index[(buffer.heads[0] + head) * per_head]
 
 
-def _pieces_by_buffer(one: Pass) -> Iterator[tuple[Buffer, set[Piece]]]:
-    """Every buffer with the pieces of it that occur; what ranks share is looked at once."""
-    used_by: dict[Operation, dict[str, set[Piece]]] = {}
-    found: dict[Buffer, set[Piece]] = {}
+_Cuts = tuple[set[int], set[int]]  # rows and heads at which pieces of a buffer begin or end
+
+
+def _cuts_by_buffer(one: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
+    """Every buffer with where it is cut; what ranks share is looked at once."""
+    used_by: dict[Operation, dict[str, _Cuts]] = {}
+    found: dict[Buffer, _Cuts] = {}
     for program in one.programs:
         table = program.buffer_table()
         for op in program.operations:
@@ -123,9 +128,14 @@ def _pieces_by_buffer(one: Pass) -> Iterator[tuple[Buffer, set[Piece]]]:
             if used is None:
                 used = used_by[op] = {}
                 for piece in (*reads(op), *writes(op), *_cut_parts(op)):
-                    used.setdefault(piece.buffer, set()).add(piece)
-            for name, pieces in used.items():
-                found.setdefault(table[name], set()).update(pieces)
+                    rows, heads = used.setdefault(piece.buffer, (set(), set()))
+                    rows.add(piece.start)
+                    rows.add(piece.stop)
+                    heads.update(piece.heads or ())
+            for name, cuts in used.items():
+                all_rows, all_heads = found.setdefault(table[name], (set(), set()))
+                all_rows |= cuts[0]
+                all_heads |= cuts[1]
     yield from found.items()
 
 

@@ -9,7 +9,7 @@ from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
-from mesh_attention.plan.verify.atoms import Atoms
+from mesh_attention.plan.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.verify.memory import DATA, Broken, Content, Memory, Partial
 
@@ -24,6 +24,8 @@ class SymbolicCompute:
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
         self._spans = cache(lambda buffer, start, stop: slice_spans(buffer.rows, start, stop))
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
+        # By the cells of a buffer, rows and heads: a block has the same keys on every rank.
+        self._known_keys: dict[tuple[BufferCells, int, int, object], dict[int, int]] = {}
 
     def attend(self, rank: int, op: Attend) -> None:
         self._expect(rank, op.q, Kind.Q)
@@ -40,8 +42,8 @@ class SymbolicCompute:
                 raise Broken(
                     rank, f"{op.out.buffer} and {op.lse.buffer} are not over the same keys"
                 )
-            added = Partial(keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom])
-            new.append(union(rank, op.out.buffer, (out, added)))
+            added = keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom]
+            new.append(_with(rank, op.out.buffer, out, added))
         self._memory.write(rank, op.out, new, accumulates=not op.fresh)
         self._memory.write(rank, op.lse, new, accumulates=not op.fresh)
 
@@ -69,16 +71,16 @@ class SymbolicCompute:
             kv_head = atoms.kv_head_of[head]
             bit = 1 << (atom * atoms.num_heads + head)
             queries[kv_head] = queries.get(kv_head, 0) | bit
-            added = Partial(keys.get(kv_head, 0) & atoms.required[atom])
-            new.append(union(rank, op.grad_q.buffer, (before, added)))
+            added = keys.get(kv_head, 0) & atoms.required[atom]
+            new.append(_with(rank, op.grad_q.buffer, before, added))
         self._memory.write(rank, op.grad_q, new, accumulates=not op.fresh_q)
         for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
             sums: list[Content] = []
             before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
             key_labels = self._memory.labels(rank, piece)
             for (atom, head), before in zip(key_labels, before_all, strict=True):
-                added = Partial(queries.get(head, 0) & atoms.required_by_key[atom])
-                sums.append(union(rank, piece.buffer, (before, added)))
+                added = queries.get(head, 0) & atoms.required_by_key[atom]
+                sums.append(_with(rank, piece.buffer, before, added))
             self._memory.write(rank, piece, sums, accumulates=not op.fresh_kv)
 
     def merge(self, rank: int, op: Merge) -> None:
@@ -176,13 +178,16 @@ class SymbolicCompute:
         self._expect(rank, k, Kind.K)
         self._expect(rank, v, Kind.V)
         self._same_rows(rank, (k, v))
-        keys: dict[int, int] = {}
-        for atom, head in self._memory.labels(rank, k):
-            bit = 1 << atom
-            if keys.get(head, 0) & bit:
-                raise Broken(rank, f"{k.buffer} holds the same key twice")
-            keys[head] = keys.get(head, 0) | bit
-        return keys
+        at = (self._memory.cells(rank, k), k.start, k.stop, k.heads)
+        if at not in self._known_keys:
+            keys: dict[int, int] = {}
+            for atom, head in self._memory.labels(rank, k):
+                bit = 1 << atom
+                if keys.get(head, 0) & bit:
+                    raise Broken(rank, f"{k.buffer} holds the same key twice")
+                keys[head] = keys.get(head, 0) | bit
+            self._known_keys[at] = keys
+        return self._known_keys[at]
 
     def _expect(self, rank: int, piece: Piece, kind: Kind) -> None:
         buffer, problem = self._memory.buffer(rank, piece), self._plan.problem
@@ -192,13 +197,18 @@ class SymbolicCompute:
         wide = buffer.precision.num_bytes(problem) != problem.element_bytes
         if wide and not kind.is_statistic:
             raise Broken(rank, f"takes {piece.buffer}, which is not in the caller's precision")
-        if any(value is not DATA for value in self._memory.read(rank, piece)):
+        values = self._memory.read(rank, piece)
+        if values.count(DATA) != len(values):
             raise Broken(rank, f"takes {piece.buffer} for final, but it is a partial result")
 
     def _same_rows(self, rank: int, pieces: Sequence[Piece]) -> None:
-        labels = [self._memory.labels(rank, piece) for piece in pieces]
-        for piece, other in zip(pieces, labels, strict=True):
-            if other != labels[0]:
+        first = pieces[0]
+        cells, labels = self._memory.cells(rank, first), self._memory.labels(rank, first)
+        for piece in pieces[1:]:
+            alike = (piece.start, piece.stop, piece.heads) == (first.start, first.stop, first.heads)
+            if alike and self._memory.cells(rank, piece) is cells:
+                continue
+            if self._memory.labels(rank, piece) != labels:
                 raise Broken(
                     rank, f"{pieces[0].buffer} and {piece.buffer} hold different tokens or heads"
                 )
@@ -228,6 +238,15 @@ def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:
             raise Broken(rank, f"{name}: the same pairs are computed twice")
         cover |= part.cover
     return Partial(cover, parts[0].scaled_to)
+
+
+def _with(rank: int, name: str, before: Partial, added: int) -> Partial:
+    """The same for one partial and newly computed pairs."""
+    if before.scaled_to is not None:
+        raise Broken(rank, f"{name}: combines partial outputs of different scale")
+    if before.cover & added:
+        raise Broken(rank, f"{name}: the same pairs are computed twice")
+    return Partial(before.cover | added)
 
 
 def check_scaled(rank: int, values: Sequence[Content]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from mesh_attention.plan.buffers import Buffer, Piece, Role
 from mesh_attention.plan.plan import Pass
@@ -26,8 +25,7 @@ class Broken(Exception):  # noqa: N818 - it never leaves the verifier
         self.message = message
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(NamedTuple):  # a tuple, because hundreds of thousands of them are made
     """A partial result over the pairs in `cover` (a bit set of atoms of the other side).
 
     `scaled_to`: a partial output that was rescaled to a softmax over those pairs; such outputs add
@@ -78,6 +76,9 @@ class Memory:
     def buffer(self, rank: int, piece: Piece) -> Buffer:
         return self._entries[rank][piece.buffer].buffer
 
+    def cells(self, rank: int, piece: Piece) -> BufferCells:
+        return self._entries[rank][piece.buffer].cells
+
     def labels(self, rank: int, piece: Piece) -> list[tuple[int, int]]:
         """What the cells of a piece are declared to hold."""
         entry = self._entries[rank][piece.buffer]
@@ -100,7 +101,8 @@ class Memory:
         want = self._entries[target][given.buffer]
         here, there = self._where(have, taken), self._where(want, given)
         self.expect_same_kind(source, have.buffer, target, want.buffer)
-        if _take(have.cells.labels, here) != _take(want.cells.labels, there):
+        alike = have.cells is want.cells and here == there
+        if not alike and _take(have.cells.labels, here) != _take(want.cells.labels, there):
             raise Broken(
                 target,
                 f"receives other tokens or heads from rank {source} than {given.buffer} holds",
@@ -108,6 +110,8 @@ class Memory:
         self._write(target, want, there, self._read(source, have, taken, here), False)
 
     def expect_same_kind(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
+        if have.kind is want.kind and have.precision is want.precision:
+            return
         # fp32 and fp64 tensors accumulate in their own precision: there the two are one.
         sizes = (have.precision.num_bytes(self._problem), want.precision.num_bytes(self._problem))
         if have.kind is not want.kind or sizes[0] != sizes[1]:
@@ -142,14 +146,21 @@ class Memory:
                     yield entry.buffer, label, value
 
     def _where(self, entry: Entry, piece: Piece) -> Where:
-        """A slice where the piece has all heads; an atom belongs to it if its first row does."""
-        rows, width = entry.cells.first_rows, len(entry.cells.heads)
-        first, last = bisect_left(rows, piece.start), bisect_left(rows, piece.stop)
+        """A slice where the cells follow each other; an atom belongs to the piece if its first row
+        does."""
+        rows, heads = entry.cells.first_rows, entry.cells.heads
+        first, last, width = (
+            bisect_left(rows, piece.start),
+            bisect_left(rows, piece.stop),
+            len(heads),
+        )
         if piece.heads is None:
             return slice(first * width, last * width)
-        low, high = (self._atoms.head_atom(entry.buffer, h) for h in piece.heads)
-        wanted = [i for i, head in enumerate(entry.cells.heads) if low <= head < high]
-        return tuple(at * width + i for at in range(first, last) for i in wanted)
+        low = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[0]))
+        high = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[1]))
+        if last - first == 1 or high - low == width:
+            return slice(first * width + low, (last - 1) * width + high)
+        return tuple(at * width + i for at in range(first, last) for i in range(low, high))
 
     def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Content]:
         name = piece.buffer
@@ -158,7 +169,7 @@ class Memory:
                 rank, f"uses {name} {'after it was freed' if entry.freed else 'before it arrived'}"
             )
         values = _take(entry.values, where)
-        if None in values:
+        if not all(values):  # only None is false
             raise Broken(
                 rank, f"uses rows {piece.start}:{piece.stop} of {name} before they arrived"
             )
@@ -178,7 +189,7 @@ class Memory:
         before = _take(cells, where)
         if len(before) != len(values):
             raise Broken(rank, f"gets {len(values)} cells for {len(before)} of {name}")
-        if not accumulates and any(value is not None for value in before):
+        if not accumulates and any(before):
             raise Broken(rank, f"overwrites {name}, which holds something already")
         if isinstance(where, slice):
             cells[where] = values
