@@ -89,7 +89,9 @@ def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tu
 
 
 def caught(place: Place, mutant: Plan) -> Finding:
-    findings = verify(mutant)
+    """The pass that was not changed is proven already, and left out."""
+    changed = [one for one in mutant.passes if one.direction is place.one.direction]
+    findings = verify(replace(mutant, passes=tuple(changed)))
     assert findings, f"not caught: {place.one.direction}, rank {place.rank}, {place.op}"
     assert findings[0].direction == place.one.direction
     return findings[0]

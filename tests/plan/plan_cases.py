@@ -76,7 +76,8 @@ def random_problem(rng: Random, ranks: int) -> Problem:
 def random_setting(rng: Random, ranks: int) -> MeshSetting:
     tiles = list(factorisations(ranks))
     tile = rng.choice(tiles)
-    chunks = ((1, 1), (2, 2), (1, 3), (4, 1), (3, 2), (4, 4))
+    # The most chunks on the most ranks take as long as all else.
+    chunks = ((1, 1), (2, 2), (1, 3), (4, 1), (3, 2), (4, 4) if ranks <= 8 else (2, 1))
     layout = rng.choice((None, *LAYOUTS))
     node, alpha = _random_node(rng, tile)
     return MeshSetting(

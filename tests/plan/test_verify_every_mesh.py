@@ -18,18 +18,22 @@ from mesh_attention.plan.verify import verify
 
 ALL_MANNERS = 10  # up to so many ranks every layout and mask is proven for every tile
 TWO_MANNERS = 16
+ALL_TILES = 40
 MOST = 64
 MANNERS = tuple(product(LayoutKind, (False, True)))
 
 
-def prove_every_mesh(n: int, manners: int) -> None:
+def prove_every_mesh(n: int, manners: int, *, tiles: int | None = None) -> None:
     """So many layouts and masks for each tile, in turn. Settings that multiply the cases are taken
-    in turn too, so that each occurs with every other."""
+    in turn too, so that each occurs with every other. `tiles`: so many of them, in turn by n."""
+    fitting = list(factorisations(n))
+    if tiles is not None:
+        fitting = list(islice(cycle(fitting), n % len(fitting), n % len(fitting) + tiles))
     chunks = cycle(((1, 1), (2, 1), (1, 2), (2, 2), (1, 1)) if n <= 20 else ((1, 1),))
     combine = cycle((Combine.EXCHANGE, Combine.REDUCE_SCATTER, Combine.REDUCE_SCATTER))
     gather_out = cycle((False, True, False, False, True))
     turn = cycle(MANNERS[n % len(MANNERS) :] + MANNERS[: n % len(MANNERS)])
-    for tile in factorisations(n):
+    for tile in fitting:
         for layout, causal in islice(turn, manners):
             setting = MeshSetting(
                 tile=tile,
@@ -48,9 +52,14 @@ def test_every_factorisation_in_three_layouts_causal_and_not_is_proven_both_pass
     prove_every_mesh(n, len(MANNERS))
 
 
-@pytest.mark.parametrize("n", range(ALL_MANNERS + 1, MOST + 1))
-def test_every_factorisation_up_to_64_is_proven_with_layouts_and_masks_in_turn(n: int) -> None:
+@pytest.mark.parametrize("n", range(ALL_MANNERS + 1, ALL_TILES + 1))
+def test_every_factorisation_up_to_40_is_proven_with_layouts_and_masks_in_turn(n: int) -> None:
     prove_every_mesh(n, 2 if n <= TWO_MANNERS else 1)
+
+
+@pytest.mark.parametrize("n", range(ALL_TILES + 1, MOST + 1))
+def test_one_factorisation_of_every_number_up_to_64_is_proven(n: int) -> None:
+    prove_every_mesh(n, 1, tiles=1)
 
 
 @pytest.mark.slow

@@ -70,10 +70,11 @@ def on_one_device(mask: str, kernel: str) -> dict[str, Errors]:
 
 @cache
 def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> dict[str, Errors]:
-    """Over all tiles of so many ranks, in units of one device."""
+    """Over the tiles of so many ranks, in units of one device."""
     alone = on_one_device(mask, kernel)
     by_tile = []
-    for tile in factorisations(ranks):
+    tiles = list(factorisations(ranks))
+    for tile in tiles if kernel == "blockwise" or ranks < 16 else tiles[::2]:
         found = errors(case(ranks, mask, kernel, combine, tile), mask, kernel)
         by_tile.append({name: found[name].over(alone[name]) for name in TENSORS})
     return {name: Errors.worst([one[name] for one in by_tile]) for name in TENSORS}
@@ -91,8 +92,15 @@ def show(kernel: str, mask: str, combine: Combine) -> None:
         print(f"{ranks:5}{cells}")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", OVER_TWO_RANKS)
+@pytest.mark.parametrize(
+    ("kernel", "mask"),
+    [
+        ("blockwise", "causal"),
+        ("blockwise", "full"),
+        ("cpu_flash", "causal"),
+        pytest.param("cpu_flash", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_error_is_at_most_twice_that_of_one_device_and_does_not_grow(
     kernel: str, mask: str
 ) -> None:
