@@ -64,7 +64,7 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) ->
             )
         if head_dim <= 128:
             return KernelTiles(
-                128, KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 128, 8, 3)
+                128, KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)
             )
         return KernelTiles(
             128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2)

@@ -225,7 +225,10 @@ class Context:
         self.plans.clear()
 
     def _drop(self) -> None:
-        """All that calls hold, process groups last."""
+        """All that calls hold, process groups last. What is in flight is broken off before: graphs
+        cannot be given up while they run, and would wait for ranks that never come."""
+        if self.guard.broken:
+            self.groups.abort()
         for call in self._living_calls:
             call.clear()
         self._living_calls.clear()

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from time import monotonic
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ class Groups:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
         self.releases = 0
+        self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
         self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
         # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
@@ -126,30 +126,32 @@ class Groups:
     def close(self, *, abort: bool = False) -> None:
         """`abort`: break off what is in flight; otherwise the last transfers would be waited for,
         and with them ranks that never come."""
-        # Not those that the caller has destroyed already, with all groups.
-        groups = [group for group in self._made.values() if is_registered(group)]
         if abort:
-            groups = _abort(groups)
-        for group in groups:
-            dist.destroy_process_group(group)
+            self.abort()
+        for group in self._there():
+            aborting = self._aborting.get(group)
+            if aborting is not None:
+                aborting.join(_ABORT_SECONDS)
+            if aborting is None or not aborting.is_alive():
+                dist.destroy_process_group(group)
+            # Those that do not end are left to the end of the process.
         self._made.clear()
+        self._aborting.clear()
         self.releases += 1
 
+    def abort(self) -> None:
+        """Break off what is in flight, without waiting: what one group has on a stream may wait
+        for what another has there, or for a graph that holds its communicator."""
+        for group in self._there():
+            if hasattr(group, "abort") and group not in self._aborting:
+                name = "mesh_attention abort"
+                thread = threading.Thread(target=group.abort, name=name, daemon=True)
+                self._aborting[group] = thread
+                thread.start()
 
-def _abort(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """All at once: what one has on a stream may wait for what another has there. Those that do not
-    end are left to the end of the process; the others are returned."""
-    threads = {
-        group: threading.Thread(target=group.abort, name="mesh_attention abort", daemon=True)
-        for group in groups
-        if hasattr(group, "abort")
-    }
-    for thread in threads.values():
-        thread.start()
-    limit = monotonic() + _ABORT_SECONDS
-    for thread in threads.values():
-        thread.join(max(0.0, limit - monotonic()))
-    return [group for group in groups if group not in threads or not threads[group].is_alive()]
+    def _there(self) -> list[dist.ProcessGroup]:
+        """Not those that the caller has destroyed already, with all groups."""
+        return [group for group in self._made.values() if is_registered(group)]
 
 
 def default_store() -> Store:
