@@ -89,13 +89,14 @@ def handed_bytes(cp: ContextParallel) -> Bytes:
 def expected_bytes(case: Case) -> list[Bytes]:
     """What the plan says each logical rank moves."""
     plan = case.plan()
+    passes = count(plan)
     return [
         {
             direction.value: {
                 kind: (case.batch * t.sent_bytes, case.batch * t.received_bytes)
                 for kind, t in counted.ranks[rank].by_operation.items()
             }
-            for direction, counted in count(plan).items()
+            for direction, counted in passes.items()
         }
         for rank in range(plan.num_ranks)
     ]
