@@ -80,11 +80,6 @@ def factorisations(num_ranks: int) -> Iterator[tuple[int, int]]:
             yield a, num_ranks // a
 
 
-def tiles_of(num_ranks: int) -> str:
-    """All tiles that multiply to n, for error messages."""
-    return ", ".join(f"{a}x{b}" for a, b in factorisations(num_ranks))
-
-
 def best_tile(num_ranks: int, problem: Problem) -> tuple[int, int]:
     """The tile that moves the fewest forward bytes; among equals the squarest, then more KV.
 
@@ -103,22 +98,27 @@ def best_tile(num_ranks: int, problem: Problem) -> tuple[int, int]:
     return min(factorisations(num_ranks), key=key)
 
 
+def patch_widths(a: int, b: int, ranks_per_node: int) -> list[int]:
+    """Widths of patches of whole tiles that nodes can be."""
+    p = ranks_per_node
+    widths = range(1, min(a, p) + 1)
+    return [w for w in widths if p % w == 0 and a % w == 0 and b % (p // w) == 0]
+
+
 def patch_devices(a: int, b: int, ranks_per_node: int, alpha: int) -> tuple[int, ...]:
     """Physical rank of each logical rank when a node is an `alpha`-wide patch of the tile grid.
 
     The grid has b rows and a columns. Patches fill it row by row, and so do ranks inside a patch.
     """
     p = ranks_per_node
-    height = p // alpha if alpha and p % alpha == 0 else 0
-    if not height or a % alpha or b % height:
-        widths = range(1, min(a, p) + 1)
-        fits = [w for w in widths if p % w == 0 and a % w == 0 and b % (p // w) == 0]
+    fits = patch_widths(a, b, p)
+    if alpha not in fits:
         way_out = f"alpha that fits: {', '.join(map(str, fits))}" if fits else "leave 'alpha' out"
         raise PlanError(
             f"alpha={alpha}: nodes of {p} ranks do not form {alpha}-wide patches of the "
             f"{b}x{a} grid of tiles {a}x{b}; {way_out}"
         )
-    patches_across = a // alpha
+    height, patches_across = p // alpha, a // alpha
     devices = []
     for g in range(a * b):
         row, column = divmod(g, a)

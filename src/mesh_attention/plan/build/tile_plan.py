@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, patch_devices, tiles_of
+from mesh_attention.plan.assignment import Tile, factorisations, patch_devices
 from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
@@ -83,17 +83,17 @@ def reduce_by(
 
 
 def squarest(ranks: int) -> tuple[int, int]:
-    a = max(a for a in range(1, ranks + 1) if ranks % a == 0 and a * a <= ranks)
-    return a, ranks // a
+    return max((a, b) for a, b in factorisations(ranks) if a <= b)
 
 
 def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Tile:
     """A tile of the grid of all units, or a refusal that names those that fit."""
     tile = Tile(*shape, rotation)
     if tile.num_ranks != units:
+        fits = ", ".join(f"{a}x{b}" for a, b in factorisations(units))
         raise PlanError(
             f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
-            f"tiles that fit: {tiles_of(units)}"
+            f"tiles that fit: {fits}"
         )
     return tile
 

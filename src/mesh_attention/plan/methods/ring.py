@@ -15,7 +15,7 @@ from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
 from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
-from mesh_attention.plan.build.rotate import Reach, Rotation, double_ring, members_per_node, ring
+from mesh_attention.plan.build.rotate import Reach, double_ring, members_per_node, ring
 from mesh_attention.plan.build.setting import (
     DegreeSetting,
     RotationSetting,
@@ -113,13 +113,14 @@ class KeyRingBuilder(TileBuilder):
         mesh, head_group = self._mesh, self.head_group
         row, column = mesh.tile.row(unit), mesh.tile.column(unit)
         members = mesh.tile.kv_group(column)
-        local = head_group.local
+        local, place = head_group.local, (members.index(unit), len(members))
+        rotation = double_ring(*place, self._inner) if self._inner else ring(*place)
         keys = KeyRing(
             mesh,
             self._lowerings,
             row,
             head_group.group_name(f"KV{column}"),
-            self._rotation(members.index(unit), len(members)),
+            rotation,
             lambda member: mesh.kv.own_rows(members[member]),
             own=(local(Kind.K), local(Kind.V)),
             results=(local(Kind.GRAD_K), local(Kind.GRAD_V)),
@@ -130,9 +131,6 @@ class KeyRingBuilder(TileBuilder):
         operations: list[Operation] = [mesh.gather_q(row, 0)] if mesh.tile.a > 1 else []
         operations += [*keys.operations, *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
         return Unit(operations, {**mesh.q.buffers(row), **mesh.stack_buffers(unit), **keys.buffers})
-
-    def _rotation(self, member: int, size: int) -> Rotation:
-        return double_ring(member, size, self._inner) if self._inner else ring(member, size)
 
 
 def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
@@ -146,13 +144,18 @@ def plan_double_ring(
     degree = chosen_degree(problem, ranks, setting.ulysses or 1, setting.ranks_per_node)
     units, inner = ranks // degree, setting.inner
     if inner is None:
-        most = max((setting.ranks_per_node or 8) // degree, 1)
-        inner = max(size for size in range(1, min(most, units) + 1) if units % size == 0)
+        inner = usual_inner(units, degree, setting.ranks_per_node)
     if units % inner:
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
     shared = shared_options("double-ring", setting, ulysses=degree)
     return _plan(problem, ranks, shared, directions, gradients=Reach.DIRECT, inner=inner)
+
+
+def usual_inner(units: int, degree: int, ranks_per_node: int | None) -> int:
+    """Inner rings as large as what a degree of Ulysses leaves of a node."""
+    most = max((ranks_per_node or 8) // degree, 1)
+    return max(size for size, _ in factorisations(units) if size <= most)
 
 
 def plan_agq_ringkv(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.plan.assignment import best_tile, factorisations
+from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.setting import Option, Setting, options_of
 from mesh_attention.plan.methods import mesh, ring, ring_q, startrail
@@ -46,7 +46,7 @@ def _tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
     return [
         {"tile": tile} | ({"alpha": alpha} if alpha else {})
         for tile in _near_best(problem, ranks)
-        for alpha in (None, *_patches(tile, ranks_per_node))
+        for alpha in (None, *_patches(tile, ranks_per_node or 1))
     ]
 
 
@@ -55,16 +55,9 @@ def _near_best(problem: Problem, units: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in factorisations(units) if best / 2 <= a <= best * 2]
 
 
-def _patches(tile: tuple[int, int], ranks_per_node: int | None) -> list[int]:
-    """Widths of patches of whole tiles; the one that is row by row already is left out."""
-    if ranks_per_node is None:
-        return []
-    a, b = tile
-    return [
-        width
-        for width in range(1, min(ranks_per_node, a + 1))
-        if ranks_per_node % width == 0 and a % width == 0 and b % (ranks_per_node // width) == 0
-    ]
+def _patches(tile: tuple[int, int], ranks_per_node: int) -> list[int]:
+    """Widths of patches; the one that is row by row already is left out."""
+    return [width for width in patch_widths(*tile, ranks_per_node) if width < ranks_per_node]
 
 
 def _degrees(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
@@ -82,16 +75,13 @@ def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Set
 
 
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Inner rings as large as what a degree of Ulysses leaves of a node. Beyond a node there is
-    only one ring: of those degrees the largest."""
-    node = ranks_per_node or 8
+    """Beyond a node there is only one ring: of those degrees the largest."""
     fits = ulysses_degrees(problem, ranks)
-    settings: Settings = []
-    for degree in [u for u in fits if u <= node or u == fits[-1]]:
-        most = max(node // degree, 1)
-        inner = max(size for size, _ in factorisations(ranks // degree) if size <= most)
-        settings.append({"ulysses": degree, "inner": inner})
-    return settings
+    return [
+        {"ulysses": u, "inner": ring.usual_inner(ranks // u, u, ranks_per_node)}
+        for u in fits
+        if u <= (ranks_per_node or 8) or u == fits[-1]
+    ]
 
 
 def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:

@@ -56,7 +56,8 @@ class Owner:
     @property
     def staging_bytes(self) -> int:
         """Operations follow each other on one stream, so each may use the same place."""
-        return max((self._staged_bytes(*key) for key in self._moved), default=0)
+        regions = (one for key in self._moved for one in self._regions(*key).values())
+        return max((one.offset + one.num_bytes for one in regions if one.staged), default=0)
 
     def regions(self, op: Communication) -> dict[Piece, Region]:
         """Of everything that other members read in this operation."""
@@ -74,10 +75,6 @@ class Owner:
                 if region.staged:
                     taken += -(-region.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return found
-
-    def _staged_bytes(self, group: str, name: str) -> int:
-        regions = self._regions(group, name).values()
-        return max((one.offset + one.num_bytes for one in regions if one.staged), default=0)
 
     def _region(self, piece: Piece, staged_offset: int) -> Region:
         buffer = self._table[piece.buffer]
