@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from support.cases import Case
-from support.gloo_case import context, count_plans, handed_bytes
+from support.gloo_case import context, handed_bytes
 from support.pool import WorkerPool
 
 CASE = Case(
@@ -308,18 +308,3 @@ def under_autocast(rank: int, world_size: int, kernel: str) -> list[bool]:
 
 def test_autocast_around_a_call_changes_nothing(pool: WorkerPool) -> None:
     assert pool.run(under_autocast, 4, "blockwise") == [[True] * 3] * 4
-
-
-def warm(rank: int, world_size: int) -> tuple[int, int]:
-    """Plans made and agreements held by the second call of a kind."""
-    with context(CASE) as cp:
-        leaves, grad_out = local(cp)
-        torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
-        shared = cp._share.context
-        rounds, plans, made = shared.handshake._rounds, len(shared.plans), count_plans()
-        torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
-        return shared.handshake._rounds - rounds, len(shared.plans) - plans + len(made)
-
-
-def test_a_warm_call_plans_nothing_and_agrees_on_nothing(pool: WorkerPool) -> None:
-    assert pool.run(warm, 4) == [(0, 0)] * 4

@@ -21,7 +21,7 @@ from mesh_attention.runtime import context as contexts
 from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.transport.groups import default_store
 from support.cases import Case
-from support.gloo_case import attend, context, whole
+from support.gloo_case import attend, context, count_plans, whole
 from support.pool import WorkerPool
 from support.reference import attention, errors, tolerance
 
@@ -105,6 +105,20 @@ def check_many(pool: WorkerPool, way: str, times: int, *, seconds: float = 60) -
         assert end == begin
         assert kept == (64, 64, 64 if way == "function" else 0)
         assert living == 64
+
+
+def warm(rank: int, world_size: int) -> tuple[int, int]:
+    """Plans made and agreements held by the second call of a kind."""
+    with context(CASE) as cp:
+        attend(cp, CASE)
+        shared = cp._share.context
+        rounds, plans, made = shared.handshake._rounds, len(shared.plans), count_plans()
+        attend(cp, CASE)
+        return shared.handshake._rounds - rounds, len(shared.plans) - plans + len(made)
+
+
+def test_a_warm_call_plans_nothing_and_agrees_on_nothing(pool: WorkerPool) -> None:
+    assert pool.run(warm, 4) == [(0, 0)] * 4
 
 
 def two_objects(rank: int, world_size: int) -> dict[str, Any]:
