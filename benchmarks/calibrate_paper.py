@@ -33,10 +33,10 @@ STEP = 0.05  # of the logarithm, for slopes
 
 # Constants that are fitted, with their physical bounds.
 FREE: dict[str, tuple[float, float]] = {
-    "compute.forward.full.tflops": (500, 720),
-    "compute.forward.range.tflops": (300, 700),
-    "compute.backward.full.tflops": (450, 640),
-    "compute.backward.range.tflops": (300, 640),
+    "kernels.authors.forward.full.tflops": (500, 720),
+    "kernels.authors.forward.range.tflops": (300, 700),
+    "kernels.authors.backward.full.tflops": (450, 640),
+    "kernels.authors.backward.range.tflops": (300, 640),
     "network.peer.gb_per_second": (10, 20),
     "network.peer_node_gb_per_second": (60, 160),
     "network.flows_of_a_pair": (1, 2),

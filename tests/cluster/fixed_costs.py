@@ -7,28 +7,35 @@ from dataclasses import replace
 
 from mesh_attention.cluster import Cluster, load_cluster
 from mesh_attention.cluster.cluster import Disturbance
+from mesh_attention.cluster.compute_cost import TimedCall
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Attend, AttendBackward, Operation
 from mesh_attention.plan.traffic import Flows
 
 
 class FixedCosts:
-    """`compute` and `communication` give seconds by the name of an operation; merges are free."""
+    """`compute` and `communication` give seconds by the name of an operation; merges are free.
+
+    `waits`: calls hold the GPU, and a communication begins between two of them only."""
 
     def __init__(
         self,
         compute: Callable[[str], float],
         communication: Callable[[str], float] = lambda name: 0.0,
         flow: float = 0.0,
+        waits: bool = False,
     ) -> None:
         self._compute, self._communication, self._flow = compute, communication, flow
+        self._waits = waits
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
+    def compute(
+        self, op: Operation, table: Mapping[str, Buffer], splits: int
+    ) -> tuple[TimedCall, ...]:
         """All calls of an attention last equally long."""
         if not isinstance(op, Attend | AttendBackward):
             return ()
         count = max(1, len(op.calls))
-        return (self._compute(op.name) / count,) * count
+        return (TimedCall(self._compute(op.name) / count, "fixed", self._waits),) * count
 
     def collective(self, op: Operation, flows: Flows, member: int) -> float:
         return self._communication(op.name)
@@ -42,4 +49,4 @@ def undisturbed() -> Cluster:
     cluster = load_cluster("paper")
     free = cluster.network.peer.gb_per_second * cluster.node.ranks
     network = replace(cluster.network, peer_node_gb_per_second=free, flows_of_a_pair=2.0)
-    return replace(cluster, network=network, disturbance=Disturbance(0.0, 0.0, 0.0, 0.0, False))
+    return replace(cluster, network=network, disturbance=Disturbance(0.0, 0.0, 0.0, 0.0))

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from mesh_attention.cluster import cluster_names, load_cluster
-from mesh_attention.cluster.load import ClusterError, parse_cluster
+from mesh_attention.cluster.load import ClusterError, parse_cluster, read_cluster
+from mesh_attention.plan.plan import Direction
 
 FOLDER = resources.files("mesh_attention.cluster") / "clusters"
-GOOD = (FOLDER / "hgx-h100.toml").read_text(encoding="utf-8")
+GOOD = (FOLDER / "hgx-h200.toml").read_text(encoding="utf-8")
 NUMBER = re.compile(r"^\s*([\w.]+)\s*=\s*[-+.\d][\w.+-]*")
 
 
@@ -34,7 +35,10 @@ def test_the_promised_clusters_ship() -> None:
 
 @pytest.mark.parametrize("name", cluster_names())
 def test_every_number_says_where_it_comes_from_or_that_it_is_assumed(name: str) -> None:
-    numbers = [line for line in text_of(name).splitlines() if NUMBER.match(line)]
+    text = text_of(name)
+    if like := tomllib.loads(text).get("kernels_like"):
+        text += text_of(like)
+    numbers = [line for line in text.splitlines() if NUMBER.match(line)]
     assert len(numbers) > 35
     bare = [line for line in numbers if not re.search(r"#\s*\S{3,}", line)]
     assert bare == []
@@ -46,8 +50,10 @@ def test_every_shipped_cluster_is_read_and_named_as_its_file(name: str) -> None:
     assert cluster.name == name == tomllib.loads(text_of(name))["name"]
     assert cluster.description
     assert cluster.num_ranks >= 256
-    for curves in (cluster.compute.forward, cluster.compute.backward):
-        assert all(0 < rate.tflops < cluster.gpu.peak_tflops for rate in curves.values())
+    for direction in Direction:
+        curves = [r for one in cluster.passes(direction).values() for r in one.rates.values()]
+        assert len(curves) >= 3
+        assert all(0 < rate.tflops < cluster.gpu.peak_tflops for rate in curves)
     inside, between = cluster.planning_costs(8), cluster.planning_costs(256)
     assert inside.bytes_per_second > between.bytes_per_second
 
@@ -77,15 +83,25 @@ BAD = [
     ("peak_tflops", "peak_tflops = inf", "gpu.peak_tflops = inf must be a number"),
     ("peak_tflops", "peak_tflops = nan", "gpu.peak_tflops = nan must be a number"),
     ("memory_gib", "memory_gb = 80", "gpu has no field 'memory_gb'"),
-    ("tflops", "tflops = 0", "compute.forward.full.tflops = 0 must be above 0"),
-    ("half_rows", "half_rows = -5", "compute.forward.full.half_rows = -5 must be at least 0"),
-    ("launch_mic", "launch_microseconds = -1", "compute.launch_microseconds = -1"),
+    ("tflops", "tflops = 0", "kernels.flash_attn3.forward.full.tflops = 0 must be above 0"),
+    ("tflops", "tflops = 1e4", "flash_attn3.forward.full at 10000 TFLOP/s is faster than gpu.peak"),
+    ("half_rows", "half_rows = -5", "forward.full.half_rows = -5 must be at least 0"),
+    ("launch_mic", "launch_microseconds = -1", "forward.launch_microseconds = -1"),
+    ("ranges", "", "kernels.flash_attn3.forward lacks 'ranges'"),
+    ("ranges", "ranges = true", "with ranges = true its curves must be full and range"),
+    ("lets_transfers", "lets_transfers_begin = 1", "= 1 must be true or false"),
+    ("sm_margin", "sm_margin = -1", "sm_margin = -1 must be a whole number of at least 0"),
+    ("sm_margin", "sm_margin = 132", "sm_margin = 132 leaves nothing of gpu.sms = 132"),
+    ("nodes", 'nodes = 2\nkernels_like = "mine"', "kernels_like = 'mine' must be one of a100"),
+    ("nodes", "nodes = 2\nkernels = 3", "is not TOML"),
+    ("[kernels.cudnn.forward.full]", "[kernels.cudnn.forwards.full]", "has no field 'forwards'"),
+    ("[gpu]", "[compute]\n[gpu]", "compute is a field of older files: curves are written for"),
     ("nics", "nics = 3", "network.nics = 3 does not divide node.ranks = 8"),
     ("nics", "nics = 16", "network.nics = 16 does not divide node.ranks = 8"),
     ("compute_slowdown", "compute_slowdown = 1", "disturbance.compute_slowdown = 1 must be below"),
     ("collective_slow", "collective_slowdown = -0.1", "must be at least 0"),
-    ("waits_for_forward", "waits_for_forward_calls = 1", "= 1 must be true or false"),
-    ("[compute.forward.range]", "[compute.forward.ranges]", "compute.forward has no field"),
+    ("collective_slow", "waits_for_forward_calls = true", "lets_transfers_begin in [kernels.cudnn"),
+    ("[kernels.cudnn.forward.causal]", "[kernels.cudnn.forward.diagonal]", "forward has no field"),
     ("[disturbance]", "[disturbances]", "the file has no field 'disturbances'"),
     ("[node.peer]", "[node]", "is not TOML"),
 ]
@@ -99,6 +115,20 @@ def test_a_bad_file_is_refused_with_its_name_and_the_field(
         parse_cluster(changed(line, instead), "mine.toml")
     assert "mine.toml" in str(refused.value)
     assert answer in str(refused.value)
+
+
+def test_a_file_takes_the_kernels_of_another_cluster_beside_its_own() -> None:
+    like, paper = load_cluster("hgx-h200"), load_cluster("paper")
+    assert load_cluster("hgx-h100").kernels == like.kernels
+    assert paper.kernels == like.kernels | {"authors": paper.kernels["authors"]}
+
+
+def test_a_call_that_no_kernel_takes_is_told_when_the_file_is_read() -> None:
+    table = tomllib.loads(GOOD)
+    for name in ("cudnn_ranges", "triton"):
+        del table["kernels"][name]["backward"]
+    with pytest.raises(ClusterError, match="no kernel does range calls backward; add its curve"):
+        read_cluster(table, "mine.toml")
 
 
 def test_what_costs_nothing_may_be_zero() -> None:

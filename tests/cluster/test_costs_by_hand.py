@@ -11,8 +11,9 @@ from mesh_attention import Mask
 from mesh_attention.cluster import Cluster
 from mesh_attention.cluster.cluster import (
     CollectiveLink,
-    ComputeRates,
     KernelRate,
+    KernelRates,
+    PassRates,
     PeerLink,
 )
 from mesh_attention.cluster.communication_cost import CommunicationCosts, GroupShape
@@ -24,7 +25,6 @@ from mesh_attention.plan.program import (
     AllToAll,
     Attend,
     AttendBackward,
-    CallKind,
     Merge,
     Operation,
 )
@@ -37,9 +37,13 @@ MICRO = 1e-6
 def cluster(*, launch: float = 0.0, gap: float = 0.0) -> Cluster:
     """One byte of memory a nanosecond; kernels of 1 (full), 2 (causal) and 4 (range) FLOP a
     nanosecond forward, half of that backward; four ranks and two NICs a node."""
-    speeds = {CallKind.FULL: 1.0, CallKind.CAUSAL: 2.0, CallKind.RANGE: 4.0}
-    forward = {kind: KernelRate(speed * 1e-3, 32.0, 16.0) for kind, speed in speeds.items()}
-    backward = {kind: KernelRate(speed * 5e-4, 32.0, 16.0) for kind, speed in speeds.items()}
+    forward, backward = (
+        PassRates(
+            *(False, False, 0, launch),
+            *(KernelRate(speed * scale, 32.0, 16.0) for speed in (1.0, 2.0, 4.0)),
+        )
+        for scale in (1e-3, 5e-4)
+    )
     base = undisturbed()
     node = replace(
         base.node, ranks=4, peer=PeerLink(8.0, 3.0), collective=CollectiveLink(4.0, 10.0, 2.0),
@@ -50,8 +54,8 @@ def cluster(*, launch: float = 0.0, gap: float = 0.0) -> Cluster:
     )
     return replace(
         base,
-        gpu=replace(base.gpu, memory_gb_per_second=1.0),
-        compute=ComputeRates(forward, backward, launch, gap),
+        gpu=replace(base.gpu, memory_gb_per_second=1.0, gap_microseconds=gap),
+        kernels={"dense": KernelRates(forward, backward)},
         node=node,
         network=network,
     )
@@ -68,7 +72,8 @@ def seconds(plan: Plan, direction: Direction, where: Cluster, splits: int = 1) -
     one = plan.forward if direction is Direction.FORWARD else plan.backward
     program = one.programs[0]
     op = next(op for op in program.operations if isinstance(op, Attend | AttendBackward))
-    return ComputeCosts(where, plan, direction).seconds(op, program.buffer_table(), splits)
+    calls = ComputeCosts(where, plan, direction).calls(op, program.buffer_table(), splits)
+    return tuple(call.seconds for call in calls)
 
 
 # 64 rows of four heads fill the GPU as four rows of 64 heads would: 32 / 4 more time for the rows,
@@ -116,7 +121,9 @@ def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
         piece.num_bytes(table[piece.buffer], problem) for piece in (*op.inputs, *op.outputs)
     )
     costs = ComputeCosts(cluster(gap=3.0), plan, Direction.FORWARD)
-    assert costs.seconds(op, table, 1) == pytest.approx((3.0 * MICRO + touched * 1e-9,), rel=1e-12)
+    (merge,) = costs.calls(op, table, 1)
+    assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12)
+    assert not merge.kernel
 
 
 def test_a_split_call_takes_the_time_of_the_whole_divided_by_rows() -> None:

@@ -88,7 +88,7 @@ def test_flows_out_of_a_node_divide_what_it_can_send() -> None:
 def test_busy_streams_slow_each_other() -> None:
     """2 s of work beside a transfer of 4 s: at half speed the work takes 4 s, and the transfer,
     at three quarters of its speed in that time, has 1 s left."""
-    cluster = replace(undisturbed(), disturbance=Disturbance(0.5, 0.0, 0.25, 0.0, False))
+    cluster = replace(undisturbed(), disturbance=Disturbance(0.5, 0.0, 0.25, 0.0))
     timeline = simulate(ring(2), cluster, costs=FixedCosts(lambda _: 2.0, flow=4.0))
     assert timeline.runtime_seconds == pytest.approx(4.0 + 1.0 + 2.0)
 

@@ -16,9 +16,11 @@ from mesh_attention.plan.question import make_plan
 FORWARD = (Direction.FORWARD,)
 
 
-def waiting(cluster: Cluster, waits: bool = True) -> Cluster:
-    held = replace(cluster.disturbance, waits_for_forward_calls=waits)
-    return replace(cluster, disturbance=held)
+def only_cudnn(cluster: Cluster, waits: bool = True) -> Cluster:
+    cudnn = cluster.kernels["cudnn"]
+    assert cudnn.forward is not None
+    forward = replace(cudnn.forward, lets_transfers_begin=not waits)
+    return replace(cluster, kernels={"cudnn": replace(cudnn, forward=forward)})
 
 
 def three_gathers(mask: Mask | None = None) -> Plan:
@@ -34,9 +36,11 @@ def begins(timeline: Timeline, name: str) -> float:
 def test_a_communication_that_becomes_ready_during_a_call_waits_for_its_end() -> None:
     """AG-KV-0 until 1, then C-0-0 until 11 with AG-KV-1 beside it until 2; AG-KV-2 finds no SM
     before 11."""
-    costs = FixedCosts(lambda _: 10.0, lambda _: 1.0)
     plan = three_gathers()
-    free, held = (simulate(plan, waiting(undisturbed(), w), costs=costs) for w in (False, True))
+    free, held = (
+        simulate(plan, undisturbed(), costs=FixedCosts(lambda _: 10.0, lambda _: 1.0, waits=waits))
+        for waits in (False, True)
+    )
     assert begins(free, "AG-KV-1") == begins(held, "AG-KV-1") == pytest.approx(1.0)
     assert begins(free, "AG-KV-2") == pytest.approx(2.0)
     assert begins(held, "AG-KV-2") == pytest.approx(11.0)
@@ -49,8 +53,8 @@ def test_it_begins_between_two_calls_of_one_attention() -> None:
     op = next(op for op in plan.forward.programs[0].operations if op.name == "C-0-0")
     count = len(op.calls)  # type: ignore[union-attr]
     assert count > 1
-    costs = FixedCosts(lambda _: 2.0 * count, lambda _: 1.0)
-    held = simulate(plan, waiting(undisturbed()), costs=costs)
+    costs = FixedCosts(lambda _: 2.0 * count, lambda _: 1.0, waits=True)
+    held = simulate(plan, undisturbed(), costs=costs)
     assert begins(held, "AG-KV-2") == pytest.approx(1.0 + 2.0)  # the end of its first call
 
 
@@ -58,19 +62,33 @@ def test_a_late_communication_is_waited_for() -> None:
     """AG-KV-1 lasts 3, until 4; C-0-0 until 11 keeps AG-KV-2 back; it lasts until 14, C-0-1 until
     12: C-0-2 begins at 14 and not at 12."""
     seconds = {"AG-KV-0": 1.0, "AG-KV-1": 3.0, "AG-KV-2": 3.0, "C-0-0": 10.0}
-    costs = FixedCosts(lambda name: seconds.get(name, 1.0), lambda name: seconds.get(name, 0.0))
     plan = three_gathers()
-    free, held = (simulate(plan, waiting(undisturbed(), w), costs=costs) for w in (False, True))
+    free, held = (
+        simulate(
+            plan,
+            undisturbed(),
+            costs=FixedCosts(
+                lambda name: seconds.get(name, 1.0),
+                lambda name: seconds.get(name, 0.0),
+                waits=waits,
+            ),
+        )
+        for waits in (False, True)
+    )
     assert begins(free, "C-0-2") == pytest.approx(12.0)
     assert begins(held, "C-0-2") == pytest.approx(14.0)
 
 
 def test_strict_steps_begin_together_and_nothing_waits() -> None:
-    costs = FixedCosts(lambda _: 10.0, lambda _: 1.0)
     plan = three_gathers()
     found = [
-        simulate(plan, waiting(undisturbed(), w), overlap="strict", costs=costs).runtime_seconds
-        for w in (False, True)
+        simulate(
+            plan,
+            undisturbed(),
+            overlap="strict",
+            costs=FixedCosts(lambda _: 10.0, lambda _: 1.0, waits=waits),
+        ).runtime_seconds
+        for waits in (False, True)
     ]
     assert found[0] == pytest.approx(found[1])
 
@@ -97,5 +115,5 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
         return two / one
 
     hgx = load_cluster("hgx-h100")
-    assert ratio(hgx) > 1.1
-    assert ratio(waiting(hgx, False)) < 1.05
+    assert ratio(only_cudnn(hgx)) > 1.1
+    assert ratio(only_cudnn(hgx, waits=False)) < 1.05

@@ -44,6 +44,12 @@ CLUSTER_FLAGS = (
         *(str, "NAME|FILE", DEFAULT_CLUSTER),
     ),
     Flag(
+        "--kernel",
+        "one of the cluster's kernels, for all attentions that it can do; otherwise each is done "
+        "by the fastest for it",
+        *(str, "NAME"),
+    ),
+    Flag(
         "--best",
         "search the options that are not given for the shortest time, each pass for itself",
     ),
@@ -111,7 +117,9 @@ def simulated(
     if not args.best:
         plan = plan_on(cluster, problem, ranks, directions=directions, **method, **options)
         tell_fewer_chunks(args, plan)
-        timelines = [simulate(plan, cluster, one, overlap=overlap) for one in directions]
+        timelines = [
+            simulate(plan, cluster, one, overlap=overlap, kernel=args.kernel) for one in directions
+        ]
         return [Simulated(timeline, options) for timeline in timelines]
     found = []
     for direction in directions:
@@ -121,6 +129,7 @@ def simulated(
                 direction=direction,
                 options=options,
                 overlap=overlap,
+                kernel=args.kernel,
                 progress=tell,
                 **method,
             )
@@ -165,11 +174,22 @@ def _for_people(found: Sequence[Simulated]) -> str:
         tried = "" if one.tried is None else f" (best of {one.tried} tried)"
         words = ", ".join(f"{key} {_word(value)}" for key, value in one.setting.items())
         lines.append(f"{one.direction}: {words}{tried}")
+        lines.append(f"{one.direction}: {_kernels_text(one.timeline)}")
         limit = cluster.gpu.memory_gib * 2**30
         if one.timeline.peak_bytes > limit:
             lines.append(f"{one.direction}: needs more than the {bytes_text(limit)} of a GPU")
     lines.append(f"Modelled, not measured; overlap {first.overlap}; memory for batch 1.")
     return "\n".join(lines)
+
+
+def _kernels_text(timeline: Timeline) -> str:
+    """Kernels with the part of the attentions' time that they take."""
+    parts = timeline.kernels
+    if not parts:
+        return "no attention"
+    if len(parts) == 1:
+        return f"kernel {next(iter(parts))}"
+    return "kernels " + ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
 
 
 def _word(value: object) -> str:

@@ -49,6 +49,7 @@ def find_best(
     direction: Direction | str = Direction.FORWARD,
     options: Mapping[str, Any] | None = None,
     overlap: Overlap | str = Overlap.EVENTS,
+    kernel: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Best:
     """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
@@ -62,7 +63,7 @@ def find_best(
 
     def measure(setting: dict[str, Any]) -> Timeline:
         plan = plan_on(cluster, problem, num_ranks, method=method, directions=(one,), **setting)
-        return simulate(plan, cluster, one, overlap=overlap)
+        return simulate(plan, cluster, one, overlap=overlap, kernel=kernel)
 
     search = _Search(measure, progress)
     search.attempt(given)  # the method's own choice, and its refusal of what was given

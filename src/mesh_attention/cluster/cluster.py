@@ -20,6 +20,8 @@ class Gpu:
     peak_tflops: float  # what MFU is measured against
     memory_gib: float
     memory_gb_per_second: float  # reached by merging and packing
+    sms: int
+    gap_microseconds: float  # between two kernels of a stream, and before a merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,45 @@ REFERENCE_HEADS = 64  # a call with fewer heads fills the GPU as fewer rows woul
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeRates:
-    """`launch` is the host's time for a call, which a shorter kernel cannot hide."""
+class PassRates:
+    """One pass of a kernel, with curves for the kinds of calls that it takes.
 
-    forward: dict[CallKind, KernelRate]
-    backward: dict[CallKind, KernelRate]
+    `ranges`: it does a whole attention in one call, whatever the mask. Its curve `range` counts the
+    columns of a call by what a row sees: as a causal square of so many columns, twice the mean.
+    `lets_transfers_begin`: a communication finds SMs in the middle of a call; otherwise the kernel
+    holds all of them until the call is over, and a communication begins between two calls.
+    `sm_margin`: SMs that its calls leave to a communication in flight beside them.
+    `launch` is the host's time for a call, which a shorter kernel cannot hide.
+    """
+
+    ranges: bool
+    lets_transfers_begin: bool
+    sm_margin: int
     launch_microseconds: float
-    gap_microseconds: float
+    full: KernelRate | None = None
+    causal: KernelRate | None = None
+    range: KernelRate | None = None
 
-    def rate(self, direction: Direction, kind: CallKind) -> KernelRate:
-        return (self.forward if direction is Direction.FORWARD else self.backward)[kind]
+    def rate(self, kind: CallKind) -> KernelRate | None:
+        match kind:
+            case CallKind.FULL:
+                return self.full
+            case CallKind.CAUSAL:
+                return self.causal
+            case CallKind.RANGE:
+                return self.range
+
+    @property
+    def rates(self) -> dict[CallKind, KernelRate]:
+        return {kind: rate for kind in CallKind if (rate := self.rate(kind)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """A kernel, by the name that the runtime has for it; it may have one pass only."""
+
+    forward: PassRates | None = None
+    backward: PassRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +125,14 @@ class Disturbance:
 
     Communication takes SMs and memory from attention. Attention holds up the kernels that move
     data: collectives little, as they run on many channels; point-to-point flows, which have few,
-    more, and most beside backward kernels, which leave no SM free for as long as they run.
-
-    `waits_for_forward_calls`: forward kernels hold every SM until a call is over (persistent
-    kernels), so that a communication begins only between two calls. Backward calls last long
-    beside their communications and free SMs well before their end: there it was not seen to matter.
+    more, and most beside backward kernels, which leave no SM free for as long as they run. Beside a
+    kernel with a margin (`PassRates`) computation loses the margin in place of `compute_slowdown`.
     """
 
     compute_slowdown: float
     collective_slowdown: float
     peer_forward_slowdown: float
     peer_backward_slowdown: float
-    waits_for_forward_calls: bool
-
-    def waits_for_calls(self, direction: Direction) -> bool:
-        return self.waits_for_forward_calls and direction is Direction.FORWARD
 
     def peer_slowdown(self, direction: Direction) -> float:
         forward = direction is Direction.FORWARD
@@ -121,10 +145,16 @@ class Cluster:
     description: str
     nodes: int
     gpu: Gpu
-    compute: ComputeRates
+    kernels: dict[str, KernelRates]
     node: Node
     network: Network
     disturbance: Disturbance
+
+    def passes(self, direction: Direction) -> dict[str, PassRates]:
+        """That pass of the kernels that have it, by name."""
+        both = {name: (one.forward, one.backward) for name, one in self.kernels.items()}
+        at = 0 if direction is Direction.FORWARD else 1
+        return {name: found for name, pair in both.items() if (found := pair[at]) is not None}
 
     @property
     def num_ranks(self) -> int:
@@ -146,7 +176,8 @@ class Cluster:
         """Rough costs by which schedulers order tasks, for so many ranks."""
         inside = num_ranks <= self.node.ranks
         link = self.node.collective if inside else self.network.collective
-        best = max(rate.tflops for rate in self.compute.forward.values())
+        forward = self.passes(Direction.FORWARD).values()
+        best = max(rate.tflops for kernel in forward for rate in kernel.rates.values())
         return Costs(
             link.gb_per_second * 1e9,
             best * 1e12,

@@ -2,22 +2,29 @@
 
 A call lasts as long as its pairs at the rate its rows and columns allow, but no less than the host
 needs to launch it. Merging a partial result and adding gradients are passes over memory.
+
+An attention is its rectangles, each on the kernel that is fastest for it and merged, or one call on
+a kernel that takes any mask (`PassRates.ranges`): whichever takes less time. A communication that
+comes in the middle of a call that keeps it waiting loses half of that call in the mean, so where
+there are communications a choice counts that as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster
+from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster, PassRates
+from mesh_attention.cluster.load import ClusterError
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
     Attention,
     Call,
+    CallKind,
     Free,
     Merge,
     Operation,
@@ -25,79 +32,206 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.split_calls import split_calls
 
 
+class TimedCall(NamedTuple):
+    """`waits`: no communication begins before its end. `lost` is the part of its speed that goes to
+    a communication in flight beside it; None is what the cluster says for all."""
+
+    seconds: float
+    kernel: str = ""  # none for a pass over memory
+    waits: bool = False
+    lost: float | None = None
+
+
+class _Sizes(NamedTuple):
+    """Of an attention, as far as its costs go: rows and keys of its pieces, heads, and whether its
+    accumulators hold nothing yet."""
+
+    rows: int
+    columns: int
+    heads: int
+    kv_heads: int
+    fresh: tuple[bool, bool]  # out and lse, or the gradient of q; gradients of k and v
+
+
+class _Shape(NamedTuple):
+    kind: CallKind
+    rows: int
+    columns: int
+    pairs: int
+
+
 class ComputeCosts:
-    def __init__(self, cluster: Cluster, plan: Plan, direction: Direction) -> None:
+    def __init__(
+        self, cluster: Cluster, plan: Plan, direction: Direction, kernel: str | None = None
+    ) -> None:
+        """`kernel`: one that does all that it can do; other kernels do the rest."""
+        if kernel is not None and kernel not in cluster.kernels:
+            known = ", ".join(cluster.kernels)
+            raise ClusterError(f"kernel={kernel}: {cluster.name} has curves of {known}")
         self._cluster = cluster
         self._problem = plan.problem
         self._direction = direction
+        self._kernels = cluster.passes(direction)
+        self._communicates = plan.num_ranks > 1
+        forced = None if kernel is None else self._kernels.get(kernel)
+        only = [] if kernel is None or forced is None else [{kernel: forced}]
+        self._choices: list[Mapping[str, PassRates]] = [*only, self._kernels]
         self._pairs = CallPairs(plan)
-        self._known: dict[tuple[object, ...], float] = {}
+        self._known: dict[tuple[object, ...], tuple[TimedCall, ...]] = {}
+        self._known_calls: dict[tuple[object, ...], TimedCall | None] = {}
 
-    def seconds(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
-        """Of the kernel calls in turn, those of the forward pass split (`plan/split_calls.py`)."""
+    def calls(
+        self, op: Operation, table: Mapping[str, Buffer], splits: int
+    ) -> tuple[TimedCall, ...]:
+        """Kernel calls in turn. Long ones of the forward pass are split (`plan/split_calls.py`) on
+        kernels that would keep a communication waiting."""
         match op:
-            case Attend():
-                whole = self._calls(op, table)
-                heads = op.q.num_heads(table[op.q.buffer])
-                cut = split_calls(op, heads, splits)
-                return tuple(s for pair in zip(whole, cut, strict=True) for s in _divided(*pair))
-            case AttendBackward():
-                return self._calls(op, table)
+            case Attend() | AttendBackward():
+                return self._attention(op, table, splits)
             case Merge():
                 touched = (*op.inputs, *op.outputs)
                 moved = sum(p.num_bytes(table[p.buffer], self._problem) for p in touched)
-                return (self._gap + self._memory(moved),)
+                return (TimedCall(self._gap + self._memory(moved)),)
             case Free():
                 return ()
         raise AssertionError(op)  # communication has costs of its own
 
     @property
     def _gap(self) -> float:
-        return self._cluster.compute.gap_microseconds * 1e-6
+        return self._cluster.gpu.gap_microseconds * 1e-6
 
     def _memory(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.gpu.memory_gb_per_second * 1e9)
 
-    def _calls(self, op: Attention, table: Mapping[str, Buffer]) -> tuple[float, ...]:
-        heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
-        seconds = []
-        for call in op.calls:
-            rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
-            pairs = self._pairs(op, table, call)
-            key = (call.kind, rows, columns, heads, kv_heads, pairs)
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = self._call(call, heads, kv_heads, pairs)
-            seconds.append(known)
-        return tuple(seconds)
+    def _attention(
+        self, op: Attention, table: Mapping[str, Buffer], splits: int
+    ) -> tuple[TimedCall, ...]:
+        if not op.calls:
+            return ()
+        fresh = (op.fresh, False) if isinstance(op, Attend) else (op.fresh_q, op.fresh_kv)
+        sizes = _Sizes(
+            *(op.q.stop - op.q.start, op.k.stop - op.k.start),
+            *(op.q.num_heads(table[op.q.buffer]), op.k.num_heads(table[op.k.buffer])),
+            fresh,
+        )
+        pairs = self._pairs
+        shapes = tuple(
+            [
+                _Shape(c.kind, c.q_stop - c.q_start, c.k_stop - c.k_start, pairs(op, table, c))
+                for c in op.calls
+            ]
+        )
+        key = (sizes, shapes, splits)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._fastest(op, sizes, shapes, splits)
+        return known
 
-    def _call(self, call: Call, heads: int, kv_heads: int, pairs: int) -> float:
-        rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
-        rate = self._cluster.compute.rate(self._direction, call.kind)
+    def _fastest(
+        self, op: Attention, sizes: _Sizes, shapes: tuple[_Shape, ...], splits: int
+    ) -> tuple[TimedCall, ...]:
+        for kernels in self._choices:
+            rectangles, whole = self._ways(kernels, sizes, shapes)
+            if rectangles is not None and isinstance(op, Attend):
+                pairs = zip(rectangles, split_calls(op, sizes.heads, splits), strict=True)
+                rectangles = [part for call, split in pairs for part in _divided(call, split)]
+            ways = [way for way in (rectangles, whole) if way is not None]
+            if ways:
+                return _joined(min(ways, key=_score))
+        raise AssertionError(shapes)  # the cluster was read so that every call has a kernel
+
+    def _ways(
+        self, kernels: Mapping[str, PassRates], sizes: _Sizes, shapes: tuple[_Shape, ...]
+    ) -> tuple[list[TimedCall] | None, list[TimedCall] | None]:
+        """To do an attention with these kernels: as rectangles, and in one call."""
+        merging = sizes._replace(rows=0, columns=0, fresh=(False, False))
+        rectangles = []
+        for shape in shapes:
+            key = (len(kernels), shape, merging)  # one kernel that was asked for, or all
+            if key not in self._known_calls:
+                self._known_calls[key] = self._call(kernels, shape, merging)
+            if (known := self._known_calls[key]) is not None:
+                rectangles.append(known)
+        pairs = sum(shape.pairs for shape in shapes)
+        kind = CallKind.FULL if pairs == sizes.rows * sizes.columns else CallKind.RANGE
+        whole = self._call(
+            {name: one for name, one in kernels.items() if one.ranges},
+            _Shape(kind, sizes.rows, sizes.columns, pairs),
+            sizes,
+        )
+        return (
+            rectangles if len(rectangles) == len(shapes) else None,
+            None if whole is None else [whole],
+        )
+
+    def _call(
+        self, kernels: Mapping[str, PassRates], shape: _Shape, sizes: _Sizes
+    ) -> TimedCall | None:
+        """On the kernel that is fastest for it, with the pass over its results."""
+        found = [
+            TimedCall(
+                seconds,
+                name,
+                not rates.lets_transfers_begin and self._communicates,
+                rates.sm_margin / self._cluster.gpu.sms if rates.sm_margin else None,
+            )
+            for name, rates in kernels.items()
+            if (seconds := self._kernel(rates, shape, sizes.heads)) is not None
+        ]
+        if not found:
+            return None
+        best = min(found, key=lambda call: _score([call]))
+        after = self._gap + self._memory(self._result_bytes(shape, sizes))
+        return best._replace(seconds=best.seconds + after)
+
+    def _kernel(self, rates: PassRates, shape: _Shape, heads: int) -> float | None:
+        """None where the kernel does not take such calls."""
+        kind, rows, columns, pairs = shape
+        if rates.ranges and kind is not CallKind.FULL:
+            rate, seen = rates.range, 2 * pairs / rows
+        else:
+            rate, seen = rates.rate(kind), columns
+        if rate is None:
+            return None
+        slower = 1.0 + rate.half_rows / (rows * heads / REFERENCE_HEADS)
+        slower += rate.half_columns / seen if seen else 0.0
         backward = self._direction is Direction.BACKWARD
-        filled = rows * heads / REFERENCE_HEADS
-        slower = 1.0 + rate.half_rows / filled + rate.half_columns / columns
-        share = heads / self._problem.num_heads
-        flops = self._problem.flops(pairs, backward=backward) * share
+        flops = self._problem.flops(pairs, backward=backward) * (heads / self._problem.num_heads)
         kernel = self._gap + flops * slower / (rate.tflops * 1e12)
-        launch = self._cluster.compute.launch_microseconds * 1e-6
-        merged = _merged_bytes(self._problem, rows, columns, heads, kv_heads, backward)
-        return max(kernel, launch) + self._gap + self._memory(merged)
+        return max(kernel, rates.launch_microseconds * 1e-6)
+
+    def _result_bytes(self, shape: _Shape, sizes: _Sizes) -> int:
+        """A result is read, and its accumulator read, unless it is fresh, and written."""
+        problem, (fresh, fresh_kv) = self._problem, sizes.fresh
+        once, once_kv = (
+            problem.element_bytes + (1 if new else 2) * problem.accumulate_bytes
+            for new in (fresh, fresh_kv)
+        )
+        if self._direction is Direction.FORWARD:
+            return shape.rows * sizes.heads * problem.v_dim * once
+        q_side = shape.rows * sizes.heads * problem.head_dim
+        kv_side = shape.columns * sizes.kv_heads * (problem.head_dim + problem.v_dim)
+        return q_side * once + kv_side * once_kv
 
 
-def _divided(seconds: float, split: list[Call]) -> list[float]:
+def _score(calls: list[TimedCall]) -> float:
+    held = max((call.seconds for call in calls if call.waits), default=0.0)
+    return sum(call.seconds for call in calls) + held / 2
+
+
+def _divided(call: TimedCall, split: list[Call]) -> list[TimedCall]:
     """By rows. Splits are free: a call begins while the last programs of the one before end."""
-    rows = [call.q_stop - call.q_start for call in split]
-    return [seconds * r / sum(rows) for r in rows]
+    if not call.waits:
+        return [call]
+    rows = [one.q_stop - one.q_start for one in split]
+    return [call._replace(seconds=call.seconds * r / sum(rows)) for r in rows]
 
 
-def _merged_bytes(
-    problem: Problem, rows: int, columns: int, heads: int, kv_heads: int, backward: bool
-) -> int:
-    """A partial result is read, and its accumulator read and written."""
-    once = problem.element_bytes + 2 * problem.accumulate_bytes
-    if not backward:
-        return rows * heads * problem.v_dim * once
-    q_side = rows * heads * problem.head_dim
-    kv_side = columns * kv_heads * (problem.head_dim + problem.v_dim)
-    return (q_side + kv_side) * once
+def _joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
+    """Calls that keep nobody waiting are one for each kernel: fewer events to simulate."""
+    free: dict[str, TimedCall] = {}
+    for call in calls:
+        if not call.waits:
+            before = free[call.kernel].seconds if call.kernel in free else 0.0
+            free[call.kernel] = call._replace(seconds=before + call.seconds)
+    return (*(call for call in calls if call.waits), *free.values())

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.communication_cost import CommunicationCosts
-from mesh_attention.cluster.compute_cost import ComputeCosts
+from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
 from mesh_attention.plan.buffers import Buffer, Piece
-from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attention, CallKind, Collective, Free, Operation
 from mesh_attention.plan.split_calls import splits_wanted
@@ -24,8 +24,10 @@ from mesh_attention.plan.traffic import Flows, TrafficMeter
 class OperationCosts(Protocol):
     """Seconds of operations when nothing disturbs them. Tests put their own here."""
 
-    def compute(self, op: Operation, table: Mapping[str, Buffer], splits: int) -> tuple[float, ...]:
-        """Of its kernel calls in turn, with long ones split into so many."""
+    def compute(
+        self, op: Operation, table: Mapping[str, Buffer], splits: int
+    ) -> tuple[TimedCall, ...]:
+        """Its kernel calls in turn, with long ones split into so many where that helps."""
         ...
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
@@ -36,9 +38,9 @@ class OperationCosts(Protocol):
 class ClusterCosts:
     """What the cluster's description says."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, one: Pass) -> None:
+    def __init__(self, cluster: Cluster, plan: Plan, one: Pass, kernel: str | None = None) -> None:
+        self.compute = ComputeCosts(cluster, plan, one.direction, kernel).calls
         communication = CommunicationCosts(cluster, plan, one)
-        self.compute = ComputeCosts(cluster, plan, one.direction).seconds
         self.collective, self.flow = communication.collective, communication.flow
 
 
@@ -61,25 +63,16 @@ def alike_ranks(one: Pass) -> list[int]:
 
 
 class RememberedCosts:
-    """Kernel calls and flows of each rank's operations, worked out once for ranks that are alike.
-
-    `apart`: call by call, split as the executor splits them; else all calls of a computation in
-    one.
-    """
+    """Kernel calls and flows of each rank's operations, worked out once for alike ranks."""
 
     def __init__(
-        self,
-        problem: Problem,
-        one: Pass,
-        costs: OperationCosts,
-        alike: Sequence[int],
-        *,
-        apart: bool,
+        self, problem: Problem, one: Pass, costs: OperationCosts, alike: Sequence[int]
     ) -> None:
-        self._costs, self._apart = costs, apart
+        self._costs = costs
         self._tables = [program.buffer_table() for program in one.programs]
-        self._splits = [splits_wanted(p) if apart else 1 for p in one.programs]
-        calls: dict[tuple[int, int], dict[Operation, tuple[float, ...]]] = {}
+        forward = one.direction is Direction.FORWARD  # backward calls are never split
+        self._splits = [splits_wanted(p) if forward else 1 for p in one.programs]
+        calls: dict[tuple[int, int], dict[Operation, tuple[TimedCall, ...]]] = {}
         self._calls = [calls.setdefault(key, {}) for key in zip(alike, self._splits, strict=True)]
         flows: dict[int, dict[Operation, Flows]] = {}
         self._flows = [flows.setdefault(number, {}) for number in alike]
@@ -87,15 +80,14 @@ class RememberedCosts:
         self._sizes = [sizes.setdefault(number, {}) for number in alike]
         self._problem = problem
 
-    def calls(self, rank: int, op: Operation) -> tuple[float, ...]:
-        """Seconds of the calls in turn; nothing where there is nothing to do."""
+    def calls(self, rank: int, op: Operation) -> tuple[TimedCall, ...]:
+        """In turn; nothing where there is nothing to do."""
         if isinstance(op, Free):
             return ()
         known = self._calls[rank].get(op)
         if known is None:
             calls = self._costs.compute(op, self._tables[rank], self._splits[rank])
-            known = calls if self._apart else (sum(calls),)
-            known = tuple(seconds for seconds in known if seconds)
+            known = tuple(call for call in calls if call.seconds)
             by_place = isinstance(op, Attention) and any(
                 call.kind is CallKind.RANGE for call in op.calls
             )

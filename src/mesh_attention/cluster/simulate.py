@@ -3,8 +3,8 @@
 Each rank has two streams, as in the executor: computation in program order, communication in
 program order, and between them the dependencies that follow from buffers and workspace offsets. A
 collective begins when its last member has come to it, a point-to-point flow when both ends have.
-While both streams of a rank are busy each slows the other, as the cluster says; and where forward
-kernels hold the GPU until they end, a communication begins between two of their calls only.
+While both streams of a rank are busy each slows the other, as the cluster says; and where a kernel
+holds the GPU until it ends, a communication begins between two of its calls only.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ def simulate(
     direction: Direction | str = Direction.FORWARD,
     *,
     overlap: Overlap | str = Overlap.EVENTS,
+    kernel: str | None = None,
     costs: OperationCosts | None = None,
 ) -> Timeline:
-    """When everything happens if `plan` runs on `cluster` (or on the one of that name or file)."""
+    """When everything happens if `plan` runs on `cluster` (or on the one of that name or file).
+
+    `kernel`: a name in the cluster's file, for all attentions that it can do; otherwise each is
+    done by the kernel that is fastest for it."""
     plan, cluster = a_plan(plan), a_cluster(cluster)
     overlap = choice(Overlap, "overlap", overlap)
     if plan.num_ranks > cluster.num_ranks:
@@ -56,7 +60,7 @@ def simulate(
             f"{cluster.node.ranks}; make it with plan_on(cluster, ...)"
         )
     one = plan.direction(direction)
-    given = costs or ClusterCosts(cluster, plan, one)
+    given = costs or ClusterCosts(cluster, plan, one, kernel)
     with _collector_paused():
         return _Simulation(plan, one, cluster, given, overlap).run()
 
@@ -85,11 +89,9 @@ class _Simulation:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        self._between_calls = cluster.disturbance.waits_for_calls(one.direction)
         alike = alike_ranks(one)
-        self._remembered = RememberedCosts(
-            plan.problem, one, costs, alike, apart=self._between_calls
-        )
+        self._remembered = RememberedCosts(plan.problem, one, costs, alike)
+        self._kernel_seconds: dict[str, float] = {}
         # Members that have come to a collective, with its seconds as each sees them.
         self._arrived: dict[tuple[str, int], list[tuple[_Place, float]]] = {}
         self._met: dict[tuple[str, int], int] = {}
@@ -120,16 +122,18 @@ class _Simulation:
             times,
             self._waits.workspace_bytes,
             tuple(self._received),
+            self._kernel_seconds,
         )
 
     def _advance(self, state: RankState) -> None:
         """Begin whatever this rank can begin now, then let each stream know of the other."""
         while self._begin_communication(state) or self._begin_computation(state):
             pass
-        disturbance = self._cluster.disturbance
-        if state.computation is not None:
+        if state.computation is not None and state.call is not None:
             # A communication kernel that waits for other ranks occupies its SMs too.
-            lost = disturbance.compute_slowdown if state.communicating else 0.0
+            lost = state.call.lost if state.communicating else 0.0
+            if lost is None:
+                lost = self._cluster.disturbance.compute_slowdown
             self._clock.set_speed(state.computation, 1.0 - lost)
         computing = state.computation is not None
         if computing != state.known_computing:
@@ -139,7 +143,7 @@ class _Simulation:
                 self._clock.set_speed(transfer.activity, transfer.speed)
 
     def _begin_communication(self, state: RankState) -> bool:
-        if self._between_calls and state.computation is not None:
+        if state.call is not None and state.call.waits:
             return False  # it finds no SM until the call is over
         at = state.take_communication()
         if at is None:
@@ -161,12 +165,16 @@ class _Simulation:
             if not state.calls:
                 state.finish(at, self._clock.now)
                 return True
-        state.computation = Activity(state.calls.pop(), partial(self._computed, state))
+        state.call = call = state.calls.pop()
+        if call.kernel:
+            seconds = self._kernel_seconds
+            seconds[call.kernel] = seconds.get(call.kernel, 0.0) + call.seconds
+        state.computation = Activity(call.seconds, partial(self._computed, state))
         self._clock.start(state.computation)
         return True
 
     def _computed(self, state: RankState) -> None:
-        state.computation = None
+        state.computation = state.call = None
         if not state.calls:
             state.finish(state.computing_at, self._clock.now)
         self._advance(state)

@@ -12,6 +12,7 @@ from functools import partial
 
 from mesh_attention.cluster.clock import Activity, Capacity
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.compute_cost import TimedCall
 from mesh_attention.cluster.timeline import RankTimes
 from mesh_attention.cluster.waits import WaitsOfOps
 from mesh_attention.plan.program import Communication, Operation
@@ -41,8 +42,9 @@ class Transfer:
 class RankState:
     """What is next on the compute and on the communication stream of a rank, and what is done.
 
-    `calls` are the seconds of the kernel calls that are left of the current computation, the next
-    one last. `known_computing` is what the transfers of this rank were last told about it.
+    `calls` are the kernel calls that are left of the current computation, the next one last, and
+    `call` is the one that runs, if any does. `known_computing` is what the transfers of this rank
+    were last told about it.
     """
 
     def __init__(self, rank: int, waits: WaitsOfOps, operations: tuple[Operation, ...]) -> None:
@@ -50,7 +52,8 @@ class RankState:
         self.operations = operations
         self.times = RankTimes.of(len(operations))
         self.computation: Activity | None = None  # a kernel call
-        self.calls: list[float] = []
+        self.call: TimedCall | None = None
+        self.calls: list[TimedCall] = []
         self.computing_at = 0
         self.communicating = False
         self.known_computing = False

@@ -70,6 +70,7 @@ class Timeline:
     ranks: tuple[RankTimes, ...]
     workspace_bytes: int  # of the rank that needs most, for one batch element
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
+    kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
 
     @cached_property
     def runtime_seconds(self) -> float:
@@ -114,6 +115,13 @@ class Timeline:
         """Idle time, as a mean over ranks."""
         return sum(self.idle_seconds) / len(self.ranks)
 
+    @property
+    def kernels(self) -> dict[str, float]:
+        """The part of the attentions' time that each kernel takes, the largest first."""
+        total = sum(self.kernel_seconds.values())
+        order = sorted(self.kernel_seconds.items(), key=lambda item: -item[1])
+        return {name: seconds / total for name, seconds in order}
+
     @cached_property
     def flops(self) -> float:
         """Of all ranks, by the area of the mask."""
@@ -147,6 +155,7 @@ class Timeline:
             "cluster": self.cluster.name,
             "overlap": self.overlap.value,
             "setting": self.one.setting | {"layout": str(self.plan.q_layout.kind)},
+            "kernels": self.kernels,
             "runtime_seconds": self.runtime_seconds,
             "mfu_percent": self.mfu_percent,
             "exposed_communication_seconds": self.exposed_communication_seconds,

@@ -1,0 +1,186 @@
+"""The simulator knows kernels: which one does an attention, and what a transfer beside it finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from fixed_costs import undisturbed
+
+from mesh_attention import Mask, Problem
+from mesh_attention.cli.main import main
+from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
+from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
+from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Attend, AttendBackward
+from mesh_attention.plan.question import make_plan
+
+CAUSAL = Problem(1 << 16, 64, 128, mask=Mask(causal=True))
+PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 16)))
+RATE = KernelRate(1e-3, 0.0, 0.0)  # a FLOP a nanosecond
+DENSE = PassRates(False, True, 0, 0.0, RATE, RATE, RATE)
+RANGES = PassRates(True, True, 0, 0.0, RATE, None, RATE)
+
+
+def having(cluster: Cluster, **kernels: PassRates) -> Cluster:
+    both = {name: KernelRates(one, one) for name, one in kernels.items()}
+    return replace(cluster, kernels=both)
+
+
+def without(cluster: Cluster, *names: str) -> Cluster:
+    kept = {name: one for name, one in cluster.kernels.items() if name not in names}
+    return replace(cluster, kernels=kept)
+
+
+def slow_memory() -> Cluster:
+    """A byte a nanosecond, and nothing else costs anything."""
+    base = undisturbed()
+    return replace(base, gpu=replace(base.gpu, memory_gb_per_second=1.0, gap_microseconds=0.0))
+
+
+def first_calls(
+    plan: Plan, where: Cluster, direction: Direction, kernel: str | None = None
+) -> tuple[TimedCall, ...]:
+    """Of rank 0's first attention with several calls."""
+    program = plan.direction(direction).programs[0]
+    op = next(
+        op
+        for op in program.operations
+        if isinstance(op, Attend | AttendBackward) and len(op.calls) > 1
+    )
+    return ComputeCosts(where, plan, direction, kernel).calls(op, program.buffer_table(), 1)
+
+
+def zigzag() -> Plan:
+    """Two ranks, 32 rows each in two halves, four heads of 8 on two KV heads: a rank's own block is
+    two causal squares of 16 and a full one."""
+    problem = Problem(64, 4, 8, num_kv_heads=2, mask=Mask(causal=True))
+    return make_plan(problem, 2, method="ring", layout="zigzag")
+
+
+PAIRS = 2 * (16 * 17 // 2) + 16 * 16
+FORWARD_FLOPS = 4 * PAIRS * 4 * 8
+
+
+def test_rectangles_are_merged_and_one_call_for_all_stores_what_is_fresh() -> None:
+    """Both take the same FLOP; rectangles read and write 48 rows, one call writes 32."""
+    (cut,) = first_calls(zigzag(), having(slow_memory(), dense=DENSE), Direction.FORWARD)
+    (whole,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
+    assert cut.seconds * 1e9 == pytest.approx(FORWARD_FLOPS + 48 * 4 * 8 * (2 + 4 + 4))
+    assert whole.seconds * 1e9 == pytest.approx(FORWARD_FLOPS + 32 * 4 * 8 * (2 + 4))
+    both = having(slow_memory(), dense=DENSE, ranges=RANGES)
+    assert first_calls(zigzag(), both, Direction.FORWARD) == (whole,)
+    assert whole.kernel == "ranges"
+    faster = replace(DENSE, full=replace(RATE, tflops=1.0), causal=replace(RATE, tflops=1.0))
+    cheap = replace(both, gpu=replace(both.gpu, memory_gb_per_second=1e3))
+    quick = having(cheap, dense=faster, ranges=RANGES)
+    assert [call.kernel for call in first_calls(zigzag(), quick, Direction.FORWARD)] == ["dense"]
+
+
+def test_backward_in_one_call_stores_three_gradients() -> None:
+    (whole,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.BACKWARD)
+    stored = 32 * (4 * 8 + 2 * 16) * (2 + 4)
+    assert whole.seconds * 1e9 == pytest.approx(2.5 * FORWARD_FLOPS + stored)
+
+
+def test_a_row_range_counts_columns_by_what_rows_see() -> None:
+    """As a causal square of as many pairs: 2 * 528 / 32 = 33 columns."""
+    curve = KernelRate(1e-3, 0.0, 33.0)
+    (plain,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
+    slow = having(slow_memory(), ranges=replace(RANGES, range=curve))
+    (half,) = first_calls(zigzag(), slow, Direction.FORWARD)
+    assert (half.seconds - plain.seconds) * 1e9 == pytest.approx(FORWARD_FLOPS)
+
+
+@pytest.mark.parametrize("problem", [CAUSAL, PACKED], ids=["causal", "packed"])
+def test_time_falls_when_a_kernel_that_takes_any_mask_is_added(problem: Problem) -> None:
+    hgx = load_cluster("hgx-h100")
+    plan = plan_on(hgx, problem, 16, tile=(4, 4), directions=(Direction.BACKWARD,))
+    before = simulate(plan, without(hgx, "cudnn_ranges"), Direction.BACKWARD)
+    after = simulate(plan, hgx, Direction.BACKWARD)
+    assert after.runtime_seconds < 0.95 * before.runtime_seconds
+    assert set(after.kernels) == {"cudnn_ranges"}
+    assert "cudnn_ranges" not in before.kernels
+
+
+def test_a_kernel_that_lets_transfers_begin_hides_what_another_exposes() -> None:
+    hgx = load_cluster("hgx-h100")
+    plan = plan_on(hgx, CAUSAL, 16, tile=(4, 4), directions=(Direction.FORWARD,))
+    lets = load_cluster("hgx-h100").kernels["flash_attn3"].forward
+    assert lets is not None
+    assert lets.lets_transfers_begin
+    holds = replace(lets, lets_transfers_begin=False)
+    hidden, exposed = (
+        simulate(plan, having(hgx, only=replace(one, sm_margin=0))) for one in (lets, holds)
+    )
+    assert hidden.exposed_communication_seconds < 0.8 * exposed.exposed_communication_seconds
+    assert hidden.runtime_seconds < exposed.runtime_seconds
+
+
+def test_a_kernel_that_holds_the_gpu_must_be_half_as_fast_again_to_be_chosen() -> None:
+    """Where there are communications: one rank alone takes the faster one."""
+    holds = replace(RANGES, lets_transfers_begin=False)
+
+    def chosen(times: float, plan: Plan) -> str:
+        rate = replace(RATE, tflops=times * RATE.tflops)
+        fast = replace(holds, full=rate, range=rate)
+        where = having(undisturbed(), lets=RANGES, holds=fast)
+        return next(iter(simulate(plan, where).kernels))
+
+    assert [chosen(times, zigzag()) for times in (1.4, 1.6)] == ["lets", "holds"]
+    alone = make_plan(Problem(64, 4, 8, mask=Mask(causal=True)), 1)
+    assert chosen(1.1, alone) == "holds"
+
+
+def test_beside_a_transfer_a_call_loses_its_margin_and_no_call_loses_it_otherwise() -> None:
+    hgx = load_cluster("hgx-h100")
+    plan = plan_on(hgx, CAUSAL, 2, method="ring", directions=(Direction.FORWARD,))
+    slow = replace(hgx, node=replace(hgx.node, peer=replace(hgx.node.peer, gb_per_second=0.001)))
+    fast = KernelRate(500.0, 0.0, 0.0)
+    kernel = PassRates(False, True, 0, 0.0, fast, fast, fast)
+
+    def first(cluster: Cluster, margin: int) -> float:
+        """Of rank 0's first attention, beside which the next block is on its way all the time."""
+        timeline = simulate(plan, having(cluster, only=replace(kernel, sm_margin=margin)))
+        event = next(e for e in timeline.events(0) if e.kind == "Attend")
+        return event.end - event.start
+
+    beside = replace(slow, disturbance=replace(slow.disturbance, compute_slowdown=0.0))
+    assert first(beside, 33) == pytest.approx(first(beside, 0) * 132 / 99)
+    one = make_plan(Problem(4096, 4, 8), 1)
+    alone = [
+        simulate(one, having(hgx, only=replace(kernel, sm_margin=m))).runtime_seconds
+        for m in (0, 33)
+    ]
+    assert alone[0] == alone[1]
+
+
+def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
+    hgx = load_cluster("hgx-h100")
+    plan = plan_on(hgx, PACKED, 8)
+    assert set(simulate(plan, hgx, "forward", kernel="triton").kernels) == {"triton"}
+    assert set(simulate(plan, hgx, "backward", kernel="flash_attn3").kernels) == {"cudnn_ranges"}
+    best = find_best(CAUSAL, 4, hgx, kernel="cudnn", options={"chunks": (1, 1)})
+    assert set(best.timeline.kernels) == {"cudnn"}
+    with pytest.raises(
+        ClusterError, match="kernel=fast: hgx-h100 has curves of flash_attn3, cudnn"
+    ):
+        simulate(plan, hgx, kernel="fast")
+
+
+def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--ranks", "8", "--tokens", "65536", "--heads", "64", "--causal"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "forward: kernel flash_attn3" in text
+    assert "backward: kernel cudnn_ranges" in text
+    assert main([*command, "--kernel", "cudnn", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["forward"]["kernels"] == found["backward"]["kernels"] == {"cudnn": 1.0}
+    assert main([*command, "--kernel", "fast"]) == 2
+    assert "--kernel fast: hgx-h100 has curves of" in capsys.readouterr().err
