@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             sms=args.sms,
             repeats=args.repeats,
             high_priority=not args.same_priority,
+            kernel=args.kernel,
         )
         for given in ranks
     ]

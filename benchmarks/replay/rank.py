@@ -156,6 +156,7 @@ class Replayed:
             "planned_bytes": self.planned_bytes,
             "stand_in_bytes": self.stand_in_bytes,
             "kernels": list(self.kernels),
+            "predicted_kernels": list(predicted.get("kernels", ())),
             "predicted_seconds": predicted["runtime_seconds"],
             "predicted_rank_seconds": predicted["rank_seconds"],
             "predicted_mfu_percent": predicted["mfu_percent"],

@@ -58,13 +58,14 @@ def test_without_cuda_it_says_so_before_it_plans(
 def test_options_reach_the_measurement(
     asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json"
+    line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json --kernel cudnn"
     assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
     ((given, options),) = asked
     assert given.rank == found["rank"] == 3
     assert given.one.direction is Direction.FORWARD
-    assert options == {"sms": 24, "repeats": 2, "high_priority": False}
+    assert options == {"sms": 24, "repeats": 2, "high_priority": False, "kernel": "cudnn"}
+    assert found["predicted_kernels"] == ["cudnn"]
     assert (found["compute"], found["network"]) == ("measured", "modelled")
 
 
@@ -79,7 +80,7 @@ def test_both_passes_with_their_bounds(
         assert found["exposed_seconds"] == pytest.approx(found["seconds"] / 2)
         assert found["compute_mfu_percent"] == pytest.approx(2 * found["mfu_percent"])
         assert found["mfu_percent"] == pytest.approx(found["predicted_mfu_percent"] / 2)
-    assert asked[0][1] == {"sms": 16, "repeats": 5, "high_priority": True}
+    assert asked[0][1] == {"sms": 16, "repeats": 5, "high_priority": True, "kernel": None}
 
 
 def test_people_read_what_is_measured_and_what_is_modelled(
