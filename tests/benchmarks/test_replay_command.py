@@ -58,8 +58,8 @@ def test_without_cuda_it_says_so_before_it_plans(
 def test_options_reach_the_measurement(
     asked: list[tuple[RankToReplay, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json --kernel cudnn"
-    assert main(line.split()) == 0
+    line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json"
+    assert main([*line.split(), "--kernel", "cudnn"]) == 0
     found = json.loads(capsys.readouterr().out)
     ((given, options),) = asked
     assert given.rank == found["rank"] == 3

@@ -53,7 +53,7 @@ class _Sizes(NamedTuple):
     fresh: tuple[bool, bool]  # out and lse, or the gradient of q; gradients of k and v
 
 
-class _Shape(NamedTuple):
+class _CallSize(NamedTuple):
     kind: CallKind
     rows: int
     columns: int
@@ -117,7 +117,7 @@ class ComputeCosts:
         pairs = self._pairs
         shapes = tuple(
             [
-                _Shape(c.kind, c.q_stop - c.q_start, c.k_stop - c.k_start, pairs(op, table, c))
+                _CallSize(c.kind, c.q_stop - c.q_start, c.k_stop - c.k_start, pairs(op, table, c))
                 for c in op.calls
             ]
         )
@@ -128,7 +128,7 @@ class ComputeCosts:
         return known
 
     def _fastest(
-        self, op: Attention, sizes: _Sizes, shapes: tuple[_Shape, ...], splits: int
+        self, op: Attention, sizes: _Sizes, shapes: tuple[_CallSize, ...], splits: int
     ) -> tuple[TimedCall, ...]:
         for kernels in self._choices:
             rectangles, whole = self._ways(kernels, sizes, shapes)
@@ -141,7 +141,7 @@ class ComputeCosts:
         raise AssertionError(shapes)  # the cluster was read so that every call has a kernel
 
     def _ways(
-        self, kernels: Mapping[str, PassRates], sizes: _Sizes, shapes: tuple[_Shape, ...]
+        self, kernels: Mapping[str, PassRates], sizes: _Sizes, shapes: tuple[_CallSize, ...]
     ) -> tuple[list[TimedCall] | None, list[TimedCall] | None]:
         """To do an attention with these kernels: as rectangles, and in one call."""
         merging = sizes._replace(rows=0, columns=0, fresh=(False, False))
@@ -156,7 +156,7 @@ class ComputeCosts:
         kind = CallKind.FULL if pairs == sizes.rows * sizes.columns else CallKind.RANGE
         whole = self._call(
             {name: one for name, one in kernels.items() if one.ranges},
-            _Shape(kind, sizes.rows, sizes.columns, pairs),
+            _CallSize(kind, sizes.rows, sizes.columns, pairs),
             sizes,
         )
         return (
@@ -165,7 +165,7 @@ class ComputeCosts:
         )
 
     def _call(
-        self, kernels: Mapping[str, PassRates], shape: _Shape, sizes: _Sizes
+        self, kernels: Mapping[str, PassRates], shape: _CallSize, sizes: _Sizes
     ) -> TimedCall | None:
         """On the kernel that is fastest for it, with the pass over its results."""
         found = [
@@ -184,7 +184,7 @@ class ComputeCosts:
         after = self._gap + self._memory(self._result_bytes(shape, sizes))
         return best._replace(seconds=best.seconds + after)
 
-    def _kernel(self, rates: PassRates, shape: _Shape, heads: int) -> float | None:
+    def _kernel(self, rates: PassRates, shape: _CallSize, heads: int) -> float | None:
         """None where the kernel does not take such calls."""
         kind, rows, columns, pairs = shape
         if rates.ranges and kind is not CallKind.FULL:
@@ -200,7 +200,7 @@ class ComputeCosts:
         kernel = self._gap + flops * slower / (rate.tflops * 1e12)
         return max(kernel, rates.launch_microseconds * 1e-6)
 
-    def _result_bytes(self, shape: _Shape, sizes: _Sizes) -> int:
+    def _result_bytes(self, shape: _CallSize, sizes: _Sizes) -> int:
         """A result is read, and its accumulator read, unless it is fresh, and written."""
         problem, (fresh, fresh_kv) = self._problem, sizes.fresh
         once, once_kv = (
