@@ -6,6 +6,7 @@ lies. Offsets are for one batch element; a batch of B multiplies them.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,19 +33,16 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
         if b.name in lifetimes
     }
     offsets: dict[str, int] = {}
+    placed: list[tuple[int, int, int, int]] = []  # start, stop, born, freed; ascending
     for name in sorted(sizes, key=lambda n: (-sizes[n], lifetimes[n])):
-        born, freed = lifetimes[name]
-        taken = sorted(
-            (offsets[other], offsets[other] + sizes[other])
-            for other in offsets
-            if lifetimes[other][0] <= freed and born <= lifetimes[other][1]
-        )
-        at = 0
-        for start, stop in taken:
-            if at + sizes[name] <= start:
-                break
-            at = max(at, stop)
+        (born, freed), size, at = lifetimes[name], sizes[name], 0
+        for start, stop, other_born, other_freed in placed:
+            if other_born <= freed and born <= other_freed:
+                if at + size <= start:
+                    break
+                at = max(at, stop)
         offsets[name] = at
+        insort(placed, (at, at + size, born, freed))
     total = max((offsets[n] + sizes[n] for n in offsets), default=0)
     return WorkspaceMap(offsets, sizes, total)
 
