@@ -49,13 +49,13 @@ def test_backward_of_equal_chunks_gains_from_search() -> None:
 def test_four_by_four_chunks_take_less_than_a_second(build: Builder) -> None:
     rng = Random(7)
     graph = build(4, 4, lambda n: rng.uniform(0.5, 1.5), lambda q, kv: rng.uniform(0.2, 1.8))
-    # The best of three, in processor time: a busy machine must not fail this.
-    seconds = []
+    # One of three, in processor time: a busy machine must not fail this.
     for _ in range(3):
         start = time.process_time()
         search(graph)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 1.0
+        if time.process_time() - start < 1.0:
+            return
+    pytest.fail("the search took a second and more, three times")
 
 
 def test_a_wider_beam_never_claims_a_bound_above_a_makespan_found() -> None:
