@@ -129,6 +129,25 @@ def test_padding_may_hold_anything() -> None:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+def test_tiles_that_the_hardware_loads_by_descriptors_are_the_same() -> None:
+    tiles = KernelTiles(16, *(3 * [KernelTile(16, 16, 4, 1, described=True)]))
+    kernel = TritonRanges(tiles=tiles)
+    for maker, shape in ((causal, TINY), (full, Shape(S=17, T=40, H=2, G=2, D=24, E=8, B=2))):
+        check(make_block(shape, torch.float16, maker, device=DEVICE, strided=True), kernel=kernel)
+    assert all(launch._described for launches in kernel._launches.values() for launch in launches)
+    odd = make_block(Shape(S=17, T=20, H=1, G=1, D=7, E=8, B=1), torch.float16, device=DEVICE)
+    check(odd, kernel=kernel)  # seven elements are not whole 16 bytes
+
+
+def test_a_product_ahead_of_the_softmax_changes_nothing() -> None:
+    tiles = TILES._replace(forward=TILES.forward._replace(ahead=True))
+    for maker in (causal, window):  # with whole blocks and without
+        block = make_block(replace(SMALL, H=1), torch.float32, maker, device=DEVICE)
+        found = TritonRanges(tiles=tiles).forward(block.of_kernel())
+        for x, expected in zip(found, KERNEL.forward(block.of_kernel()), strict=True):
+            assert torch.equal(x, expected)
+
+
 def test_results_can_be_wide() -> None:
     block = make_block(TINY, torch.float16, window, device=DEVICE)
     found = check(block, kernel=TritonRanges(tiles=TILES, wide=True))

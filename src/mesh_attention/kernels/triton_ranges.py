@@ -35,6 +35,11 @@ class KernelTile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    # Whether tiles of whole blocks are loaded by the hardware's own unit for that (TMA, from Hopper
+    # on), which takes descriptors of the tensors; layouts that it cannot take never are.
+    described: bool = False
+    # Forward: whether the product of the next block is begun before the softmax of this one.
+    ahead: bool = False
 
 
 class KernelTiles(NamedTuple):
@@ -127,7 +132,7 @@ class TritonRanges:
         key = (False, *_kind(q, k, v), *block[4:6])
         launches = self._launches.get(key) or self._prepare(key, block, None)
         blocks = self._blocks(block, launches[0].block)
-        launches[0](q, k, v, out, lse, *blocks[:4], blocks.by_query)
+        launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
         return out, lse
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,8 +151,10 @@ class TritonRanges:
         of_queries, of_keys = launches
         blocks = self._blocks(block, of_queries.block)
         lists = blocks[:4]
-        of_queries(q, k, v, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
-        of_keys(q, k, v, grad_out, statistics, dk, dv, *lists, blocks.by_key)
+        of_queries(
+            q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query
+        )
+        of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists, blocks.by_key)
         return dq, dk, dv
 
     def _dtype(self, q: Tensor) -> torch.dtype:
@@ -168,6 +175,15 @@ class TritonRanges:
         return found
 
 
+class _Description(NamedTuple):
+    """As much of a TensorDescriptor as the launch of a compiled kernel reads, without checks."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+
+
 class _Launch:
     """A kernel, its grid, and all of its arguments but tensors.
 
@@ -182,20 +198,50 @@ class _Launch:
         numbers: tuple[Any, ...],
         block: int,
         tile: KernelTile,
+        inner: tuple[tuple[int, int, Tensor], ...],
+        inner_rows: int,
     ) -> None:
+        """`inner` are the tensors that the inner loop reads, `inner_rows` at once: their place
+        among the arguments, and that of their descriptor."""
         self.block = block
         self._kernel = kernel
         self._grid = grid
-        self._numbers = (*numbers, block, tile.rows, tile.keys)
+        described = tile.described and all(_can_be_described(x) for _, _, x in inner)
+        self._numbers = (*numbers, block, tile.rows, tile.keys, described, tile.ahead)
         self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        layouts = [(at, to, *_layout(x)) for at, to, x in inner]
+        self._described = layouts if described else []
+        self._inner_rows = inner_rows
         self._compiled: Any = None
 
-    def __call__(self, *tensors: Tensor) -> None:
-        if self._compiled is None:  # in the interpreter it stays so
-            found = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-            self._compiled = found
-        else:
-            self._compiled[self._grid](*tensors, *self._numbers)
+    def __call__(self, *tensors: Any) -> None:
+        arguments = list(tensors)
+        if self._compiled is not None:
+            for at, to, shape, strides in self._described:
+                arguments[to] = _Description(tensors[at], shape, strides)
+            self._compiled[self._grid](*arguments, *self._numbers)
+            return
+        for at, to, shape, strides in self._described:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            tile = [1, self._inner_rows, 1, _padded(shape[3])]
+            arguments[to] = TensorDescriptor(tensors[at], shape, strides, tile)
+        # The interpreter compiles nothing.
+        self._compiled = self._kernel[self._grid](*arguments, *self._numbers, **self._options)
+
+
+def _can_be_described(x: Tensor) -> bool:
+    """The hardware reads whole 16 bytes."""
+    size = x.element_size()
+    whole = all(stride > 0 and stride * size % 16 == 0 for stride in _layout(x)[1][:3])
+    return whole and x.data_ptr() % 16 == 0 and x.shape[3] * size >= 16
+
+
+def _layout(x: Tensor) -> tuple[list[int], list[int]]:
+    """(shape, strides); that of a dimension with one element is never used, and may be anything."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    strides = [16 if length == 1 else stride for length, stride in sizes]
+    return list(x.shape), [*strides[:3], 1]
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
@@ -220,7 +266,9 @@ def _forward(block: Block, tiles: KernelTiles) -> tuple[_Launch, ...]:
     scales, constants = _constants(block)
     numbers = (*_strides(q, k, v), S, k.shape[1], H, *scales, *constants)
     grid = (_programs(S, tiles.block, tiles.forward.rows), B * H, 1)
-    return (_Launch(attention_forward_kernel, grid, numbers, tiles.block, tiles.forward),)
+    tile, inner = tiles.forward, ((1, 3, k), (2, 4, v))
+    launch = _Launch(attention_forward_kernel, grid, numbers, tiles.block, tile, inner, tile.keys)
+    return (launch,)
 
 
 def _backward(
@@ -247,6 +295,8 @@ def _backward(
             (*of_rows, S, T, H, *scales, *constants),
             tiles.block,
             of_queries,
+            ((1, 3, k), (2, 4, v)),
+            of_queries.keys,
         ),
         _Launch(
             attention_backward_keys_kernel,
@@ -254,6 +304,8 @@ def _backward(
             (*strides, S, T, G, *scales, *constants),
             tiles.block,
             of_keys,
+            ((0, 4, q), (3, 5, grad_out)),
+            of_keys.rows,
         ),
     )
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from mesh_attention.kernels.fused.attention_tiles import (
     CAPPED,
     first_piece,
+    load_rows,
     load_tile,
     next_piece,
     scores_of,
@@ -30,6 +31,8 @@ def attention_backward_queries_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_described: tl.tensor,
+    v_described: tl.tensor,
     grad_out: tl.tensor,
     lse: tl.tensor,
     delta: tl.tensor,
@@ -73,8 +76,11 @@ def attention_backward_queries_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
-    """`dq` is (B, S, H, D), contiguous."""
+    """`dq` is (B, S, H, D), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
+    tiles of `KEYS` rows."""
     SHARES: tl.constexpr = BLOCK // ROWS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
@@ -114,15 +120,41 @@ def attention_backward_queries_kernel(
     )
     acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
     acc = _add_queries(
-        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_row, v_row, row_lo, row_hi),
-        *(key_position, num_keys, runs, tl.load(entry + 1), tl.load(entry + 2), scale),
-        *(inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
+        *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
+        *(
+            tl.load(entry + 1),
+            tl.load(entry + 2),
+            scale,
+            inner_scale,
+            D,
+            E,
+            D_PADDED,
+            E_PADDED,
+            SCORES,
+            BLOCK,
+            KEYS,
+            DESCRIBED,
+        ),
         MASKED=False,
     )
     acc = _add_queries(
-        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_row, v_row, row_lo, row_hi),
-        *(key_position, num_keys, runs, tl.load(entry + 3), tl.load(entry + 4), scale),
-        *(inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
+        *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
+        *(
+            tl.load(entry + 3),
+            tl.load(entry + 4),
+            scale,
+            inner_scale,
+            D,
+            E,
+            D_PADDED,
+            E_PADDED,
+            SCORES,
+            BLOCK,
+            KEYS,
+            DESCRIBED,
+        ),
         MASKED=True,
     )
     dq_row = num_heads * D
@@ -140,6 +172,10 @@ def _add_queries(
     row_delta: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_described: tl.tensor,
+    v_described: tl.tensor,
+    batch: tl.tensor,
+    group: tl.tensor,
     k_row: tl.tensor,
     v_row: tl.tensor,
     row_lo: tl.tensor,
@@ -158,24 +194,27 @@ def _add_queries(
     SCORES: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     PIECES: tl.constexpr = BLOCK // KEYS
     key = tl.arange(0, KEYS)
-    k_offsets = tile_offsets(k_row, KEYS, D_PADDED)
-    v_offsets = tile_offsets(v_row, KEYS, E_PADDED)
     at, end = first_piece(runs, run, PIECES)
     for _ in tl.range(num_blocks * PIECES):
         start = at * KEYS
         keys_left = num_keys - start
-        k_base = k + start.to(tl.int64) * k_row
-        v_base = v + start.to(tl.int64) * v_row
         real = key < keys_left
         if MASKED:
             position = tl.load(key_position + start + key, mask=real, other=-1)
             real = position >= 0
-        k_tile = load_tile(k_base + k_offsets, real, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
-        v_tile = load_tile(v_base + v_offsets, real, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        k_tile = load_rows(
+            *(k, k_described, batch, start, group, k_row, real, KEYS, D_PADDED, D),
+            *(MASKED, DESCRIBED),
+        )
+        v_tile = load_rows(
+            *(v, v_described, batch, start, group, v_row, real, KEYS, E_PADDED, E),
+            *(MASKED, DESCRIBED),
+        )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores = scores_of(scores, inner_scale, SCORES)
         p = tl.exp2(scores * scale - base[:, None])
@@ -198,6 +237,8 @@ def attention_backward_keys_kernel(
     k: tl.tensor,
     v: tl.tensor,
     grad_out: tl.tensor,
+    q_described: tl.tensor,
+    grad_described: tl.tensor,
     statistics: tl.tensor,
     dk: tl.tensor,
     dv: tl.tensor,
@@ -233,9 +274,12 @@ def attention_backward_keys_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """`dk` is (B, T, G, D) and `dv` (B, T, G, E), contiguous. A program takes `KEYS` keys, and of
-    the queries `ROWS` at once, for one head of the group after another."""
+    the queries `ROWS` at once, for one head of the group after another. If `DESCRIBED` there are
+    descriptors of `q` and `grad_out` too, in tiles of `ROWS` rows."""
     SHARES: tl.constexpr = BLOCK // KEYS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * KEYS
@@ -265,17 +309,41 @@ def attention_backward_keys_kernel(
         grad_base = grad_out + batch * grad_batch + head * grad_head
         base = statistics + (batch * num_groups * REPEATS + head) * num_queries
         dk_acc, dv_acc = _add_keys(
-            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, base, base + num_statistics),
-            *(q_row, grad_row, lo, hi, position, num_queries, runs),
+            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, q_described, grad_described),
+            *(
+                batch,
+                head,
+                base,
+                base + num_statistics,
+                q_row,
+                grad_row,
+                lo,
+                hi,
+                position,
+                num_queries,
+                runs,
+            ),
             *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS),
+            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED),
             MASKED=False,
         )
         dk_acc, dv_acc = _add_keys(
-            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, base, base + num_statistics),
-            *(q_row, grad_row, lo, hi, position, num_queries, runs),
+            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, q_described, grad_described),
+            *(
+                batch,
+                head,
+                base,
+                base + num_statistics,
+                q_row,
+                grad_row,
+                lo,
+                hi,
+                position,
+                num_queries,
+                runs,
+            ),
             *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS),
+            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED),
             MASKED=True,
         )
     dk_row, dv_row = num_groups * D, num_groups * E
@@ -295,6 +363,10 @@ def _add_keys(
     v_tile: tl.tensor,
     q: tl.tensor,
     grad_out: tl.tensor,
+    q_described: tl.tensor,
+    grad_described: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
     base: tl.tensor,
     delta: tl.tensor,
     q_row: tl.tensor,
@@ -315,25 +387,25 @@ def _add_keys(
     SCORES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Scores stand with keys as rows: so p and ds are left operands without being transposed."""
     PIECES: tl.constexpr = BLOCK // ROWS
     row = tl.arange(0, ROWS)
-    q_offsets = tile_offsets(q_row, ROWS, D_PADDED)
-    grad_offsets = tile_offsets(grad_row, ROWS, E_PADDED)
     at, end = first_piece(runs, run, PIECES)
     for _ in tl.range(num_blocks * PIECES):
         start = at * ROWS
         rows_left = num_queries - start
-        q_base = q + start.to(tl.int64) * q_row
-        grad_base = grad_out + start.to(tl.int64) * grad_row
         inside = row < rows_left
         if MASKED:
             row_lo = tl.load(lo + start + row, mask=inside, other=0)
             row_hi = tl.load(hi + start + row, mask=inside, other=0)
             inside = row_lo < row_hi
-        q_tile = load_tile(q_base + q_offsets, inside, ROWS, D_PADDED, D, CHECK_ROWS=MASKED)
+        q_tile = load_rows(
+            *(q, q_described, batch, start, head, q_row, inside, ROWS, D_PADDED, D),
+            *(MASKED, DESCRIBED),
+        )
         if MASKED:
             row_base = tl.load(base + start + row, mask=inside, other=0.0)
         else:
@@ -345,8 +417,9 @@ def _add_keys(
             at_key = position[:, None]
             visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
             p = tl.where(visible, p, 0.0)
-        grad_tile = load_tile(
-            grad_base + grad_offsets, inside, ROWS, E_PADDED, E, CHECK_ROWS=MASKED
+        grad_tile = load_rows(
+            *(grad_out, grad_described, batch, start, head, grad_row, inside, ROWS, E_PADDED, E),
+            *(MASKED, DESCRIBED),
         )
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
         if MASKED:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mesh_attention.kernels.fused.attention_tiles import (
     first_piece,
+    load_rows,
     load_tile,
     next_piece,
     scores_of,
@@ -27,6 +28,8 @@ def attention_forward_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_described: tl.tensor,
+    v_described: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     lo: tl.tensor,
@@ -57,8 +60,11 @@ def attention_forward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
-    """`out` is (B, S, H, E) and `lse` (B, H, S), both contiguous."""
+    """`out` is (B, S, H, E) and `lse` (B, H, S), both contiguous. If `DESCRIBED` there are
+    descriptors of `k` and `v` too, in tiles of `KEYS` rows."""
     SHARES: tl.constexpr = BLOCK // ROWS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
@@ -82,16 +88,19 @@ def attention_forward_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     best = tl.full([ROWS], -float("inf"), dtype=tl.float32)
 
+    # No branch around either: with one ptxas lets no two matrix products overlap.
     acc, total, best = _attend(
-        *(acc, total, best, q_tile, k, v, k_row, v_row, row_lo, row_hi, key_position, num_keys),
-        *(runs, tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
+        *(row_lo, row_hi, key_position, num_keys, runs, tl.load(entry + 1), tl.load(entry + 2)),
+        *(scale, inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED),
+        AHEAD=AHEAD,
         MASKED=False,
     )
     acc, total, best = _attend(
-        *(acc, total, best, q_tile, k, v, k_row, v_row, row_lo, row_hi, key_position, num_keys),
-        *(runs, tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS),
+        *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
+        *(row_lo, row_hi, key_position, num_keys, runs, tl.load(entry + 3), tl.load(entry + 4)),
+        *(scale, inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED),
+        AHEAD=False,
         MASKED=True,
     )
 
@@ -117,6 +126,10 @@ def _attend(
     q_tile: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_described: tl.tensor,
+    v_described: tl.tensor,
+    batch: tl.tensor,
+    group: tl.tensor,
     k_row: tl.tensor,
     v_row: tl.tensor,
     row_lo: tl.tensor,
@@ -135,25 +148,44 @@ def _attend(
     SCORES: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
+    """With `AHEAD` the product of the next block is begun before the softmax of this one, so that
+    both run at once; one product is made for nothing."""
     PIECES: tl.constexpr = BLOCK // KEYS
     key = tl.arange(0, KEYS)
-    k_offsets = tile_offsets(k_row, KEYS, D_PADDED)
-    v_offsets = tile_offsets(v_row, KEYS, E_PADDED)
     at, end = first_piece(runs, run, PIECES)
-    for _ in tl.range(num_blocks * PIECES):
+    num_pieces = num_blocks * PIECES
+    if AHEAD:  # of an empty list there is no first block, so bounds are checked
+        first_start = at * KEYS
+        first_rows = key < num_keys - first_start
+        k_tile = load_rows(
+            *(k, k_described, batch, first_start, group, k_row, first_rows, KEYS, D_PADDED, D),
+            *(True, DESCRIBED),
+        )
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    for piece in tl.range(num_pieces):
         start = at * KEYS
-        keys_left = num_keys - start
-        k_base = k + start.to(tl.int64) * k_row
-        real = key < keys_left
+        real = key < num_keys - start
         if MASKED:
             # Positions begin at zero, so nobody sees padding or what is past the last key.
             position = tl.load(key_position + start + key, mask=real, other=-1)
             real = position >= 0
-        k_tile = load_tile(k_base + k_offsets, real, KEYS, D_PADDED, D, CHECK_ROWS=MASKED)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        scores = scores_of(scores, inner_scale, SCORES)
+        run, next_at, end = next_piece(runs, run, at, end, PIECES)
+        k_start = start
+        if AHEAD:
+            next_at = tl.where(piece + 1 < num_pieces, next_at, at)
+            k_start = next_at * KEYS
+        k_tile = load_rows(
+            *(k, k_described, batch, k_start, group, k_row, real, KEYS, D_PADDED, D),
+            *(MASKED, DESCRIBED),
+        )
+        new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if not AHEAD:
+            product = new_product
+        scores = scores_of(product, inner_scale, SCORES)
         if MASKED:
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
@@ -167,9 +199,13 @@ def _attend(
         shrink = tl.exp2(best - base)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v_base = v + start.to(tl.int64) * v_row
-        v_tile = load_tile(v_base + v_offsets, real, KEYS, E_PADDED, E, CHECK_ROWS=MASKED)
+        v_tile = load_rows(
+            *(v, v_described, batch, start, group, v_row, real, KEYS, E_PADDED, E),
+            *(MASKED, DESCRIBED),
+        )
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         best = new_best
-        run, at, end = next_piece(runs, run, at, end, PIECES)
+        at = next_at
+        if AHEAD:
+            product = new_product
     return acc, total, best

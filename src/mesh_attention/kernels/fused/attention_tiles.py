@@ -46,6 +46,33 @@ def load_tile(
 
 
 @triton.jit
+def load_rows(
+    source: tl.tensor,
+    described: tl.tensor,
+    batch: tl.tensor,
+    start: tl.tensor,
+    head: tl.tensor,
+    row_stride: tl.tensor,
+    rows: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> tl.tensor:
+    """From a pointer to the first row of a head, or, where every row is wanted and there is one, by
+    the descriptor of the whole tensor (B, S, H, D): the hardware then loads the tile by itself."""
+    if DESCRIBED and not CHECK_ROWS:
+        place = [batch.to(tl.int32), start, head.to(tl.int32), 0]
+        tile = tl.reshape(described.load(place), [ROWS, COLUMNS])
+    else:
+        pointers = source + start.to(tl.int64) * row_stride
+        offsets = tile_offsets(row_stride, ROWS, COLUMNS)
+        tile = load_tile(pointers + offsets, rows, ROWS, COLUMNS, WIDTH, CHECK_ROWS)
+    return tile
+
+
+@triton.jit
 def store_tile(
     pointers: tl.tensor,
     value: tl.tensor,
