@@ -62,17 +62,14 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) ->
     if capability[0] == 9 or capability == (10, 0):
         if head_dim <= 64:
             return KernelTiles(
-                128,
-                KernelTile(128, 128, 4, 3),
-                KernelTile(128, 64, 8, 3),
-                KernelTile(64, 128, 8, 3),
+                128, KernelTile(64, 128, 4, 3), KernelTile(64, 128, 4, 3), KernelTile(64, 64, 4, 3)
             )
         if head_dim <= 128:
             return KernelTiles(
                 128, KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)
             )
         return KernelTiles(
-            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2)
+            128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
         )
     if head_dim <= 64:
         return KernelTiles(
