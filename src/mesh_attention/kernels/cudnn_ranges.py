@@ -107,7 +107,7 @@ class _Prepared:
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        self._launches: dict[Any, _Launch] = {}
+        self._launches: dict[Any, _WrittenLaunch] = {}
         self._zeros: Tensor | None = None
 
     def forward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
@@ -123,7 +123,7 @@ class _Prepared:
             ) -> None:
                 compiled.execute(q, k, v, out, self._plan, lse, softmax_scale=scale, **own)
 
-            launch = self._launches[key] = _Launch(compiled, execute, tensors)
+            launch = self._launches[key] = _WrittenLaunch(compiled, execute, tensors)
             launch.leave(block.leave_sms)
         launch(*tensors)
 
@@ -142,7 +142,7 @@ class _Prepared:
                 *others, minus_delta = given
                 compiled.execute(*others, self._plan, minus_delta, softmax_scale=scale, **own)
 
-            launch = self._launches[key] = _Launch(compiled, execute, tensors)
+            launch = self._launches[key] = _WrittenLaunch(compiled, execute, tensors)
         launch(*tensors)
 
     def zeros(self, like: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _ready(compiled: Any) -> Any:
     return compiled
 
 
-class _Launch:
+class _WrittenLaunch:
     """Kernels launched without the checks that their library makes every time, which take longer
     than a small call: what it hands to each kernel is written down once, and handed again."""
 

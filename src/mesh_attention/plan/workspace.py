@@ -26,16 +26,16 @@ class WorkspaceMap:
 
 
 def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
-    lifetimes = _lifetimes(program)
+    lives = lifetimes(program)
     sizes = {
         b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for b in program.buffers
-        if b.name in lifetimes
+        if b.name in lives
     }
     offsets: dict[str, int] = {}
     placed: list[tuple[int, int, int, int]] = []  # start, stop, born, freed; ascending
-    for name in sorted(sizes, key=lambda n: (-sizes[n], lifetimes[n])):
-        (born, freed), size, at = lifetimes[name], sizes[name], 0
+    for name in sorted(sizes, key=lambda n: (-sizes[n], lives[n])):
+        (born, freed), size, at = lives[name], sizes[name], 0
         for start, stop, other_born, other_freed in placed:
             if other_born <= freed and born <= other_freed:
                 if at + size <= start:
@@ -47,7 +47,7 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
     return WorkspaceMap(offsets, sizes, total)
 
 
-def _lifetimes(program: Program) -> dict[str, tuple[int, int]]:
+def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
     """First write and free of each workspace buffer, by operation index."""
     workspace = {b.name for b in program.buffers if b.role is Role.WORKSPACE}
     born: dict[str, int] = {}
@@ -66,7 +66,7 @@ def peak_buffer_bytes(program: Program, problem: Problem) -> int:
     """The most workspace bytes alive at once: from a buffer's first write to its free."""
     sizes = {b.name: b.num_bytes(problem) for b in program.buffers}
     changes: Counter[int] = Counter()
-    for name, (born, freed) in _lifetimes(program).items():
+    for name, (born, freed) in lifetimes(program).items():
         changes[born] += sizes[name]
         changes[freed] -= sizes[name]
     return max(accumulate(changes[at] for at in sorted(changes)), default=0)

@@ -39,6 +39,7 @@ from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import faster_calls, masks_of
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import ComputeOperations, Scores
+from mesh_attention.runtime.fuse import without_copies
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams, Marks
 from mesh_attention.runtime.transport.interface import Handle, Transport
@@ -105,6 +106,7 @@ class Executor:
         if self._streams.two and not lets_transfers_begin(kernels, one.direction):
             program = split_long_calls(program)
         self._memory = workspace_map(program, plan.problem)
+        program = without_copies(program, self._memory)
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace

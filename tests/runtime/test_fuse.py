@@ -1,0 +1,75 @@
+"""Copies that are left out: which, and that results stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesh_attention import Mask
+from mesh_attention.kernels import MaskKind
+from mesh_attention.kernels.reference import Reference
+from mesh_attention.plan.buffers import Precision
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
+from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.runtime.attend_calls import faster_calls
+from mesh_attention.runtime.fuse import without_copies
+from support.cases import Case
+
+
+class AnyMask(Reference):
+    name = "any mask"
+
+
+KERNELS = dict.fromkeys(MaskKind, Reference()) | {MaskKind.RANGE: AnyMask()}
+
+
+def fused(case: Case, rank: int, direction: Direction) -> tuple[Program, Program]:
+    plan = case.plan()
+    program = faster_calls(plan.program(rank, direction), plan, KERNELS, direction).program
+    return program, without_copies(program, workspace_map(program, plan.problem))
+
+
+def num_merges(program: Program) -> int:
+    return sum(isinstance(op, Merge) for op in program.operations)
+
+
+def test_one_rank_writes_its_results_where_the_caller_takes_them() -> None:
+    case = Case(1, 40, 40, mask=Mask(causal=True, window=(7, 0)), dtype=torch.bfloat16)
+    _, forward = fused(case, 0, Direction.FORWARD)
+    (attend,) = (op for op in forward.operations if isinstance(op, Attend))
+    assert (attend.out.buffer, attend.lse.buffer) == ("out", "lse")
+    assert num_merges(forward) == 0
+    _, backward = fused(case, 0, Direction.BACKWARD)
+    (gradients,) = (op for op in backward.operations if isinstance(op, AttendBackward))
+    written = [p.buffer for p in (gradients.grad_q, gradients.grad_k, gradients.grad_v)]
+    assert written == ["grad_q", "grad_k", "grad_v"]
+    assert num_merges(backward) == 1  # delta
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_what_travels_is_written_in_the_precision_in_which_it_travels(direction: Direction) -> None:
+    case = Case(
+        8, 512, 512, heads=(8, 8), mask=Mask(causal=True), dtype=torch.bfloat16,
+        options={"tile": (4, 2), "chunks": (1, 1)},
+    )  # fmt: skip
+    before, after = fused(case, 3, direction)
+    assert num_merges(after) < num_merges(before)
+    table = after.buffer_table()
+    for op in after.operations:
+        if isinstance(op, Attend):
+            assert table[op.out.buffer].precision is Precision.ELEMENT
+    assert after.buffers == before.buffers  # where they lie is known to other ranks
+
+
+def test_accumulators_of_several_attentions_stay() -> None:
+    case = Case(
+        4, 256, 256, heads=(2, 2), mask=Mask(), dtype=torch.bfloat16,
+        options={"method": "ring"},
+    )  # fmt: skip
+    before, after = fused(case, 1, Direction.FORWARD)
+    table = after.buffer_table()
+    attends = [op for op in after.operations if isinstance(op, Attend)]
+    assert len(attends) > 1
+    assert {table[op.out.buffer].precision for op in attends} == {Precision.ACCUMULATE}
+    assert num_merges(after) == num_merges(before)
