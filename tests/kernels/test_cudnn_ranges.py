@@ -66,6 +66,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         "runs on cuda": replace(HOPPER, device_type="cpu"),
         "compute capability": replace(HOPPER, capability=(8, 0)),
         "takes float16": replace(HOPPER, dtype=torch.float32),
+        "for row ranges": replace(HOPPER, mask=MaskKind.FULL),
         "padded rows": replace(HOPPER, padded=True),
         "in runs": replace(HOPPER, scattered=True),
         "takes head sizes": replace(HOPPER, head_dim=136),

@@ -11,6 +11,7 @@ from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind, Program
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.verify import verify
+from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.streams import must_follow
 
 
@@ -71,7 +72,8 @@ def test_attention_joins_what_was_computed_right_before_it() -> None:
     local = make_plan(Problem(64, 4, 8), 2, tile=(1, 2), chunks=(1, 2))
     program = local.backward.programs[0]
     first, *others = [at for at, op in enumerate(program.operations) if op in attentions(program)]
-    assert must_follow(program.operations) == {first}
+    assert must_follow(program.operations, workspace_map(program, local.problem)) == {first}
     assert others  # they run beside the call before them, long after delta
     gathered = make_plan(Problem(64, 4, 8), 2, tile=(2, 1))
-    assert must_follow(gathered.backward.programs[0].operations) == set()
+    other = gathered.backward.programs[0]
+    assert must_follow(other.operations, workspace_map(other, gathered.problem)) == set()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from mesh_attention import Mask
-from mesh_attention.kernels import MaskKind
+from mesh_attention import Mask, register_kernel, unregister_kernel
+from mesh_attention.kernels import BackwardInputs, Block, MaskKind
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction
@@ -14,6 +15,7 @@ from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import faster_calls
 from mesh_attention.runtime.fuse import without_copies
+from mesh_attention.testing import run_local
 from support.cases import Case
 
 
@@ -73,3 +75,46 @@ def test_accumulators_of_several_attentions_stay() -> None:
     assert len(attends) > 1
     assert {table[op.out.buffer].precision for op in attends} == {Precision.ACCUMULATE}
     assert num_merges(after) == num_merges(before)
+
+
+class WritesItself(Reference):
+    """Takes the tensors in which results are wanted, as kernels on a GPU do."""
+
+    name = "writes_itself"
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(block)
+        return self._put(out, block.into[0]), lse
+
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = map(self._put, super().backward(block, given), block.into)
+        return dq, dk, dv
+
+    def _put(self, result: Tensor, wanted: Tensor | None) -> Tensor:
+        if wanted is None:
+            return result
+        self.written += 1
+        assert wanted.dtype == result.dtype
+        return wanted.copy_(result)
+
+
+@pytest.mark.parametrize("method", ["mesh", "ring", "ulysses", "allgather-kv", "mesh-usp"])
+def test_results_that_a_kernel_writes_itself_are_the_same(method: str) -> None:
+    case = Case(
+        4, 90, 90, heads=(4, 4), mask=Mask(causal=True), dtype=torch.float32,
+        options={"method": method},
+    )  # fmt: skip
+    plan, tensors = case.plan(), case.tensors()
+    truth = run_local(plan, *tensors, kernel="reference")
+    kernel = WritesItself()
+    register_kernel(kernel)
+    try:
+        found = run_local(plan, *tensors)
+    finally:
+        unregister_kernel("writes_itself")
+    assert kernel.written > 0
+    for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
+        torch.testing.assert_close(getattr(found, name), getattr(truth, name))

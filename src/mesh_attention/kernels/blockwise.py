@@ -57,7 +57,7 @@ class Blockwise:
         return block.result_bytes(direction, wide) + own
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, _ = block
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, *_ = block
         B, S, H, _ = q_BSHD.shape
         T, G, E = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)
@@ -94,7 +94,7 @@ class Blockwise:
         return out_BSHE, lse_BHS
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, _ = block
+        q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, *_ = block
         grad_out_BSHE, _, lse_BHS, delta_BHS = given
         B, S, H, _ = q_BSHD.shape
         T, G, _ = v_BTGE.shape[1:]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from mesh_attention.kernels.interface import (
     Block,
     BlockMask,
     BlockSize,
+    MaskKind,
     Request,
     RowRange,
 )
@@ -50,6 +51,8 @@ class CudnnRanges:
             return f"is for compute capability 9.x and 10.x, found {request.capability}"
         if request.dtype not in (torch.float16, torch.bfloat16):
             return f"takes float16 and bfloat16, not {request.dtype}"
+        if request.mask is not MaskKind.RANGE:
+            return "is used for row ranges: dense kernels are faster without"
         if request.padded:
             return "reads padded rows, which may hold anything"
         if request.scattered:
@@ -79,7 +82,8 @@ class CudnnRanges:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in block[:3])
         B, S, H, _ = q.shape
-        out = q.new_empty(B, S, H, v.shape[3])
+        (wanted,) = block.into or (None,)
+        out = wanted if _fits(wanted) else q.new_empty(B, S, H, v.shape[3])
         lse = q.new_empty(B, H, S, dtype=torch.float32)
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -90,7 +94,11 @@ class CudnnRanges:
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in block[:3])
         grad_out = _aligned(given.grad_out.to(q.dtype))
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        into = block.into or (None, None, None)
+        dq, dk, dv = (
+            wanted if _fits(wanted) else x.new_empty(x.shape)
+            for wanted, x in zip(into, (q, k, v), strict=True)
+        )
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         assert given.delta is not None  # as `backward_needs` says
@@ -300,9 +308,14 @@ def _aligned(x: Tensor) -> Tensor:
     """With strides that are multiples of 16 bytes; the innermost is 1 always."""
     if x.requires_grad:
         x = x.detach()
+    return x if _fits(x) else x.contiguous()
+
+
+def _fits(x: Tensor | None) -> TypeGuard[Tensor]:
+    if x is None:
+        return False
     step = 16 // x.element_size()
-    fits = all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
+    return all(s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
 
 
 def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Prepared:

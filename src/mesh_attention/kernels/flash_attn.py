@@ -87,10 +87,21 @@ class FlashAttn3(FlashPackage):
         return self.forward_function.why_unusable() is not None
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        forward = _fa3_fwd if self._alone() else self.forward_function
-        scores = block.softmax_scale, causal, block.softcap
-        out, lse, *_ = forward(block.q, block.k, block.v, *scores, block.leave_sms)
-        return out, lse
+        q, k, v, _, scale, softcap, leave_sms, into = block
+        if not self._alone():
+            out, lse, *_ = self.forward_function(q, k, v, scale, causal, softcap, leave_sms)
+            return out, lse
+        (wanted,) = into or (None,)
+        out, lse, *_ = torch.ops.fa3_fwd.fwd(
+            *(q, k, v),
+            out=wanted,
+            softmax_scale=scale,
+            is_causal=causal,
+            softcap=softcap,
+            num_splits=1,  # others would return parts to be added
+            sm_margin=leave_sms,
+        )
+        return out if wanted is None else wanted, lse
 
     def run_backward(
         self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
@@ -110,22 +121,9 @@ def _why_not_fa3_fwd() -> str | None:
         arguments = {x.name for x in torch.ops.fa3_fwd.fwd.default._schema.arguments}
     except AttributeError:
         return "fa3_fwd has no operator fwd"
-    missing = {"softmax_scale", "is_causal", "softcap", "num_splits", "sm_margin"} - arguments
+    wanted = {"out", "softmax_scale", "is_causal", "softcap", "num_splits", "sm_margin"}
+    missing = wanted - arguments
     return f"fa3_fwd.fwd has no {sorted(missing)}" if missing else None
-
-
-def _fa3_fwd(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, softcap: float, sm_margin: int
-) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = torch.ops.fa3_fwd.fwd(
-        *(q, k, v),
-        softmax_scale=scale,
-        is_causal=causal,
-        softcap=softcap,
-        num_splits=1,  # others would return parts to be added
-        sm_margin=sm_margin,
-    )
-    return found
 
 
 class FlashAttn4(FlashPackage):

@@ -59,6 +59,9 @@ class Block(NamedTuple):
     softmax_scale: float
     softcap: float = 0.0  # if not zero, scores become softcap * tanh(scores / softcap)
     leave_sms: int = 0  # multiprocessors that a transfer in flight would like for itself
+    # Where results are wanted, (out,) or (dq, dk, dv), None where they are not: a kernel may write
+    # them there and return those tensors, which then need not be copied.
+    into: tuple[Tensor | None, ...] = ()
 
 
 class BackwardInputs(NamedTuple):

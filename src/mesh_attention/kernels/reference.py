@@ -79,7 +79,7 @@ class Reference:
 
 
 def _scores(block: Block) -> Tensor:
-    q_BSHD, k_BTGD, _, mask, softmax_scale, softcap, _ = block
+    q_BSHD, k_BTGD, _, mask, softmax_scale, softcap, *_ = block
     q_BSGRD = _group(q_BSHD.double(), 2, k_BTGD.shape[2])
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
     if softcap:

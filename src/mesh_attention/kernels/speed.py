@@ -17,9 +17,9 @@ from mesh_attention.plan.plan import Direction
 _UNKNOWN_TFLOPS = 700.0
 _TFLOPS: Mapping[str, Mapping[Direction, tuple[float, float, float]]] = {  # full, causal, range
     "flash_attn4": {Direction.FORWARD: (1200, 1100, 0), Direction.BACKWARD: (900, 850, 0)},
-    "flash_attn3": {Direction.FORWARD: (742, 743, 0), Direction.BACKWARD: (600, 560, 0)},
-    "cudnn_ranges": {Direction.FORWARD: (669, 694, 690), Direction.BACKWARD: (650, 647, 645)},
-    "cudnn": {Direction.FORWARD: (683, 628, 0), Direction.BACKWARD: (590, 586, 0)},
+    "flash_attn3": {Direction.FORWARD: (742, 716, 0), Direction.BACKWARD: (600, 560, 0)},
+    "cudnn_ranges": {Direction.FORWARD: (0, 0, 692), Direction.BACKWARD: (0, 0, 585)},
+    "cudnn": {Direction.FORWARD: (663, 628, 0), Direction.BACKWARD: (557, 577, 0)},
     "triton": {Direction.FORWARD: (530, 520, 520), Direction.BACKWARD: (420, 420, 420)},
     "cuda_flash": {Direction.FORWARD: (390, 360, 0), Direction.BACKWARD: (330, 300, 0)},
     "cpu_flash": {Direction.FORWARD: (30, 30, 0), Direction.BACKWARD: (30, 30, 0)},

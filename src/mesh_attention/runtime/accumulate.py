@@ -91,7 +91,9 @@ class MergedRows:
     def take(self, out: Tensor, lse: Tensor) -> None:
         merge = self._kernels.merge_into
         for acc_out, acc_lse, rows, fresh in self._parts:
-            if rows is None:
+            if out is acc_out:  # written there by the kernel
+                acc_lse.copy_(lse)
+            elif rows is None:
                 merge(acc_out, acc_lse, out, lse, fresh=fresh)
             else:
                 merge(acc_out, acc_lse, out[:, rows], lse[:, :, rows], fresh=fresh)
@@ -115,7 +117,17 @@ class SummedRows:
     def take(self, grad: Tensor) -> None:
         for total, rows, fresh in self._parts:
             part = grad if rows is None else grad[:, rows]
+            if part is total:  # written there by the kernel
+                continue
             self._kernels.sum((part,) if fresh else (total, part), total)
+
+
+def wanted(parts: MergedRows | SummedRows, dtype: torch.dtype) -> Tensor | None:
+    """Where a kernel may write its result, if nothing is there yet that it is to be added to."""
+    if len(parts._parts) != 1:
+        return None
+    target, *_, fresh = parts._parts[0]
+    return target if fresh and target.dtype == dtype else None
 
 
 def clear(out: Tensor, lse: Tensor | None = None) -> None:

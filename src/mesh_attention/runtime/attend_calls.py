@@ -7,7 +7,8 @@ to be merged. The faster way is taken, as `kernels/speed.py` predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,22 +63,16 @@ def faster_calls(
         if not isinstance(op, Attend | AttendBackward) or not op.calls:
             continue
         pairs = [pairs_of(op, table, call) for call in op.calls]
-        cut = predicted_seconds(
-            direction,
-            [
-                (
-                    kernels[MaskKind(call.kind)],
-                    MaskKind(call.kind),
-                    seen,
-                    call_size(plan.problem, table, op, call),
-                )
-                for call, seen in zip(op.calls, pairs, strict=True)
-            ],
-        )
+
         one = whole_call(op)
-        size = call_size(plan.problem, table, op, one)
-        range_kernel = kernels[MaskKind.RANGE]
-        whole = predicted_seconds(direction, [(range_kernel, MaskKind.RANGE, sum(pairs), size)])
+        cut, whole = (
+            _seconds(
+                kernels,
+                direction,
+                [(call, n, call_size(plan.problem, table, op, call)) for call, n in calls],
+            )
+            for calls in (zip(op.calls, pairs, strict=True), [(one, sum(pairs))])
+        )
         better = whole < cut
         numbers[better] += 1
         seconds[0] += whole
@@ -86,6 +81,19 @@ def faster_calls(
             operations[at] = replace(op, calls=(one,))
     changed = replace(program, operations=tuple(operations)) if numbers[1] else program
     return FasterCalls(changed, numbers[1], numbers[0], *seconds)
+
+
+def _seconds(
+    kernels: Kernels, direction: Direction, calls: Sequence[tuple[Call, int, BlockSize]]
+) -> float:
+    kinds = [MaskKind(call.kind) for call, _, _ in calls]
+    if any(kind not in kernels for kind in kinds):
+        return math.inf  # the kernel that was asked for by name refuses them
+    given = [
+        (kernels[kind], kind, pairs, size)
+        for kind, (_, pairs, size) in zip(kinds, calls, strict=True)
+    ]
+    return predicted_seconds(direction, given)
 
 
 def whole_call(op: Attend | AttendBackward) -> Call:

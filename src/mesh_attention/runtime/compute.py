@@ -36,7 +36,15 @@ from mesh_attention.plan.program import (
     Operation,
     Program,
 )
-from mesh_attention.runtime.accumulate import Coverage, MergedRows, SummedRows, clear, coverage
+from mesh_attention.plan.workspace import WorkspaceMap
+from mesh_attention.runtime.accumulate import (
+    Coverage,
+    MergedRows,
+    SummedRows,
+    clear,
+    coverage,
+    wanted,
+)
 from mesh_attention.runtime.attend_calls import Masks
 from mesh_attention.runtime.backward import BackwardCall, BackwardCalls
 from mesh_attention.runtime.binding import Views, cut
@@ -58,6 +66,7 @@ class ComputeOperations:
     def __init__(
         self,
         program: Program,
+        memory: WorkspaceMap,
         masks: Masks,
         kernels: Mapping[MaskKind, Kernel],
         rows: RowKernels,
@@ -67,7 +76,7 @@ class ComputeOperations:
     ) -> None:
         """`beside_transfers`: the places of operations during which a transfer is in flight."""
         self.operations = program.operations
-        self._follow = must_follow(program.operations)
+        self._follow = must_follow(program.operations, memory)
         self._masks = masks
         self._coverage = {at: _coverage(program.operations[at]) for at in masks}
         self._kernels = kernels
@@ -93,20 +102,12 @@ class ComputeOperations:
         q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
         lse = views.statistics(op.lse)
         (covered,) = self._coverage[at]
-        calls = [
-            (
-                partial(
-                    self._checked_forward,
-                    at,
-                    self._kernels[kind_of(mask)],
-                    self._block(at, call, q, k, v, mask),
-                ),
-                MergedRows(self._rows, out, lse, stretches),
-            )
-            for call, mask, stretches in zip(
-                op.calls, self._masks[at], covered.stretches, strict=True
-            )
-        ]
+        calls = []
+        for call, mask, stretches in zip(op.calls, self._masks[at], covered.stretches, strict=True):
+            target = MergedRows(self._rows, out, lse, stretches)
+            block = self._block(at, call, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
+            kernel = self._kernels[kind_of(mask)]
+            calls.append((partial(self._checked_forward, at, kernel, block), target))
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
         done = partial(self._unchecked.discard, at)
         return partial(_forward, self._streams, at in self._follow, untouched, calls, done)
@@ -139,15 +140,13 @@ class ComputeOperations:
             (views.tokens(op.grad_k), by_key),
             (views.tokens(op.grad_v), by_key),
         ]
-        calls = [
-            BackwardCall(
-                self._kernels[kind_of(mask)],
-                self._block(at, call, q, k, v, mask),
-                (call.q_start, call.q_stop),
-                [SummedRows(self._rows, total, covered.stretches[i]) for total, covered in sums],
-            )
-            for i, (call, mask) in enumerate(zip(op.calls, self._masks[at], strict=True))
-        ]
+        calls = []
+        for i, (call, mask) in enumerate(zip(op.calls, self._masks[at], strict=True)):
+            targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
+            into = tuple(wanted(target, q.dtype) for target in targets)
+            block = self._block(at, call, q, k, v, mask)._replace(into=into)
+            rows = call.q_start, call.q_stop
+            calls.append(BackwardCall(self._kernels[kind_of(mask)], block, rows, targets))
         return BackwardCalls(
             self._rows,
             calls,

@@ -123,7 +123,7 @@ class Executor:
         waits = dependencies(program, self._memory)
         beside = _beside_transfers(program.operations, waits) if self._streams.two else set()
         self._compute = ComputeOperations(
-            program, masks, kernels, row_kernels, scores, self._streams, beside
+            program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside
         )
         self._steps = self._make_steps(program.operations, waits)
 

@@ -19,7 +19,15 @@ from functools import cache
 import torch
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import Attend, AttendBackward, Communication, Operation, writes
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Communication,
+    Operation,
+    reads,
+    writes,
+)
+from mesh_attention.plan.workspace import WorkspaceMap
 
 Marks = tuple[torch.cuda.Event, ...]
 
@@ -136,21 +144,44 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def must_follow(operations: Sequence[Operation]) -> set[int]:
+def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[int]:
     """Attentions that may not run beside the kernel call before them, by their place: they read
-    what was computed after the last kernel call but one, and beside the last call and its merge it
-    may not be there yet."""
+    what was computed after the last kernel call but one, or write where it is used, and beside the
+    last call and its merge it may not be there yet, or still be read."""
     found = set()
     calls = 0
     computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
+    used: list[Piece] = []  # by computations since the last call
     for at, op in enumerate(operations):
         if isinstance(op, Attend | AttendBackward):
-            if any(computed.get(name, -1) >= calls for name in _kernel_inputs(op)):
+            late = any(computed.get(name, -1) >= calls for name in _kernel_inputs(op))
+            written = _written_by_kernels(op)
+            if late or any(_share(one, other, memory) for one in written for other in used):
                 found.add(at)
-            calls += len(op.calls)
+            if op.calls:
+                calls += len(op.calls)
+                used = []
         if not isinstance(op, Communication):
             computed.update((piece.buffer, calls) for piece in writes(op))
+            used += (*reads(op), *writes(op))
     return found
+
+
+def _written_by_kernels(op: Attend | AttendBackward) -> list[Piece]:
+    """What a kernel may write itself, since nothing is there that results are added to."""
+    if isinstance(op, Attend):
+        return [op.out] if op.fresh else []
+    return [op.grad_q] * op.fresh_q + [op.grad_k, op.grad_v] * op.fresh_kv
+
+
+def _share(one: Piece, other: Piece, memory: WorkspaceMap) -> bool:
+    """Whether two pieces have memory in common."""
+    if one.buffer == other.buffer:
+        return one.overlaps(other)
+    a, b = memory.offsets.get(one.buffer), memory.offsets.get(other.buffer)
+    if a is None or b is None:
+        return False
+    return a < b + memory.sizes[other.buffer] and b < a + memory.sizes[one.buffer]
 
 
 def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:
