@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mesh_attention.kernels.fused.attention_tiles import (
     CAPPED,
+    LENGTHS,
     first_piece,
     load_rows,
     load_tile,
@@ -26,7 +27,7 @@ _UNSEEN = tl.constexpr(1e30)  # two to the power of any score less this is zero
 _TABLE_COLUMNS = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_queries_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -231,7 +232,7 @@ def _add_queries(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_keys_kernel(
     q: tl.tensor,
     k: tl.tensor,

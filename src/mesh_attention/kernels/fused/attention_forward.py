@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mesh_attention.kernels.fused.attention_tiles import (
+    LENGTHS,
     first_piece,
     load_rows,
     load_tile,
@@ -23,7 +24,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _TABLE_COLUMNS = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_forward_kernel(
     q: tl.tensor,
     k: tl.tensor,

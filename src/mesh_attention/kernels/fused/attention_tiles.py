@@ -13,6 +13,9 @@ import triton.language as tl
 SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 
+# Kernels are not compiled anew for them: batches come in all lengths.
+LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
+
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
