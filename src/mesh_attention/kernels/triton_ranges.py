@@ -1,8 +1,7 @@
 """Our own attention kernels in Triton: any row ranges in one call, forward and backward.
 
-The kernels are in `fused/attention_forward.py` and `fused/attention_backward.py`; here is what
-stands around them: sizes of tiles, memory for results, and a launch that costs little when a call
-of the same kind comes again.
+The kernels are in `fused/attention_*.py`, their launches in `triton_launch.py`; here is what stands
+around them: sizes of tiles, memory for results, and what is kept of calls of one kind.
 """
 
 from __future__ import annotations
@@ -21,25 +20,17 @@ from mesh_attention.kernels.interface import (
 )
 from mesh_attention.kernels.probe import load, why_not_grouped
 from mesh_attention.kernels.range_blocks import RangeBlocks, range_blocks
+from mesh_attention.kernels.triton_launch import (
+    InnerTensor,
+    KernelLaunch,
+    KernelTile,
+    padded,
+)
 from mesh_attention.plan.plan import Direction
 
 _LOG2_E = 1.4426950408889634
 _PLAIN, _SCALED, _CAPPED = range(3)  # as in fused/attention_tiles.py
 _MOST_LAUNCHES = 4096
-
-
-class KernelTile(NamedTuple):
-    """What a program works on at once, and how it is compiled."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    # Whether tiles of whole blocks are loaded by the hardware's own unit for that (TMA, from Hopper
-    # on), which takes descriptors of the tensors; layouts that it cannot take never are.
-    described: bool = False
-    # Forward: whether the product of the next block is begun before the softmax of this one.
-    ahead: bool = False
 
 
 class KernelTiles(NamedTuple):
@@ -95,7 +86,7 @@ class TritonRanges:
     def __init__(self, *, tiles: KernelTiles | None = None, wide: bool = False) -> None:
         self._tiles = tiles
         self._wide = wide
-        self._launches: dict[tuple[Any, ...], tuple[_Launch, ...]] = {}
+        self._launches: dict[tuple[Any, ...], tuple[KernelLaunch, ...]] = {}
 
     def refuses(self, request: Request) -> str | None:
         if request.device_type != "cuda":
@@ -163,82 +154,13 @@ class TritonRanges:
 
     def _prepare(
         self, key: tuple[Any, ...], block: Block, given: tuple[Tensor, Tensor, Tensor] | None
-    ) -> tuple[_Launch, ...]:
+    ) -> tuple[KernelLaunch, ...]:
         if len(self._launches) >= _MOST_LAUNCHES:
             self._launches.clear()
         tiles = self._tiles or _tiles_of(block)
         found = _forward(block, tiles) if given is None else _backward(block, given, tiles)
         self._launches[key] = found
         return found
-
-
-class _Description(NamedTuple):
-    """As much of a TensorDescriptor as the launch of a compiled kernel reads, without checks."""
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    padding: str = "zero"
-
-
-class _Launch:
-    """A kernel, its grid, and all of its arguments but tensors.
-
-    It is made for sizes, strides and alignments, so it is always the same compiled kernel, and
-    Triton's own look for that takes longer than the rest of a launch.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        numbers: tuple[Any, ...],
-        block: int,
-        tile: KernelTile,
-        inner: tuple[tuple[int, int, Tensor], ...],
-        inner_rows: int,
-    ) -> None:
-        """`inner` are the tensors that the inner loop reads, `inner_rows` at once: their place
-        among the arguments, and that of their descriptor."""
-        self.block = block
-        self._kernel = kernel
-        self._grid = grid
-        described = tile.described and all(_can_be_described(x) for _, _, x in inner)
-        self._numbers = (*numbers, block, tile.rows, tile.keys, described, tile.ahead)
-        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        layouts = [(at, to, *_layout(x)) for at, to, x in inner]
-        self._described = layouts if described else []
-        self._inner_rows = inner_rows
-        self._compiled: Any = None
-
-    def __call__(self, *tensors: Any) -> None:
-        arguments = list(tensors)
-        if self._compiled is not None:
-            for at, to, shape, strides in self._described:
-                arguments[to] = _Description(tensors[at], shape, strides)
-            self._compiled[self._grid](*arguments, *self._numbers)
-            return
-        for at, to, shape, strides in self._described:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            tile = [1, self._inner_rows, 1, _padded(shape[3])]
-            arguments[to] = TensorDescriptor(tensors[at], shape, strides, tile)
-        # The interpreter compiles nothing.
-        self._compiled = self._kernel[self._grid](*arguments, *self._numbers, **self._options)
-
-
-def _can_be_described(x: Tensor) -> bool:
-    """The hardware reads whole 16 bytes."""
-    size = x.element_size()
-    whole = all(stride > 0 and stride * size % 16 == 0 for stride in _layout(x)[1][:3])
-    return whole and x.data_ptr() % 16 == 0 and x.shape[3] * size >= 16
-
-
-def _layout(x: Tensor) -> tuple[list[int], list[int]]:
-    """(shape, strides); that of a dimension with one element is never used, and may be anything."""
-    sizes = zip(x.shape, x.stride(), strict=True)
-    strides = [16 if length == 1 else stride for length, stride in sizes]
-    return list(x.shape), [*strides[:3], 1]
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
@@ -254,7 +176,7 @@ def _tiles_of(block: Block) -> KernelTiles:
     return tiles_for(capability, block.q.dtype, max(block.q.shape[3], block.v.shape[3]))
 
 
-def _forward(block: Block, tiles: KernelTiles) -> tuple[_Launch, ...]:
+def _forward(block: Block, tiles: KernelTiles) -> tuple[KernelLaunch, ...]:
     # Imported here: Triton comes with CUDA builds of PyTorch only.
     from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
 
@@ -263,18 +185,18 @@ def _forward(block: Block, tiles: KernelTiles) -> tuple[_Launch, ...]:
     scales, constants = _constants(block)
     numbers = (*_strides(q, k, v), S, k.shape[1], H, *scales, *constants)
     grid = (_programs(S, tiles.block, tiles.forward.rows), B * H, 1)
-    tile, inner = tiles.forward, ((1, 3, k), (2, 4, v))
-    launch = _Launch(attention_forward_kernel, grid, numbers, tiles.block, tile, inner, tile.keys)
+    tile, inner = tiles.forward, (InnerTensor(1, 3, k), InnerTensor(2, 4, v))
+    launch = KernelLaunch(
+        attention_forward_kernel, grid, numbers, tiles.block, tile, inner, tile.keys
+    )
     return (launch,)
 
 
 def _backward(
     block: Block, given: tuple[Tensor, Tensor, Tensor], tiles: KernelTiles
-) -> tuple[_Launch, ...]:
-    from mesh_attention.kernels.fused.attention_backward import (
-        attention_backward_keys_kernel,
-        attention_backward_queries_kernel,
-    )
+) -> tuple[KernelLaunch, ...]:
+    from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
+    from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
 
     q, k, v, _, softmax_scale, *_ = block
     grad_out, lse, delta = given
@@ -286,22 +208,22 @@ def _backward(
     of_rows = (*strides, *_strides(lse.transpose(1, 2), delta.transpose(1, 2)))
     of_queries, of_keys = tiles.backward_queries, tiles.backward_keys
     return (
-        _Launch(
+        KernelLaunch(
             attention_backward_queries_kernel,
             (_programs(S, tiles.block, of_queries.rows), B * H, 1),
             (*of_rows, S, T, H, *scales, *constants),
             tiles.block,
             of_queries,
-            ((1, 3, k), (2, 4, v)),
+            (InnerTensor(1, 3, k), InnerTensor(2, 4, v)),
             of_queries.keys,
         ),
-        _Launch(
+        KernelLaunch(
             attention_backward_keys_kernel,
             (_programs(T, tiles.block, of_keys.keys), B * G, 1),
             (*strides, S, T, G, *scales, *constants),
             tiles.block,
             of_keys,
-            ((0, 4, q), (3, 5, grad_out)),
+            (InnerTensor(0, 4, q), InnerTensor(3, 5, grad_out)),
             of_keys.rows,
         ),
     )
@@ -327,9 +249,4 @@ def _constants(block: Block) -> tuple[tuple[float, ...], tuple[int, ...]]:
         scales, kind = (scale * _LOG2_E, 1.0), _PLAIN
     else:
         scales, kind = (_LOG2_E, scale), _SCALED
-    return scales, (H // G, D, E, _padded(D), _padded(E), kind)
-
-
-def _padded(width: int) -> int:
-    """A power of two, and no less than a matrix product takes."""
-    return max(16, 1 << (width - 1).bit_length())
+    return scales, (H // G, D, E, padded(D), padded(E), kind)

@@ -1,8 +1,10 @@
-"""Attention backward for any row ranges: a kernel for dQ, then one for dK and dV, without atomics.
+"""Attention backward for any row ranges, first of two kernels: dQ.
 
-Sums are made in one order, so results are the same every time. Both kernels take the log-sum-exp
-and delta of the *whole* softmax, of which the block is a part. The first leaves them for the second
-in the form and order that its inner loop wants: (2, B, H, S), the log-sum-exp to the base of two.
+Neither uses atomics: sums are made in one order, so results are the same every time. Both take the
+log-sum-exp and delta of the *whole* softmax, of which the block is a part; this one leaves them for
+the second (`attention_backward_keys.py`) in the form and order that its inner loop wants:
+(2, B, H, S), the log-sum-exp to the base of two. With `AHEAD` the product of dO and values is begun
+before the exponentials, so that both run at once.
 """
 
 from __future__ import annotations
@@ -123,39 +125,15 @@ def attention_backward_queries_kernel(
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
         *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
-        *(
-            tl.load(entry + 1),
-            tl.load(entry + 2),
-            scale,
-            inner_scale,
-            D,
-            E,
-            D_PADDED,
-            E_PADDED,
-            SCORES,
-            BLOCK,
-            KEYS,
-            DESCRIBED,
-        ),
+        *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED, AHEAD),
         MASKED=False,
     )
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
         *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
-        *(
-            tl.load(entry + 3),
-            tl.load(entry + 4),
-            scale,
-            inner_scale,
-            D,
-            E,
-            D_PADDED,
-            E_PADDED,
-            SCORES,
-            BLOCK,
-            KEYS,
-            DESCRIBED,
-        ),
+        *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED, AHEAD),
         MASKED=True,
     )
     dq_row = num_heads * D
@@ -196,6 +174,7 @@ def _add_queries(
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     PIECES: tl.constexpr = BLOCK // KEYS
@@ -218,219 +197,18 @@ def _add_queries(
         )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores = scores_of(scores, inner_scale, SCORES)
+        if AHEAD:
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         p = tl.exp2(scores * scale - base[:, None])
         if MASKED:
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             p = tl.where(visible, p, 0.0)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+        if not AHEAD:
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
         if SCORES == CAPPED:
             ds = ds * (1.0 - scores * scores)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
         run, at, end = next_piece(runs, run, at, end, PIECES)
     return acc
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def attention_backward_keys_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    grad_out: tl.tensor,
-    q_described: tl.tensor,
-    grad_described: tl.tensor,
-    statistics: tl.tensor,
-    dk: tl.tensor,
-    dv: tl.tensor,
-    lo: tl.tensor,
-    hi: tl.tensor,
-    key_position: tl.tensor,
-    runs: tl.tensor,
-    table: tl.tensor,
-    q_batch: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_batch: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_batch: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    grad_batch: tl.tensor,
-    grad_row: tl.tensor,
-    grad_head: tl.tensor,
-    num_queries: tl.tensor,
-    num_keys: tl.tensor,
-    num_groups: tl.tensor,
-    scale: tl.tensor,
-    inner_scale: tl.tensor,
-    softmax_scale: tl.tensor,
-    REPEATS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:
-    """`dk` is (B, T, G, D) and `dv` (B, T, G, E), contiguous. A program takes `KEYS` keys, and of
-    the queries `ROWS` at once, for one head of the group after another. If `DESCRIBED` there are
-    descriptors of `q` and `grad_out` too, in tiles of `ROWS` rows."""
-    SHARES: tl.constexpr = BLOCK // KEYS
-    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
-    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * KEYS
-    batch = (tl.program_id(1) // num_groups).to(tl.int64)
-    group = (tl.program_id(1) % num_groups).to(tl.int64)
-    start_key = start.to(tl.int64)
-    keys_left = num_keys - start
-    key = tl.arange(0, KEYS)
-
-    k += batch * k_batch + group * k_head + start_key * k_row
-    v += batch * v_batch + group * v_head + start_key * v_row
-    # Positions begin at zero, so nobody sees padding or what is past the last key.
-    position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)
-    real = position >= 0
-    k_tile = load_tile(
-        k + tile_offsets(k_row, KEYS, D_PADDED), real, KEYS, D_PADDED, D, CHECK_ROWS=True
-    )
-    v_tile = load_tile(
-        v + tile_offsets(v_row, KEYS, E_PADDED), real, KEYS, E_PADDED, E, CHECK_ROWS=True
-    )
-    dk_acc = tl.zeros([KEYS, D_PADDED], dtype=tl.float32)
-    dv_acc = tl.zeros([KEYS, E_PADDED], dtype=tl.float32)
-    num_statistics = tl.num_programs(1).to(tl.int64) * REPEATS * num_queries
-    for repeat in tl.range(REPEATS):
-        head = group * REPEATS + repeat
-        q_base = q + batch * q_batch + head * q_head
-        grad_base = grad_out + batch * grad_batch + head * grad_head
-        base = statistics + (batch * num_groups * REPEATS + head) * num_queries
-        dk_acc, dv_acc = _add_keys(
-            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, q_described, grad_described),
-            *(
-                batch,
-                head,
-                base,
-                base + num_statistics,
-                q_row,
-                grad_row,
-                lo,
-                hi,
-                position,
-                num_queries,
-                runs,
-            ),
-            *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED),
-            MASKED=False,
-        )
-        dk_acc, dv_acc = _add_keys(
-            *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, q_described, grad_described),
-            *(
-                batch,
-                head,
-                base,
-                base + num_statistics,
-                q_row,
-                grad_row,
-                lo,
-                hi,
-                position,
-                num_queries,
-                runs,
-            ),
-            *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED),
-            MASKED=True,
-        )
-    dk_row, dv_row = num_groups * D, num_groups * E
-    dk += (batch * num_keys + start_key) * dk_row + group * D
-    dv += (batch * num_keys + start_key) * dv_row + group * E
-    dk_pointers = dk + tile_offsets(dk_row, KEYS, D_PADDED)
-    dv_pointers = dv + tile_offsets(dv_row, KEYS, E_PADDED)
-    store_tile(dk_pointers, dk_acc * softmax_scale, keys_left, KEYS, D_PADDED, D)
-    store_tile(dv_pointers, dv_acc, keys_left, KEYS, E_PADDED, E)
-
-
-@triton.jit
-def _add_keys(
-    dk: tl.tensor,
-    dv: tl.tensor,
-    k_tile: tl.tensor,
-    v_tile: tl.tensor,
-    q: tl.tensor,
-    grad_out: tl.tensor,
-    q_described: tl.tensor,
-    grad_described: tl.tensor,
-    batch: tl.tensor,
-    head: tl.tensor,
-    base: tl.tensor,
-    delta: tl.tensor,
-    q_row: tl.tensor,
-    grad_row: tl.tensor,
-    lo: tl.tensor,
-    hi: tl.tensor,
-    position: tl.tensor,
-    num_queries: tl.tensor,
-    runs: tl.tensor,
-    run: tl.tensor,
-    num_blocks: tl.tensor,
-    scale: tl.tensor,
-    inner_scale: tl.tensor,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
-    """Scores stand with keys as rows: so p and ds are left operands without being transposed."""
-    PIECES: tl.constexpr = BLOCK // ROWS
-    row = tl.arange(0, ROWS)
-    at, end = first_piece(runs, run, PIECES)
-    for _ in tl.range(num_blocks * PIECES):
-        start = at * ROWS
-        rows_left = num_queries - start
-        inside = row < rows_left
-        if MASKED:
-            row_lo = tl.load(lo + start + row, mask=inside, other=0)
-            row_hi = tl.load(hi + start + row, mask=inside, other=0)
-            inside = row_lo < row_hi
-        q_tile = load_rows(
-            *(q, q_described, batch, start, head, q_row, inside, ROWS, D_PADDED, D),
-            *(MASKED, DESCRIBED),
-        )
-        if MASKED:
-            row_base = tl.load(base + start + row, mask=inside, other=0.0)
-        else:
-            row_base = tl.load(base + start + row)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        scores = scores_of(scores, inner_scale, SCORES)
-        p = tl.exp2(scores * scale - row_base[None, :])
-        if MASKED:
-            at_key = position[:, None]
-            visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
-            p = tl.where(visible, p, 0.0)
-        grad_tile = load_rows(
-            *(grad_out, grad_described, batch, start, head, grad_row, inside, ROWS, E_PADDED, E),
-            *(MASKED, DESCRIBED),
-        )
-        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
-        if MASKED:
-            row_delta = tl.load(delta + start + row, mask=inside, other=0.0)
-        else:
-            row_delta = tl.load(delta + start + row)
-        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
-        ds = p * (dp - row_delta[None, :])
-        if SCORES == CAPPED:
-            ds = ds * (1.0 - scores * scores)
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
-        run, at, end = next_piece(runs, run, at, end, PIECES)
-    return dk, dv
