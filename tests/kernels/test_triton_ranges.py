@@ -149,6 +149,26 @@ def test_a_product_ahead_of_the_softmax_changes_nothing() -> None:
             assert torch.equal(x, expected.named()[name]), name
 
 
+def test_results_are_written_where_they_are_wanted_and_nowhere_else() -> None:
+    block = make_block(SMALL, torch.float16, window, device=DEVICE)
+    expected = check(block)
+    buffers = [
+        torch.full((44, 1, x.shape[2] + 2, 16), torch.nan, dtype=x.dtype, device=DEVICE)
+        for x in (expected.out, expected.dq, expected.dk, expected.dv)
+    ]
+    views = [buffer[3:-1, :, 1:-1].transpose(0, 1) for buffer in buffers]
+    out, lse = KERNEL.forward(block.of_kernel()._replace(into=(views[0],)))
+    given = BackwardInputs(block.grad_out, None, lse, delta(out, block.grad_out))
+    grads = KERNEL.backward(block.of_kernel()._replace(into=tuple(views[1:])), given)
+    wanted = (expected.out, expected.dq, expected.dk, expected.dv)
+    for found, view, buffer, right in zip((out, *grads), views, buffers, wanted, strict=True):
+        assert found is view
+        assert torch.equal(found, right)
+        assert int(buffer.isnan().sum()) == buffer.numel() - view.numel()
+    narrow = views[0].float()  # of another dtype: not what was promised
+    assert KERNEL.forward(block.of_kernel()._replace(into=(narrow,)))[0] is not narrow
+
+
 def test_results_can_be_wide() -> None:
     block = make_block(TINY, torch.float16, window, device=DEVICE)
     found = check(block, kernel=TritonRanges(tiles=TILES, wide=True))

@@ -6,6 +6,7 @@ around them: sizes of tiles, memory for results, and what is kept of calls of on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,12 +114,14 @@ class TritonRanges:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = block
         B, S, H, _ = q.shape
-        out = torch.empty(B, S, H, v.shape[3], dtype=self._dtype(q), device=q.device)
+        (wanted,) = block.into or (None,)
+        out = self._result(wanted, (B, S, H, v.shape[3]), q)
         lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
-        key = (False, *_kind(q, k, v), *block[4:6])
-        launches = self._launches.get(key) or self._prepare(key, block, None)
+        tensors = (q, k, v, out)
+        key = (False, *_kind(*tensors), *block[4:6])
+        launches = self._launches.get(key) or self._prepare(key, block, tensors)
         blocks = self._blocks(block, launches[0].block)
         launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
         return out, lse
@@ -128,38 +131,44 @@ class TritonRanges:
         grad_out, _, lse, delta = given
         assert delta is not None  # as `backward_needs` says
         B, S, H, _ = q.shape
-        dtype, device = self._dtype(q), q.device
-        dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
+        into = block.into or (None, None, None)
+        dq, dk, dv = (
+            self._result(x, like.shape, q) for x, like in zip(into, (q, k, v), strict=True)
+        )
         if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad_out = grad_out.to(q.dtype)
-        statistics = torch.empty(2, B, H, S, dtype=torch.float32, device=device)
-        key = (True, *_kind(q, k, v, grad_out, lse, delta), *block[4:6])
-        launches = self._launches.get(key) or self._prepare(key, block, (grad_out, lse, delta))
-        of_queries, of_keys = launches
+        statistics = torch.empty(2, B, H, S, dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, grad_out, lse, delta, dq, dk, dv)
+        key = (True, *_kind(*tensors), *block[4:6])
+        of_queries, of_keys = self._launches.get(key) or self._prepare(key, block, tensors)
         blocks = self._blocks(block, of_queries.block)
         lists = blocks[:4]
         of_queries(
-            q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query
+            *(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
         )
         of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists, blocks.by_key)
         return dq, dk, dv
 
-    def _dtype(self, q: Tensor) -> torch.dtype:
-        return torch.float32 if self._wide else q.dtype
+    def _result(self, wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
+        """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
+        dtype = torch.float32 if self._wide else q.dtype
+        if wanted is not None and wanted.dtype == dtype and wanted.stride(3) == 1:
+            return wanted
+        return torch.empty(shape, dtype=dtype, device=q.device)
 
     def _blocks(self, block: Block, size: int) -> RangeBlocks:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
         return range_blocks(block.mask, S, T, size, size, device)
 
     def _prepare(
-        self, key: tuple[Any, ...], block: Block, given: tuple[Tensor, Tensor, Tensor] | None
+        self, key: tuple[Any, ...], block: Block, tensors: tuple[Tensor, ...]
     ) -> tuple[KernelLaunch, ...]:
         if len(self._launches) >= _MOST_LAUNCHES:
             self._launches.clear()
         tiles = self._tiles or _tiles_of(block)
-        found = _forward(block, tiles) if given is None else _backward(block, given, tiles)
-        self._launches[key] = found
+        make = _forward if len(tensors) == 4 else _backward
+        self._launches[key] = found = make(block, tensors, tiles)
         return found
 
 
@@ -176,14 +185,16 @@ def _tiles_of(block: Block) -> KernelTiles:
     return tiles_for(capability, block.q.dtype, max(block.q.shape[3], block.v.shape[3]))
 
 
-def _forward(block: Block, tiles: KernelTiles) -> tuple[KernelLaunch, ...]:
+def _forward(
+    block: Block, tensors: tuple[Tensor, ...], tiles: KernelTiles
+) -> tuple[KernelLaunch, ...]:
     # Imported here: Triton comes with CUDA builds of PyTorch only.
     from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
 
-    q, k, v, *_ = block
+    q, k, v, _ = tensors
     B, S, H, _ = q.shape
     scales, constants = _constants(block)
-    numbers = (*_strides(q, k, v), S, k.shape[1], H, *scales, *constants)
+    numbers = (*_strides(*tensors), S, k.shape[1], H, *scales, *constants)
     grid = (_programs(S, tiles.block, tiles.forward.rows), B * H, 1)
     tile, inner = tiles.forward, (InnerTensor(1, 3, k), InnerTensor(2, 4, v))
     launch = KernelLaunch(
@@ -193,25 +204,24 @@ def _forward(block: Block, tiles: KernelTiles) -> tuple[KernelLaunch, ...]:
 
 
 def _backward(
-    block: Block, given: tuple[Tensor, Tensor, Tensor], tiles: KernelTiles
+    block: Block, tensors: tuple[Tensor, ...], tiles: KernelTiles
 ) -> tuple[KernelLaunch, ...]:
     from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
     from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
 
-    q, k, v, _, softmax_scale, *_ = block
-    grad_out, lse, delta = given
+    q, k, v, grad_out, lse, delta, dq, dk, dv = tensors
     B, S, H, _ = q.shape
     T, G = k.shape[1:3]
     scales, constants = _constants(block)
-    scales = (*scales, softmax_scale)
+    scales = (*scales, block.softmax_scale)
     strides = _strides(q, k, v, grad_out)
-    of_rows = (*strides, *_strides(lse.transpose(1, 2), delta.transpose(1, 2)))
+    of_rows = _strides(lse.transpose(1, 2), delta.transpose(1, 2), dq)
     of_queries, of_keys = tiles.backward_queries, tiles.backward_keys
     return (
         KernelLaunch(
             attention_backward_queries_kernel,
             (_programs(S, tiles.block, of_queries.rows), B * H, 1),
-            (*of_rows, S, T, H, *scales, *constants),
+            (*strides, *of_rows, S, T, H, *scales, *constants),
             tiles.block,
             of_queries,
             (InnerTensor(1, 3, k), InnerTensor(2, 4, v)),
@@ -220,7 +230,7 @@ def _backward(
         KernelLaunch(
             attention_backward_keys_kernel,
             (_programs(T, tiles.block, of_keys.keys), B * G, 1),
-            (*strides, S, T, G, *scales, *constants),
+            (*strides, *_strides(dk, dv), S, T, G, *scales, *constants),
             tiles.block,
             of_keys,
             (InnerTensor(0, 4, q), InnerTensor(3, 5, grad_out)),

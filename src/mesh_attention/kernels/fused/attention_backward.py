@@ -64,6 +64,9 @@ def attention_backward_queries_kernel(
     delta_batch: tl.tensor,
     delta_row: tl.tensor,
     delta_head: tl.tensor,
+    dq_batch: tl.tensor,
+    dq_row: tl.tensor,
+    dq_head: tl.tensor,
     num_queries: tl.tensor,
     num_keys: tl.tensor,
     num_heads: tl.tensor,
@@ -82,8 +85,7 @@ def attention_backward_queries_kernel(
     DESCRIBED: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> None:
-    """`dq` is (B, S, H, D), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
-    tiles of `KEYS` rows."""
+    """If `DESCRIBED` there are descriptors of `k` and `v` too, in tiles of `KEYS` rows."""
     SHARES: tl.constexpr = BLOCK // ROWS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
@@ -136,8 +138,7 @@ def attention_backward_queries_kernel(
         *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED, AHEAD),
         MASKED=True,
     )
-    dq_row = num_heads * D
-    dq += (batch * num_queries + start_row) * dq_row + head * D
+    dq += batch * dq_batch + head * dq_head + start_row * dq_row
     dq_pointers = dq + tile_offsets(dq_row, ROWS, D_PADDED)
     store_tile(dq_pointers, acc * softmax_scale, rows_left, ROWS, D_PADDED, D)
 

@@ -51,6 +51,12 @@ def attention_backward_keys_kernel(
     grad_batch: tl.tensor,
     grad_row: tl.tensor,
     grad_head: tl.tensor,
+    dk_batch: tl.tensor,
+    dk_row: tl.tensor,
+    dk_head: tl.tensor,
+    dv_batch: tl.tensor,
+    dv_row: tl.tensor,
+    dv_head: tl.tensor,
     num_queries: tl.tensor,
     num_keys: tl.tensor,
     num_groups: tl.tensor,
@@ -69,9 +75,9 @@ def attention_backward_keys_kernel(
     DESCRIBED: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> None:
-    """`dk` is (B, T, G, D) and `dv` (B, T, G, E), contiguous. A program takes `KEYS` keys, and of
-    the queries `ROWS` at once, for one head of the group after another. If `DESCRIBED` there are
-    descriptors of `q` and `grad_out` too, in tiles of `ROWS` rows."""
+    """A program takes `KEYS` keys, and of the queries `ROWS` at once, for one head of the group
+    after another. If `DESCRIBED` there are descriptors of `q` and `grad_out` too, in tiles of
+    `ROWS` rows."""
     SHARES: tl.constexpr = BLOCK // KEYS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * KEYS
@@ -116,9 +122,8 @@ def attention_backward_keys_kernel(
             *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED, AHEAD),
             MASKED=True,
         )
-    dk_row, dv_row = num_groups * D, num_groups * E
-    dk += (batch * num_keys + start_key) * dk_row + group * D
-    dv += (batch * num_keys + start_key) * dv_row + group * E
+    dk += batch * dk_batch + group * dk_head + start_key * dk_row
+    dv += batch * dv_batch + group * dv_head + start_key * dv_row
     dk_pointers = dk + tile_offsets(dk_row, KEYS, D_PADDED)
     dv_pointers = dv + tile_offsets(dv_row, KEYS, E_PADDED)
     store_tile(dk_pointers, dk_acc * softmax_scale, keys_left, KEYS, D_PADDED, D)

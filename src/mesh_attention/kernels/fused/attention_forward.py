@@ -47,6 +47,9 @@ def attention_forward_kernel(
     v_batch: tl.tensor,
     v_row: tl.tensor,
     v_head: tl.tensor,
+    out_batch: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
     num_queries: tl.tensor,
     num_keys: tl.tensor,
     num_heads: tl.tensor,
@@ -64,8 +67,8 @@ def attention_forward_kernel(
     DESCRIBED: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> None:
-    """`out` is (B, S, H, E) and `lse` (B, H, S), both contiguous. If `DESCRIBED` there are
-    descriptors of `k` and `v` too, in tiles of `KEYS` rows."""
+    """`lse` is (B, H, S), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
+    tiles of `KEYS` rows."""
     SHARES: tl.constexpr = BLOCK // ROWS
     entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
     start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
@@ -109,8 +112,7 @@ def attention_forward_kernel(
     total = tl.where(unseen, 1.0, total)
     row_lse = tl.where(unseen, -float("inf"), (best + tl.log2(total)) * _LN_2)
     tl.store(lse + tl.program_id(1).to(tl.int64) * num_queries + start + row, row_lse, mask=inside)
-    out_row = num_heads * E
-    out += (batch * num_queries + start_row) * out_row + head * E
+    out += batch * out_batch + head * out_head + start_row * out_row
     store_tile(
         out + tile_offsets(out_row, ROWS, E_PADDED),
         acc / total[:, None],
