@@ -77,7 +77,8 @@ def fail(rank: int, world_size: int, method: str, how: str, when: str, folder: s
 
     def arm() -> None:
         if rank == ODD:
-            kernel.left, kernel.how = 1, how
+            # A mesh makes one call of the kernel, when what it gathers is there; others several.
+            kernel.left, kernel.how = 0 if method == "mesh" else 1, how
 
     if when == "forward":
         arm()

@@ -73,7 +73,7 @@ def test_row_ranges_and_unequal_head_sizes_go_to_the_blockwise_kernel() -> None:
 
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
     with pytest.raises(
-        UnknownKernelError, match="cudnn, cuda_flash, cpu_flash, triton, blockwise"
+        UnknownKernelError, match="cudnn, cudnn_ranges, cuda_flash, cpu_flash, triton, blockwise"
     ) as info:
         choose(ON_CPU, force="flash")
     assert isinstance(info.value, MeshAttentionError)
@@ -147,7 +147,9 @@ def test_a_forced_kernel_that_refuses_both_passes_is_not_replaced() -> None:
 def test_a_package_with_a_forward_only_is_used_for_that_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def forward(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any) -> None: ...
+    def forward(
+        q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, softcap: Any, sm_margin: Any
+    ) -> None: ...
 
     module: Any = ModuleType("flash_attn_interface")
     module._flash_attn_forward = forward
