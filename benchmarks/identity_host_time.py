@@ -5,6 +5,10 @@
 Two NCCL ranks on one GPU (torch's own NCCL takes them for two nodes). Timed on the host, in calls
 that never wait for the device: the comparison at the begin of a pass and what settles its results,
 both, and the whole pass; medians over warm calls, forward and backward, eager and as a CUDA graph.
+
+Two processes on one GPU hold up each other's CUDA calls, so the comparison is also timed by itself
+in a process that has the GPU alone, as on a cluster, with a group of one rank: all that a call does
+on the host for it is the same there.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from provenance import taken
 from torch.multiprocessing.spawn import spawn
 
 from mesh_attention import ContextParallel
 from mesh_attention.runtime.guard import Guard
+from mesh_attention.runtime.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.watch import Watch
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 2, 4096, 16, 128
 CALLS = 100
@@ -103,6 +110,45 @@ def measure(rank: int, port: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+def measure_alone(_rank: int, port: int, path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
+    group = dist.new_group([0])
+    comparison = DeviceComparison(group, device, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    nobody = Nobody()
+    watch = Watch(comparison, nobody.find_difference, nobody.find_fault)
+    identity = Identity(AgreedKind({"what": "a benchmark"}), "forward", 1)
+    results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device) for _ in range(3)]
+    found: Times = {}
+    for place in range(1, CALLS + 21):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        watch.begin(identity, place, timedelta(seconds=60))
+        middle = time.perf_counter()
+        watch.settle(results[: 1 + 2 * (place % 2)], place)  # as forward and backward in turn
+        ended = time.perf_counter()
+        if place > 20:
+            found.setdefault("begin", []).append(middle - begun)
+            found.setdefault("settle", []).append(ended - middle)
+            found.setdefault("both", []).append(ended - begun)
+    watch.stop()
+    medians = {name: round(1e6 * statistics.median(x), 1) for name, x in found.items()}
+    Path(path).write_text(json.dumps(medians))
+    dist.destroy_process_group()
+
+
+class Nobody:
+    """Who would be told of faults."""
+
+    def find_difference(self, place: int, identity: Identity) -> None:
+        raise AssertionError("one rank differs from itself")
+
+    def find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
+        return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
@@ -111,15 +157,22 @@ def main() -> None:
     rows_path = Path(given.json or "identity_host_time.json").with_suffix(".rows")
     spawn(measure, (given.port, str(rows_path)), RANKS)  # type: ignore[no-untyped-call]
     rows = json.loads(rows_path.read_text())
+    spawn(measure_alone, (given.port + 1, str(rows_path)), 1)  # type: ignore[no-untyped-call]
+    alone = json.loads(rows_path.read_text())
     rows_path.unlink()
-    result = {
+    result = taken() | {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "ranks": RANKS,
         "tokens": TOKENS,
         "heads": HEADS,
         "microseconds": rows,
+        "microseconds, one process on the GPU": alone,
     }
+    print(
+        f"one process on the GPU: {alone['both']} us ({alone['begin']} begin, "
+        f"{alone['settle']} settle)"
+    )
     for row in rows:
         for direction in ("forward", "backward"):
             both = row[f"{direction} begin"] + row[f"{direction} settle"]

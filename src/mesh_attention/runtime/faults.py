@@ -72,7 +72,7 @@ class Faults:
             if told is not None:
                 return told
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
-            return self.tell(f"{_named(ended)} has ended") if ended else None
+            return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
         return None
 
     def find_cause(self, times: int) -> str | None:
@@ -116,7 +116,7 @@ class Faults:
             if not silent:
                 return seen
             if time.monotonic() - begun > ANSWER_SECONDS:
-                cause = self.tell(f"{_named(silent)} has ended, or does not answer")
+                cause = self.tell(f"{_named(silent)} {_verb(silent)} ended, or does not answer")
                 return f"{cause}; seen here: {seen}"
             time.sleep(_PAUSE_SECONDS)
 
@@ -158,6 +158,10 @@ class Faults:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _verb(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _this_process() -> list[object]:
