@@ -82,7 +82,7 @@ def main() -> None:
             *((given.kv_heads, E), (given.heads, E)),
         )
     ]
-    now = tiles_for(torch.cuda.get_device_capability(), torch.bfloat16, max(D, E))
+    now = tiles_for(torch.cuda.get_device_capability(), torch.bfloat16, D, E)
     pairs = given.heads * given.tokens * (given.tokens + 1) / 2
     flops = pairs * (2 * (D + E) if given.name == "forward" else 2 * (3 * D + 2 * E))
     found = []

@@ -281,8 +281,8 @@ def test_what_the_kernel_cannot_take_is_refused_with_the_reason(
 def test_tiles_divide_the_blocks_of_the_lists(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    for head_dim in (16, 64, 96, 128, 256):
-        block, *tiles = tiles_for(capability, dtype, head_dim)
+    for head_dim, v_head_dim in ((16, 16), (64, 64), (96, 128), (192, 128), (192, 192), (256, 256)):
+        block, *tiles = tiles_for(capability, dtype, head_dim, v_head_dim)
         for tile in tiles:
             assert isinstance(tile, KernelTile)
             assert block % tile.rows == 0

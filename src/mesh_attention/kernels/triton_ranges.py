@@ -43,8 +43,11 @@ class KernelTiles(NamedTuple):
     backward_keys: KernelTile  # dK and dV
 
 
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> KernelTiles:
-    """By the larger of the two head sizes; a row of the table is what was fastest there."""
+def tiles_for(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> KernelTiles:
+    """A row of the table is what was fastest there."""
+    head_dim, smaller = max(head_dim, v_head_dim), min(head_dim, v_head_dim)
     if dtype == torch.float32:
         small = KernelTile(64, 32, 4, 1) if head_dim <= 128 else KernelTile(32, 32, 4, 1)
         return KernelTiles(
@@ -60,8 +63,13 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) ->
             return KernelTiles(
                 128, KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)
             )
+        if smaller <= 128:
+            return KernelTiles(
+                128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
+            )
+        # Both large: more rows would take more shared memory than there is.
         return KernelTiles(
-            128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
+            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2)
         )
     if head_dim <= 64:
         return KernelTiles(
@@ -182,7 +190,7 @@ def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
 
 def _tiles_of(block: Block) -> KernelTiles:
     capability = torch.cuda.get_device_capability(block.q.device)
-    return tiles_for(capability, block.q.dtype, max(block.q.shape[3], block.v.shape[3]))
+    return tiles_for(capability, block.q.dtype, block.q.shape[3], block.v.shape[3])
 
 
 def _forward(
