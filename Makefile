@@ -21,7 +21,7 @@ test-slow: $(STAMP)
 
 # On a machine with a CUDA device and its own torch, pytest and pytest-xdist: no virtual environment.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 4 --dist worksteal
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal
 
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)

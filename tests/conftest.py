@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(autouse=True)
 def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing skips in silence: without a CUDA device tests marked gpu fail. Those marked alone
-    measure times, so while one of them runs no other test, of whatever process, has the GPU."""
+    measure times, so while one of them runs no other test, of whatever process, has the GPU. Ranks
+    that share it wait for each other, so there is one group of them at a time."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -60,8 +62,14 @@ def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
     alone = request.node.get_closest_marker("alone") is not None
-    with open(Path(tempfile.gettempdir(), "mesh_attention-gpu-tests.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    with ExitStack() as held:
+        for name, wanted, kind in (
+            ("ranks", "gpu_pool" in request.fixturenames, fcntl.LOCK_EX),
+            ("tests", True, fcntl.LOCK_EX if alone else fcntl.LOCK_SH),
+        ):
+            path = Path(tempfile.gettempdir(), f"mesh_attention-gpu-{name}.lock")
+            if wanted:
+                fcntl.flock(held.enter_context(open(path, "w")), kind)
         yield
 
 
