@@ -104,7 +104,7 @@ def test_any_mask_is_exact_on_strided_buffers_in_one_call(maker: MaskMaker) -> N
         (window, Shape(S=17, T=50, H=3, G=1, D=24, E=8, B=1)),
         (causal, Shape(S=64, T=64, H=1, G=1, D=16, E=16, B=1)),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_odd_sizes_and_heads_are_exact_in_half_precision(maker: MaskMaker, shape: Shape) -> None:
     found = check(make_block(shape, torch.float16, maker, device=DEVICE, strided=True))
