@@ -49,9 +49,12 @@ def tiles_for(
     """A row of the table is what was fastest there."""
     head_dim, smaller = max(head_dim, v_head_dim), min(head_dim, v_head_dim)
     if dtype == torch.float32:
-        small = KernelTile(64, 32, 4, 1) if head_dim <= 128 else KernelTile(32, 32, 4, 1)
+        if head_dim <= 128:
+            return KernelTiles(
+                64, KernelTile(64, 32, 4, 1), KernelTile(32, 32, 4, 1), KernelTile(32, 32, 4, 1)
+            )
         return KernelTiles(
-            64, small, KernelTile(small.keys, 32, 4, 1), KernelTile(32, small.keys, 4, 1)
+            64, KernelTile(32, 32, 4, 1), KernelTile(16, 32, 4, 1), KernelTile(16, 16, 4, 1)
         )
     # The other GPUs of these generations have 99 KiB of shared memory for a program.
     if capability[0] == 9 or capability == (10, 0):
@@ -68,8 +71,9 @@ def tiles_for(
                 128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
             )
         # Both large: more rows would take more shared memory than there is.
+        rows = 64 if capability[0] == 9 else 32
         return KernelTiles(
-            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2)
+            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(rows, 64, 8, 2)
         )
     if head_dim <= 64:
         return KernelTiles(

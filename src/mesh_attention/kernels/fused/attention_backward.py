@@ -15,6 +15,7 @@ import triton.language as tl
 from mesh_attention.kernels.fused.attention_tiles import (
     CAPPED,
     LENGTHS,
+    PRECISION,
     first_piece,
     load_rows,
     load_tile,
@@ -196,20 +197,20 @@ def _add_queries(
             *(v, v_described, batch, start, group, v_row, real, KEYS, E_PADDED, E),
             *(MASKED, DESCRIBED),
         )
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         scores = scores_of(scores, inner_scale, SCORES)
         if AHEAD:
-            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         p = tl.exp2(scores * scale - base[:, None])
         if MASKED:
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             p = tl.where(visible, p, 0.0)
         if not AHEAD:
-            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[:, None])
         if SCORES == CAPPED:
             ds = ds * (1.0 - scores * scores)
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
         run, at, end = next_piece(runs, run, at, end, PIECES)
     return acc

@@ -11,6 +11,7 @@ import triton.language as tl
 from mesh_attention.kernels.fused.attention_tiles import (
     CAPPED,
     LENGTHS,
+    PRECISION,
     first_piece,
     load_rows,
     load_tile,
@@ -186,29 +187,29 @@ def _add_keys(
             row_base = tl.load(base + start + row, mask=inside, other=0.0)
         else:
             row_base = tl.load(base + start + row)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         scores = scores_of(scores, inner_scale, SCORES)
         grad_tile = load_rows(
             *(grad_out, grad_described, batch, start, head, grad_row, inside, ROWS, E_PADDED, E),
             *(MASKED, DESCRIBED),
         )
         if AHEAD:
-            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         p = tl.exp2(scores * scale - row_base[None, :])
         if MASKED:
             at_key = position[:, None]
             visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
             p = tl.where(visible, p, 0.0)
-        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
+        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
         if MASKED:
             row_delta = tl.load(delta + start + row, mask=inside, other=0.0)
         else:
             row_delta = tl.load(delta + start + row)
         if not AHEAD:
-            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         if SCORES == CAPPED:
             ds = ds * (1.0 - scores * scores)
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
         run, at, end = next_piece(runs, run, at, end, PIECES)
     return dk, dv

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mesh_attention.kernels.fused.attention_tiles import (
     LENGTHS,
+    PRECISION,
     first_piece,
     load_rows,
     load_tile,
@@ -168,7 +169,7 @@ def _attend(
             *(k, k_described, batch, first_start, group, k_row, first_rows, KEYS, D_PADDED, D),
             *(True, DESCRIBED),
         )
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     for piece in tl.range(num_pieces):
         start = at * KEYS
         real = key < num_keys - start
@@ -185,7 +186,7 @@ def _attend(
             *(k, k_described, batch, k_start, group, k_row, real, KEYS, D_PADDED, D),
             *(MASKED, DESCRIBED),
         )
-        new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if not AHEAD:
             product = new_product
         scores = scores_of(product, inner_scale, SCORES)
@@ -206,7 +207,7 @@ def _attend(
             *(v, v_described, batch, start, group, v_row, real, KEYS, E_PADDED, E),
             *(MASKED, DESCRIBED),
         )
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         best = new_best
         at = next_at
         if AHEAD:

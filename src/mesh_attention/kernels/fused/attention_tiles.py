@@ -16,6 +16,9 @@ CAPPED = tl.constexpr(2)
 # Kernels are not compiled anew for them: batches come in all lengths.
 LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
 
+# Of fp32 products. "tf32x3" takes tensor cores, and its errors are a few times as large.
+PRECISION = tl.constexpr("ieee")
+
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
