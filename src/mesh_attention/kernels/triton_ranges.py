@@ -113,6 +113,8 @@ class TritonRanges:
         if max(request.head_dim, request.v_head_dim) > 256:
             sizes = f"{request.head_dim} and {request.v_head_dim}"
             return f"head sizes must be at most 256, not {sizes}"
+        if request.dtype == torch.float32 and max(request.head_dim, request.v_head_dim) > 64:
+            return "in float32 its tiles of head sizes above 64 do not fit into registers"
         found = load("triton", "jit")
         return found if isinstance(found, str) else why_not_grouped(request)
 

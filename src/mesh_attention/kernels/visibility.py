@@ -69,8 +69,7 @@ class BlockVisibility:
         self._positions = _positions(mask, num_queries, device)
         # Reading bounds off a device would make the host wait for it.
         if isinstance(mask, Causal) or mask.key_position.device.type == "cpu":
-            lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
-            self._bounds = _extremes(query_block, lo, hi), _extremes(key_block, key_position)
+            self._bounds = _bounds(mask, num_queries, query_block, key_block)
 
     def seen(self, query_start: int, key_start: int) -> Seen:
         if self._positions is None:
@@ -99,10 +98,23 @@ def _positions(
     if isinstance(mask, Causal):
         position = torch.arange(num_queries, device=device)
         return torch.zeros_like(position), position + 1, position
-    lo, hi, key_position = (
-        x.to(device, non_blocking=True) for x in (mask.lo, mask.hi, mask.key_position)
-    )
+    key = ("positions", device)
+    if key not in mask.kept:  # of one mask many calls are made, and graphs take no copies
+        mask.kept[key] = tuple(x.to(device) for x in (mask.lo, mask.hi, mask.key_position))
+    lo, hi, key_position = mask.kept[key]
     return lo, hi, key_position
+
+
+def _bounds(
+    mask: Causal | RowRange, num_queries: int, query_block: int, key_block: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    kept = mask.kept if isinstance(mask, RowRange) else {}
+    key = ("bounds", query_block, key_block)
+    if key not in kept:
+        lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
+        kept[key] = _extremes(query_block, lo, hi), _extremes(key_block, key_position)
+    queries, keys = kept[key]
+    return queries, keys
 
 
 def _visible(lo_S: Tensor, hi_S: Tensor, key_position_T: Tensor) -> Tensor:

@@ -114,9 +114,11 @@ def call_size(
 # Masks.
 
 
-def masks_of(plan: Plan, program: Program, device: torch.device) -> Masks:
-    """The masks of a program's kernel calls, made once, on the device from a few numbers."""
-    made = _Ranges(plan, device)
+def masks_of(plan: Plan, program: Program, kernels: Kernels, device: torch.device) -> Masks:
+    """The masks of a program's kernel calls, made once, on the device from a few numbers. Kernels
+    in plain PyTorch have them on the CPU, to skip what is hidden without asking the device."""
+    by_device = takes_whole_attentions(kernels.get(MaskKind.RANGE))
+    made = _Ranges(plan, device if by_device else torch.device("cpu"))
     table = program.buffer_table()
     return {
         at: tuple(made.mask(table, op, call) for call in op.calls)

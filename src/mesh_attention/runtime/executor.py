@@ -111,7 +111,7 @@ class Executor:
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
-        masks = masks_of(plan, program, call_shape.device)
+        masks = masks_of(plan, program, kernels, call_shape.device)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
         self.choices = {kind: _chosen(choices[kind]) for kind in sorted(kinds)}
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
