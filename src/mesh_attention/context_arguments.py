@@ -34,7 +34,10 @@ _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
 _PROBLEM = (
     *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
 )  # fmt: skip
-_CALL = ("softmax_scale", "softcap", "kernel", "transport", "cuda_graph", "nvtx", "timeout")
+_CALL = (
+    *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
+    *("nvtx", "timeout"),
+)
 _OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks")
 
 
@@ -117,6 +120,7 @@ def _call_options(
     *,
     softmax_scale: Any = None,
     softcap: Any = None,
+    differentiable_lse: Any = False,
     kernel: Any = None,
     transport: Any = TransportName.AUTO,
     cuda_graph: Any = False,
@@ -145,7 +149,16 @@ def _call_options(
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
-    return CallOptions(scale, cap, kernel, name, graph, flag("nvtx", nvtx), timeout)
+    return CallOptions(
+        scale,
+        cap,
+        flag("differentiable_lse", differentiable_lse),
+        kernel,
+        name,
+        graph,
+        flag("nvtx", nvtx),
+        timeout,
+    )
 
 
 def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:

@@ -53,6 +53,8 @@ class ContextParallel:
     mask            a `Mask` in place of causal: windows, packed documents, prefix-LM
     window_size     (left, right) as in flash-attn; -1 is no limit
     softcap         scores become softcap * tanh(scores / softcap), where a kernel has it
+    differentiable_lse   a loss may depend on lse; only kernels whose backward pass takes delta
+                    are chosen then
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
@@ -83,6 +85,7 @@ class ContextParallel:
         window_size: tuple[int, int] | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
+        differentiable_lse: bool = False,
         method: str | None = None,
         tile: tuple[int, int] | str | None = None,
         layout: str | None = None,
@@ -180,8 +183,8 @@ class ContextParallel:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
         Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
-        log-sum-exp, (batch, heads, local_seq), through which backward is refused. Padding rows give
-        0 and -inf.
+        log-sum-exp, (batch, heads, local_seq), through which backward is refused without
+        `differentiable_lse`. Padding rows give 0 and -inf.
 
         Ranks compare every call before they use each other's data. Calls of one kind on one object
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of

@@ -39,6 +39,7 @@ def mesh_attention(
     kv_seq_len: int | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    differentiable_lse: bool = False,
     window_size: tuple[int, int] | None = None,
     mask: Mask | None = None,
     layout: str | None = None,
@@ -61,6 +62,7 @@ def mesh_attention(
         "window_size": window_size,
         "softmax_scale": softmax_scale,
         "softcap": softcap,
+        "differentiable_lse": differentiable_lse,
         "layout": layout,
         **options,
     }

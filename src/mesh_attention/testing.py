@@ -18,6 +18,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Plan, a_plan
+from mesh_attention.runtime.binding import GRAD_LSE
 from mesh_attention.runtime.compute import Scores
 from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.modes import outside_autocast
@@ -53,16 +54,24 @@ def run_local(
     *,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    grad_lse: Tensor | None = None,
     kernel: str | None = None,
     poison: bool = True,
 ) -> LocalResult:
     """Attention of whole, unsharded (batch, tokens, heads, head_dim) tensors by a plan.
 
+    `grad_lse` (batch, heads, tokens) is the gradient of lse, beside `grad_out`.
     With `poison` workspaces and outputs begin as NaN, so nothing can be read before it is written.
     """
     _check(plan, q, k, v, grad_out)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    if grad_lse is not None and (
+        grad_out is None or grad_lse.shape != (q.shape[0], q.shape[2], q.shape[1])
+    ):
+        raise MeshAttentionError(
+            "grad_lse is given beside grad_out, (batch, heads, tokens) in shape"
+        )
     run = _Run(
         plan,
         call_shape,
@@ -82,6 +91,10 @@ def run_local(
         return LocalResult(out, lse, traffic=traffic)
     for rank, local in enumerate(inputs):
         local |= forward[rank] | {"grad_out": run.shard("grad_out", grad_out, rank)}
+        if grad_lse is not None:
+            rows = grad_lse.to(lse.dtype).transpose(1, 2).unsqueeze(-1)
+            local[GRAD_LSE] = run.shard(GRAD_LSE, rows, rank)
+    run.lse_gradient = grad_lse is not None
     backward = run.all_ranks(Direction.BACKWARD, inputs)
     traffic["backward"] = run.counters
     dq, dk, dv = (run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v"))
@@ -98,6 +111,7 @@ class _Run:
         self.kernel = kernel
         self.workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
         self.counters: list[Counters] = []
+        self.lse_gradient = False
 
     def layout(self, name: str) -> Layout:
         keys = name in ("k", "v", "grad_k", "grad_v")
@@ -127,6 +141,7 @@ class _Run:
                 self.call_shape,
                 softmax_scale=self.scores.softmax_scale,
                 softcap=self.scores.softcap,
+                lse_gradient=self.lse_gradient,
                 kernel=self.kernel,
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)

@@ -279,7 +279,41 @@ def loss_of_lse(rank: int, world_size: int, by: tuple[int, ...], with_out: bool)
 @pytest.mark.parametrize("with_out", [True, False])
 def test_a_loss_of_lse_is_refused_in_backward(pool: WorkerPool, with_out: bool) -> None:
     for told in pool.run(loss_of_lse, 4, (0, 1, 2, 3), with_out):
-        assert "a loss depends on lse, whose gradient is not supported" in told
+        assert "a loss depends on lse: without differentiable_lse=True" in told
+
+
+def differentiable_lse(rank: int, world_size: int, alone: bool) -> list[float]:
+    """A loss on out and on lse squared, whose gradient is -inf in padding rows: errors of the
+    gradients against the whole, computed by this rank in float64."""
+    with context(CASE, differentiable_lse=True) as cp:
+        leaves, grad_out = local(cp)
+        out, lse = both_of(cp, *leaves)
+        grad_lse = 2.0 * lse.detach()  # -inf times two
+        roots = (lse,) if alone else (out, lse)
+        given = (grad_lse,) if alone else (grad_out, grad_lse)
+        found = torch.autograd.grad(roots, leaves, given)
+        whole = [x.double().requires_grad_() for x in CASE.tensors()[:3]]
+        q, k, v = (x.repeat_interleave(4 // x.shape[2], 2) for x in whole)
+        scores = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        wanted = scores.logsumexp(-1)
+        loss = (wanted**2).sum()
+        if not alone:
+            out64 = torch.einsum("bhst,bthe->bshe", scores.softmax(-1), v)
+            loss = loss + (out64 * CASE.tensors()[3].double()).sum()
+        expected = torch.autograd.grad(loss, whole, materialize_grads=True)
+        real = ~cp.padding()
+        return [
+            (a[:, real] - cp.shard(b, 1)[:, real]).abs().max().item()
+            for a, b in zip(found, expected, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_loss_of_lse_is_exact_where_it_was_asked_for(pool: WorkerPool, alone: bool) -> None:
+    for errors in pool.run(differentiable_lse, 4, alone):
+        assert max(errors) < 2e-4, errors
 
 
 def test_a_loss_of_lse_on_one_rank_is_an_error_on_all(pool: WorkerPool) -> None:

@@ -105,6 +105,7 @@ class Request:
     padded: bool = False  # row ranges: rows that nobody sees may hold anything, also NaN
     scattered: bool = False  # row ranges: keys lie one by one, not in runs
     deterministic: bool = False
+    lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
 
 
 @dataclass(frozen=True, slots=True)

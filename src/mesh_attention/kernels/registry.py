@@ -93,6 +93,9 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
     if request.softcap and not getattr(kernel, "has_softcap", False):
         return "has no softcap (a kernel with `has_softcap = True` has)"
     backward = request.direction is Direction.BACKWARD
+    needs = kernel.backward_needs
+    if backward and request.lse_gradient and needs is not None and needs.out:
+        return "its backward pass takes `out`, where differentiable_lse=True needs one with `delta`"
     if backward and request.deterministic and not getattr(kernel, "deterministic", False):
         return "its backward pass is not deterministic, as torch.use_deterministic_algorithms asks"
     return kernel.refuses(request)

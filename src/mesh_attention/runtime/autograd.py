@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
+from mesh_attention.runtime.binding import GRAD_LSE
 from mesh_attention.runtime.context import Share
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.modes import outside_autocast, outside_inference_mode
@@ -59,13 +60,19 @@ class _Attention(torch.autograd.Function):
         ctx.share.refuse_if_closed()
         guard = ctx.share.context.guard
         with guard.whole_or_broken():
-            _refuse_gradient_of_lse(grad_lse)
+            if not ctx.call.options.differentiable_lse:
+                _refuse_gradient_of_lse(grad_lse)
             # In the caller's modes: a checkpoint computes them again, by a call.
             q, k, v, out, lse = ctx.saved_tensors
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
-            inputs["lse"] = lse.permute(2, 0, 1).unsqueeze(-1).contiguous()
+            inputs["lse"] = _rows_of_statistics(lse)
+            if ctx.call.options.differentiable_lse:
+                given = torch.zeros_like(lse) if grad_lse is None else grad_lse
+                # Nothing depends on a row that sees nothing, whatever is made of its -inf.
+                given = given.masked_fill(lse == -torch.inf, 0.0)
+                inputs[GRAD_LSE] = _rows_of_statistics(given)
         call = ctx.call
         ctx.share.begin(
             *(call.kinds[True], Direction.BACKWARD, call.options, q.device, ctx.label, ctx.place)
@@ -89,7 +96,8 @@ def attention(
     error: Exception | None,
     label: str | int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward.
+    """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward, unless
+    the options ask for it.
 
     `error`: what is wrong with this rank's arguments, for all ranks to raise.
     """
@@ -118,6 +126,12 @@ def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
         nothing = not grad_lse.any()
     if not nothing:
         raise MeshAttentionError(
-            "a loss depends on lse, whose gradient is not supported: those of q and k would be "
-            "wrong; use lse.detach() in the loss"
+            "a loss depends on lse: without differentiable_lse=True, to ContextParallel or "
+            "mesh_attention, the gradients of q and k would be wrong; or use lse.detach() in the "
+            "loss"
         )
+
+
+def _rows_of_statistics(x_BHS: Tensor) -> Tensor:
+    """(rows, batch, heads, 1), as programs hold them."""
+    return x_BHS.permute(2, 0, 1).unsqueeze(-1).contiguous()

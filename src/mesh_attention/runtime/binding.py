@@ -17,6 +17,8 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Program, reads, writes
 from mesh_attention.plan.workspace import WorkspaceMap
 
+GRAD_LSE = "grad_lse"  # beside the inputs of a backward program: rows as those of `lse`
+
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
@@ -68,6 +70,8 @@ class Bindings:
             x = tensors[name] = given[name]
             assert x.shape == shape, (name, x.shape, shape)
             assert x.dtype == dtype, (name, x.dtype, dtype)
+        if GRAD_LSE in given:
+            tensors[GRAD_LSE] = given[GRAD_LSE]
         return tensors
 
     def outputs(self) -> dict[str, Tensor]:
@@ -113,6 +117,10 @@ class Views:
             if passed is None:
                 self._rows[piece] = found
         return found
+
+    def has(self, name: str) -> bool:
+        """Whether the caller passed this, which no program asks for."""
+        return name in self._passed
 
     def tokens(self, piece: Piece) -> Tensor:
         """(batch, rows, heads, width)"""

@@ -12,6 +12,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ from mesh_attention.runtime.accumulate import (
 )
 from mesh_attention.runtime.attend_calls import Masks
 from mesh_attention.runtime.backward import BackwardCall, BackwardCalls
-from mesh_attention.runtime.binding import Views, cut
+from mesh_attention.runtime.binding import GRAD_LSE, Views, cut
 from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 Work = Callable[[], None]
@@ -180,7 +181,20 @@ class ComputeOperations:
                 return partial(rows.sum, tuple(map(tokens, inputs)), total)
             case MergeRule.DELTA:
                 out, grad_out = map(tokens, inputs)
-                return partial(rows.delta, out, grad_out, statistics(outputs[0]))
+                delta = statistics(outputs[0])
+                if not views.has(GRAD_LSE):
+                    return partial(rows.delta, out, grad_out, delta)
+                grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
+                return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+
+def _delta_less(
+    rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
+) -> None:
+    """All that the log-sum-exp of the whole changes in a backward pass: its gradient with respect
+    to a score is the weight of that score, as that of delta is, with the other sign."""
+    rows.delta(out, grad_out, delta)
+    delta.sub_(grad_lse)
 
 
 def _forward(

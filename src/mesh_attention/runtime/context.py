@@ -151,6 +151,7 @@ class Context:
             "plan": mine.words,
             "softmax_scale": options.softmax_scale,
             "softcap": options.softcap,
+            "differentiable_lse": options.differentiable_lse,
             "transport": options.transport.value,
             "cuda_graph": options.cuda_graph,
             "timeout": options.timeout and options.timeout.total_seconds(),

@@ -33,7 +33,7 @@ from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Communication, Free, Operation
+from mesh_attention.plan.program import AttendBackward, Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import faster_calls, masks_of
@@ -77,6 +77,7 @@ class Executor:
         *,
         softmax_scale: float,
         softcap: float = 0.0,
+        lse_gradient: bool = False,
         kernel: str | None = None,
         rows: RowKernels | None = None,
         trace: Trace | None = None,
@@ -92,6 +93,13 @@ class Executor:
                 f"{call_shape.dtype}; make one for a "
                 f"Problem(..., element_bytes={call_shape.dtype.itemsize})"
             )
+        if lse_gradient and any(
+            isinstance(op, AttendBackward) and op.out is not None for op in program.operations
+        ):
+            raise MeshAttentionError(
+                "differentiable_lse=True needs a plan whose backward pass works with delta; this "
+                "one hands `out` to its attentions"
+            )
         self.call_shape = call_shape
         scores = Scores(softmax_scale, softcap)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -99,6 +107,7 @@ class Executor:
             *(plan, call_shape, one.direction, kernel),
             softcap=bool(softcap),
             deterministic=deterministic,
+            lse_gradient=lse_gradient,
         )
         kernels = {k: c.kernel for k, c in choices.items() if isinstance(c, Choice)}
         self.faster = faster_calls(program, plan, kernels, one.direction)
@@ -267,6 +276,7 @@ def _choose(
     *,
     softcap: bool,
     deterministic: bool,
+    lse_gradient: bool,
 ) -> dict[MaskKind, Choice | KernelRefusedError]:
     """For every kind of mask, also those that no call of the program may have."""
     problem = plan.problem
@@ -288,6 +298,7 @@ def _choose(
             padded=padded,
             scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
             deterministic=deterministic,
+            lse_gradient=lse_gradient,
         )
         try:
             found[kind] = choose(request, force=force)

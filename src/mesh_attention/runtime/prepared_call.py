@@ -31,6 +31,7 @@ class CallOptions:
 
     softmax_scale: float | None = None
     softcap: float = 0.0
+    differentiable_lse: bool = False
     kernel: str | None = None
     transport: TransportName = TransportName.AUTO
     cuda_graph: bool = False
@@ -82,6 +83,7 @@ class PreparedCall:
             self._call_shape,
             softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
             softcap=self.options.softcap,
+            lse_gradient=self.options.differentiable_lse,
             kernel=self.options.kernel,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
         )
