@@ -10,7 +10,8 @@ from block_cases import RANGES, MaskMaker
 from torch import Tensor
 
 from mesh_attention.kernels import MaskKind, Request, RowRange
-from mesh_attention.kernels.cudnn_ranges import CudnnRanges, interval_ends
+from mesh_attention.kernels.cudnn_ranges import CudnnRanges
+from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 

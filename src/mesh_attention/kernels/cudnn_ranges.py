@@ -10,16 +10,12 @@ tensors that are made here.
 from __future__ import annotations
 
 import importlib.metadata
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.interface import (
     BackwardInputs,
     BackwardNeeds,
@@ -30,13 +26,13 @@ from mesh_attention.kernels.interface import (
     Request,
     RowRange,
 )
+from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.probe import load, why_not_grouped
+from mesh_attention.kernels.written_launch import WrittenLaunch
 from mesh_attention.plan.plan import Direction
 
 _PACKAGE = "nvidia-cudnn-frontend"
 _VERSIONS = ((1, 32), (1, 33))  # from, and below
-_MOST_RUNS = 4096
-_FAR = 1 << 40  # behind every row
 
 
 class CudnnRanges:
@@ -115,7 +111,7 @@ class _Prepared:
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        self._launches: dict[Any, _WrittenLaunch] = {}
+        self._launches: dict[Any, WrittenLaunch] = {}
         self._zeros: Tensor | None = None
 
     def forward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
@@ -131,7 +127,7 @@ class _Prepared:
             ) -> None:
                 compiled.execute(q, k, v, out, self._plan, lse, softmax_scale=scale, **own)
 
-            launch = self._launches[key] = _WrittenLaunch(compiled, execute, tensors)
+            launch = self._launches[key] = WrittenLaunch(compiled, execute, tensors)
             launch.leave(block.leave_sms)
         launch(*tensors)
 
@@ -150,7 +146,7 @@ class _Prepared:
                 *others, minus_delta = given
                 compiled.execute(*others, self._plan, minus_delta, softmax_scale=scale, **own)
 
-            launch = self._launches[key] = _WrittenLaunch(compiled, execute, tensors)
+            launch = self._launches[key] = WrittenLaunch(compiled, execute, tensors)
         launch(*tensors)
 
     def zeros(self, like: Tensor) -> Tensor:
@@ -164,104 +160,6 @@ def _ready(compiled: Any) -> Any:
     compiled.check_support()
     compiled.compile()
     return compiled
-
-
-class _WrittenLaunch:
-    """Kernels launched without the checks that their library makes every time, which take longer
-    than a small call: what it hands to each kernel is written down once, and handed again."""
-
-    def __init__(
-        self, compiled: Any, execute: Callable[..., None], tensors: tuple[Tensor, ...]
-    ) -> None:
-        self._bytes: int = compiled.workspace_size
-        # Each argument must be told from the others by its address.
-        told_apart = {x.data_ptr(): x for x in tensors}
-        if len(told_apart) < len(tensors):
-            tensors = tuple(x.clone(memory_format=torch.preserve_format) for x in tensors)
-        workspace = self._workspace(tensors[0])
-        known = {x.data_ptr(): at for at, x in enumerate(tensors)}
-        self._calls: list[tuple[Any, list[_Argument]]] = []
-
-        def written_down(kernel: Any) -> Any:
-            def call(*arguments: Any) -> None:
-                found = [_Argument.of(x, known, workspace) for x in arguments]
-                self._calls.append((kernel, found))
-                kernel(*arguments)
-
-            return call
-
-        kernels = compiled._compiled_kernel
-        if callable(kernels):
-            compiled._compiled_kernel = written_down(kernels)
-        else:
-            names = ("preprocess", "main", "post_dq", "post_dk", "post_dv")
-            spied = {n: written_down(k) for n in names if (k := getattr(kernels, n)) is not None}
-            compiled._compiled_kernel = replace(kernels, **spied)
-        execute(*tensors, workspace=workspace)
-        compiled._compiled_kernel = kernels
-        own = {a.offset: a for _, call in self._calls for a in call if a.offset is not None}
-        # Those that are added to, or counted in, begin at zero; the others are written first.
-        written = {a.offset for a in self._calls[0][1]} if len(self._calls) > 1 else set()
-        self._pieces = [(a, at not in written) for at, a in own.items()]
-
-    def leave(self, sms: int) -> None:
-        """The forward kernel is persistent: it holds as many multiprocessors as it is told of."""
-        if sms:
-            count = torch.cuda.get_device_properties().multi_processor_count
-            ((_, arguments),) = self._calls
-            assert arguments[-1].constant == count, "not the kernel that this was written for"
-            arguments[-1] = _Argument(constant=count - sms)
-
-    def _workspace(self, like: Tensor) -> Tensor:
-        return like.new_empty(self._bytes, dtype=torch.uint8)
-
-    def __call__(self, *tensors: Tensor) -> None:
-        workspace = self._workspace(tensors[0])
-        own: dict[int | None, Tensor] = {}
-        for piece, zeroed in self._pieces:
-            own[piece.offset] = x = piece.view(workspace)
-            if zeroed:
-                x.zero_()
-        for kernel, arguments in self._calls:
-            kernel(
-                *(
-                    tensors[a.place]
-                    if a.place is not None
-                    else a.constant
-                    if a.offset is None
-                    else own[a.offset]
-                    for a in arguments
-                )
-            )
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """One of the tensors of a call, by its place; a piece of the workspace; or what never changes:
-    numbers, and tensors of the mask's plan."""
-
-    constant: Any = None
-    place: int | None = None
-    offset: int | None = None
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
-
-    @staticmethod
-    def of(x: Any, known: Mapping[int, int], workspace: Tensor) -> _Argument:
-        if not isinstance(x, Tensor):
-            return _Argument(constant=x)
-        place = known.get(x.data_ptr())
-        if place is not None:
-            return _Argument(place=place)
-        offset = x.data_ptr() - workspace.data_ptr()
-        if 0 <= offset < workspace.numel():
-            return _Argument(offset=offset, shape=tuple(x.shape), dtype=x.dtype)
-        return _Argument(constant=x)
-
-    def view(self, workspace: Tensor) -> Tensor:
-        assert self.offset is not None
-        stop = self.offset + math.prod(self.shape) * self.dtype.itemsize
-        return workspace[self.offset : stop].view(self.dtype).view(self.shape)
 
 
 @cache
@@ -329,48 +227,3 @@ def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, backward: boo
         found = mask.kept[key] = _Prepared(plan)
     prepared: _Prepared = found
     return prepared
-
-
-def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
-    """(2 n + 1, S) int32: what a query sees as `[0, F0) u [F1, F2) u ...`, sorted.
-
-    Keys that follow each other in rows and positions form runs; a query sees at most one interval
-    of each, and those that touch are one.
-    """
-    lo, hi, position = (x.to(device, torch.int32) for x in (mask.lo, mask.hi, mask.key_position))
-    breaks = torch.ones_like(position, dtype=torch.bool)
-    breaks[1:] = position[1:] != position[:-1] + 1
-    first_row = breaks.nonzero().flatten()
-    if len(first_row) > _MOST_RUNS:
-        raise MeshAttentionError(
-            f"keys that lie in {len(first_row)} runs are too many intervals for cudnn_ranges"
-        )
-    start = position[first_row].long()
-    length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))
-    # (S, runs): where what is seen of a run begins and ends, as rows.
-    hidden = start < 0
-    low, high = (
-        first_row + torch.minimum((bound[:, None] - start).clamp_(min=0), length)
-        for bound in (lo, hi)
-    )
-    seen = (low < high) & ~hidden
-    low, high = low.masked_fill(~seen, -1), high.masked_fill(~seen, -1)
-    before = torch.cummax(high, dim=1).values.roll(1, dims=1)
-    before[:, 0] = -1
-    opens = seen & (low != before)
-    number = opens.cumsum(dim=1) - 1  # of the interval that a run belongs to
-    most = max(int(number.max()) + 1, 1)
-    target = number.clamp_(min=0)
-    begins = torch.full((len(lo), most), _FAR, device=device)
-    ends = torch.full((len(lo), most), -1, device=device)
-    begins.scatter_reduce_(1, target, low.masked_fill(~seen, _FAR), "amin")
-    ends.scatter_reduce_(1, target, high, "amax")
-    # Intervals that a query does not have are empty ones behind its last.
-    ends = ends.clamp_(min=0).cummax(dim=1).values
-    begins = torch.minimum(begins, ends)
-    pairs = torch.stack((begins, ends), dim=2).flatten(1).int()  # b0, e0, b1, e1, ...
-    if bool((begins[:, 0] > 0).any()):
-        pairs = torch.cat((pairs.new_zeros(len(lo), 1), pairs), dim=1)
-    else:
-        pairs = pairs[:, 1:]
-    return pairs.T.contiguous()
