@@ -22,6 +22,7 @@ def test_every_path_of_the_page_exists() -> None:
         ROOT,
         SOURCE,
         SOURCE / "runtime",
+        SOURCE / "kernels",
         SOURCE / "plan" / "methods",
         ROOT / "tests/methods",
     )
