@@ -34,6 +34,7 @@ _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
 _PROBLEM = (
     *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
 )  # fmt: skip
+MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
 _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
     *("nvtx", "timeout"),
@@ -128,7 +129,9 @@ def _call_options(
     timeout: Any = None,
 ) -> CallOptions:
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    cap = 0.0 if softcap is None else real("softcap", softcap)
+    cap = 0.0 if softcap is None or softcap == 0 else real("softcap", softcap)
+    if cap > MOST_SOFTCAP:
+        raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
     if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
         known = ", ".join(kernel_names())
         raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.resources import files
 
 import pytest
 from fixed_costs import undisturbed
@@ -14,7 +15,7 @@ from mesh_attention.cluster import Cluster, load_cluster, simulate
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
 from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
-from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.load import ClusterError, parse_cluster
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward
@@ -193,3 +194,22 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
     assert found["forward"]["kernels"] == found["backward"]["kernels"] == {"cudnn": 1.0}
     assert main([*command, "--kernel", "fast"]) == 2
     assert "--kernel fast: hgx-h100 has curves of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kernels", "told"),
+    [
+        ('[kernels.mine]\n', "kernels.mine has neither forward nor backward"),
+        (
+            "[kernels.mine.forward]\nranges = false\nlets_transfers_begin = true\nsm_margin = 0\n"
+            "launch_microseconds = 1\n",
+            "kernels.mine.forward has no curve",
+        ),
+        ('[kernels.""]\n', "is no name of a kernel"),
+        ('[kernels."a\\nb"]\n', "is no name of a kernel"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:
+    text = files("mesh_attention.cluster").joinpath("clusters/hgx-h100.toml").read_text()
+    with pytest.raises(ClusterError, match=told):
+        parse_cluster(f"{text}\n{kernels}", "mine")

@@ -191,3 +191,21 @@ def groups_timeouts(rank: int, world_size: int, case: Case) -> list[timedelta]:
 def test_groups_inherit_the_timeout_of_the_callers_group(pool: WorkerPool) -> None:
     for timeouts in pool.run(groups_timeouts, 4, CASE):
         assert timeouts == [timedelta(seconds=23)] * 3
+
+
+def after_the_group_was_destroyed(rank: int, world_size: int) -> str:
+    case = Case(world_size, 16, 16, mask=Mask(causal=True), dtype=torch.float32)
+    group = dist.new_group()
+    cp = context(case, group)
+    attend(cp, case)
+    dist.destroy_process_group(group)
+    try:
+        attend(cp, case)
+    except MeshAttentionError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_destroyed_process_group_is_named(pool: WorkerPool) -> None:
+    for told in pool.run(after_the_group_was_destroyed, 2):
+        assert "the process group of this call was destroyed" in told

@@ -238,3 +238,16 @@ def test_the_kernel_of_the_docs_works_as_it_stands() -> None:
     finally:
         unregister("plain-full")
     torch.testing.assert_close((own.out, own.grad_k), (usual.out, usual.grad_k))
+
+
+@pytest.mark.parametrize("answer", [False, "", 0, b""])
+def test_an_answer_that_is_neither_none_nor_a_reason_is_an_error(answer: Any) -> None:
+    """Else a kernel could be passed over and be called chosen."""
+    kernel = Mine()
+    kernel.refuses = lambda request: answer  # type: ignore[method-assign]
+    register(kernel)
+    try:
+        with pytest.raises(MeshAttentionError, match=r"'mine': refuses\(\) must return None"):
+            choose(ON_CPU)
+    finally:
+        unregister("mine")

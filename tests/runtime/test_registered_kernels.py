@@ -27,7 +27,6 @@ from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AttendBackward
-from mesh_attention.runtime import compute
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
@@ -210,18 +209,19 @@ def test_results_may_be_wider_than_the_inputs() -> None:
         run_local(plan, *(x.float() for x in case().tensors()), kernel="wrong")
 
 
-def test_results_are_checked_the_first_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm call is not to cost more."""
-    checked: list[str] = []
-    monkeypatch.setattr(compute, "check_forward", lambda *_: checked.append("forward"))
+def test_results_are_checked_in_every_call() -> None:
+    """A row that is broadcast over all others would be wrong without a word."""
     plan = case().plan()
-    with registered(ForwardOnly()):
-        one = executor(plan, Direction.FORWARD, "forward_only")
-        q, k, v = (x[:, :16].transpose(0, 1).contiguous() for x in case().tensors()[:3])
-        run_to_end(one.run({"q": q, "k": k, "v": v}))
-        first = len(checked)
-        run_to_end(one.run({"q": q, "k": k, "v": v}))
-    assert 0 < first == len(checked)
+    kernel = Wrong(lambda out, lse: (out[:, :1], lse))
+    good, kernel.change["forward"] = kernel.change["forward"], None
+    with registered(kernel):
+        one = executor(plan, Direction.FORWARD, "wrong")
+        named = zip(("q", "k", "v"), case().tensors()[:3], strict=True)
+        inputs = {name: x[:, :16].transpose(0, 1).contiguous() for name, x in named}
+        run_to_end(one.run(inputs))
+        kernel.change["forward"] = good
+        with pytest.raises(KernelResultError, match="kernel 'wrong': forward"):
+            run_to_end(one.run(inputs))
 
 
 def test_calls_of_one_operation_share_what_is_made_for_them(

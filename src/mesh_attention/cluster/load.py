@@ -94,6 +94,13 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
             f"{source}: network.nics = {cluster.network.nics} does not divide "
             f"node.ranks = {cluster.node.ranks}; ranks share NICs in equal blocks"
         )
+    for name in cluster.kernels:
+        if not name.isprintable() or not name.strip():
+            raise ClusterError(f"{source}: {name!r} is no name of a kernel")
+        if not any(name in cluster.passes(direction) for direction in Direction):
+            raise ClusterError(
+                f"{source}: kernels.{name} has neither forward nor backward: it can do nothing"
+            )
     for direction in Direction:
         _check_kernels(cluster, direction, source)
     return cluster
@@ -145,6 +152,8 @@ def _check_kernels(cluster: Cluster, direction: Direction, source: str) -> None:
                     f"{where}.{kind} at {rate.tflops:g} TFLOP/s is faster than "
                     f"gpu.peak_tflops = {cluster.gpu.peak_tflops:g}"
                 )
+        if not one.rates:
+            raise ClusterError(f"{where} has no curve; add one, or leave the pass out")
         if one.ranges and set(one.rates) != {CallKind.FULL, CallKind.RANGE}:
             raise ClusterError(
                 f"{where}: with ranges = true its curves must be full and range, which serves "

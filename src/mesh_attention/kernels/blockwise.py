@@ -25,7 +25,7 @@ from mesh_attention.kernels.interface import (
 )
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import accumulator_dtype
-from mesh_attention.kernels.visibility import BlockVisibility, Seen
+from mesh_attention.kernels.visibility import BlockVisibility, Padding, Seen, cleared
 from mesh_attention.plan.plan import Direction
 
 
@@ -64,8 +64,9 @@ class Blockwise:
         out_BSHE = q_BSHD.new_empty(B, S, H, E, dtype=dtype)
         lse_BHS = q_BSHD.new_empty(B, H, S, dtype=dtype)
         visibility = self._visibility(block)
+        padding = Padding.of(block.mask, q_BSHD.device)
         for queries in _runs(S, self._query_block):
-            q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
+            q_rows = _rows(cleared(q_BSHD, padding.queries, queries), G).to(dtype) * softmax_scale
             best = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
             total = torch.zeros_like(best)
             acc = q_rows.new_zeros(*q_rows.shape[:-1], E)
@@ -73,7 +74,7 @@ class Blockwise:
                 seen = visibility.seen(queries.start, keys.start)
                 if seen is Seen.NONE:
                     continue
-                scores = q_rows @ _columns(k_BTGD[:, keys]).to(dtype)
+                scores = q_rows @ _columns(cleared(k_BTGD, padding.keys, keys)).to(dtype)
                 if softcap:
                     _cap(scores, softcap)
                 if seen is Seen.SOME:
@@ -84,7 +85,9 @@ class Blockwise:
                 p = scores.sub_(base[..., None]).exp_()
                 shrink = torch.exp(best - base)
                 total = total * shrink + p.sum(dim=-1)
-                acc = acc.mul_(shrink[..., None]) + p @ _heads_first(v_BTGE[:, keys]).to(dtype)
+                acc = acc.mul_(shrink[..., None]) + p @ _heads_first(
+                    cleared(v_BTGE, padding.keys, keys)
+                ).to(dtype)
                 best = new_best
             unseen = total == 0
             acc = acc / total.masked_fill(unseen, 1.0)[..., None]
@@ -104,18 +107,19 @@ class Blockwise:
         dk_BGTD = torch.zeros(_heads_first(k_BTGD).shape, dtype=dtype, device=q_BSHD.device)
         dv_BGTE = torch.zeros(_heads_first(v_BTGE).shape, dtype=dtype, device=q_BSHD.device)
         visibility = self._visibility(block)
+        padding = Padding.of(block.mask, q_BSHD.device)
         for queries in _runs(S, self._query_block):
-            q_rows = _rows(q_BSHD[:, queries], G).to(dtype) * softmax_scale
-            grad_rows = _rows(grad_out_BSHE[:, queries], G).to(dtype)
+            q_rows = _rows(cleared(q_BSHD, padding.queries, queries), G).to(dtype) * softmax_scale
+            grad_rows = _rows(cleared(grad_out_BSHE, padding.queries, queries), G).to(dtype)
             lse_rows = lse_BHS[:, :, queries].reshape(B, G, -1, 1)
-            delta_rows = delta_BHS[:, :, queries].reshape(B, G, -1, 1)
+            delta_rows = cleared(delta_BHS, padding.queries, queries, 2).reshape(B, G, -1, 1)
             dq_rows = torch.zeros_like(q_rows)
             for keys in _runs(T, self._key_block):
                 seen = visibility.seen(queries.start, keys.start)
                 if seen is Seen.NONE:
                     continue
-                k = _heads_first(k_BTGD[:, keys]).to(dtype)
-                v = _heads_first(v_BTGE[:, keys]).to(dtype)
+                k = _heads_first(cleared(k_BTGD, padding.keys, keys)).to(dtype)
+                v = _heads_first(cleared(v_BTGE, padding.keys, keys)).to(dtype)
                 scores = q_rows @ k.mT
                 slope = _cap(scores, softcap) if softcap else None
                 if seen is Seen.SOME:

@@ -42,7 +42,7 @@ class RowRange:
 
     lo: Tensor  # (S,) integers >= 0
     hi: Tensor  # (S,)
-    key_position: Tensor  # (T,) integers >= 0
+    key_position: Tensor  # (T,) integers >= 0; padding, which may hold anything, is at -1
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
 

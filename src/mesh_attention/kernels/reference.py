@@ -18,7 +18,7 @@ from mesh_attention.kernels.interface import (
 )
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import UNSEEN_LSE, accumulator_dtype, delta
-from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.kernels.visibility import Padding, cleared, dense_mask
 from mesh_attention.plan.plan import Direction
 
 
@@ -46,6 +46,7 @@ class Reference:
         )
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        block = _without_padding(block)
         scores_BGRST = _scores(block)
         lse_BGRS = torch.logsumexp(scores_BGRST, dim=-1)
         p_BGRST = _weights(scores_BGRST, lse_BGRS)
@@ -55,8 +56,12 @@ class Reference:
         return out_BSGRE.flatten(2, 3).to(dtype), lse_BHS
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        block = _without_padding(block)
         q_BSHD, k_BTGD, v_BTGE, *_ = block
         grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = given
+        unseen = Padding.of(block.mask, q_BSHD.device).queries
+        grad_out_BSHE = cleared(grad_out_BSHE, unseen)
+        delta_BHS = None if delta_BHS is None else cleared(delta_BHS, unseen, dim=2)
         G = k_BTGD.shape[2]
         if delta_BHS is None:
             assert out_BSHE is not None  # one of the two is there
@@ -76,6 +81,12 @@ class Reference:
         dk = torch.einsum("bgrst,bsgrd->btgd", ds_BGRST, q_BSGRD)
         dv = torch.einsum("bgrst,bsgre->btge", p_BGRST, grad_BSGRE)
         return dq.to(q_BSHD.dtype), dk.to(k_BTGD.dtype), dv.to(v_BTGE.dtype)
+
+
+def _without_padding(block: Block) -> Block:
+    queries, keys = Padding.of(block.mask, block.q.device)
+    k, v = (cleared(x, keys) for x in (block.k, block.v))
+    return block._replace(q=cleared(block.q, queries), k=k, v=v)
 
 
 def _scores(block: Block) -> Tensor:

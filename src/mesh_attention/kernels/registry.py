@@ -98,7 +98,13 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
         return "its backward pass takes `out`, where differentiable_lse=True needs one with `delta`"
     if backward and request.deterministic and not getattr(kernel, "deterministic", False):
         return "its backward pass is not deterministic, as torch.use_deterministic_algorithms asks"
-    return kernel.refuses(request)
+    reason = kernel.refuses(request)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise MeshAttentionError(
+            f"kernel {kernel.name!r}: refuses() must return None if it can do a request, or one "
+            f"line that says why not; it returned {reason!r}"
+        )
+    return reason
 
 
 def _has_forward_only(kernel: Kernel, request: Request) -> bool:

@@ -7,6 +7,7 @@ makes a merge wrong without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def check_backward(kernel: Kernel, block: Block, result: Any) -> None:
 def _check(
     kernel: Kernel, method: str, block: Block, result: Any, wanted: Mapping[str, Sequence[int]]
 ) -> None:
+    if (
+        isinstance(result, tuple)
+        and len(result) == len(wanted)
+        and all(map(_is_right, result, wanted.values(), wanted, repeat(block.q)))
+    ):
+        return
     given, device = block.q.dtype, block.q.device
     widest = {accumulator_dtype(given), torch.float64}
     expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in wanted.items())
@@ -52,6 +59,17 @@ def _check(
         if x.dtype not in dtypes:
             known = " or ".join(sorted(map(str, dtypes)))
             raise KernelResultError(f"{told}; its {name} is {x.dtype}, and must be {known}")
+
+
+def _is_right(x: Any, shape: Sequence[int], name: str, q: Tensor) -> bool:
+    """As almost always, and quickly: every result of every call is looked at."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        isinstance(x, Tensor)
+        and x.shape == shape
+        and (x.dtype == wide or (name != "lse" and x.dtype == q.dtype))
+        and x.device == q.device
+    )
 
 
 def _described(x: Any) -> str:

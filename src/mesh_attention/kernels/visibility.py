@@ -8,6 +8,7 @@ and largest positions alone, so that hidden blocks cost nothing (design.md, "Com
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,37 @@ def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
             found = tuple(getattr(mask, name).shape)
             if found != (length,):
                 raise MeshAttentionError(f"RowRange.{name} has shape {found}, not ({length},)")
+
+
+class Padding(NamedTuple):
+    """Rows that nobody sees, and that see nothing: they may hold anything, also NaN, and zero times
+    NaN is NaN. None where there are none."""
+
+    queries: Tensor | None  # (S,) bool
+    keys: Tensor | None  # (T,) bool
+
+    @staticmethod
+    def of(mask: BlockMask, device: torch.device) -> Padding:
+        if not isinstance(mask, RowRange):
+            return Padding(None, None)
+        key = ("padding", device)
+        if key not in mask.kept:
+            sees_nothing, at_no_position = mask.hi <= mask.lo, mask.key_position < 0
+            mask.kept[key] = Padding(
+                *(x.to(device) if x.any() else None for x in (sees_nothing, at_no_position))
+            )
+        found: Padding = mask.kept[key]
+        return found
+
+
+def cleared(x: Tensor, padding: Tensor | None, rows: slice = slice(None), dim: int = 1) -> Tensor:
+    """Some rows of a dimension, with zeros in place of padding; a view where there is none."""
+    part = x[(slice(None),) * dim + (rows,)]
+    if padding is None:
+        return part
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    return part.masked_fill(padding[rows].view(shape), 0.0)
 
 
 def dense_mask(

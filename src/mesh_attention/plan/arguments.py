@@ -38,9 +38,13 @@ def real(name: str, value: Any) -> float:
     """A finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError(f"{name}={value!r}: must be a number")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= 0:
         raise PlanError(f"{name}={value!r}: must be finite and above 0")
-    return float(value)
+    return number
 
 
 def flag(name: str, value: Any) -> bool:

@@ -102,6 +102,8 @@ def parse_plan(text: str) -> Plan:
     if not isinstance(text, str):
         raise PlanTextError(f"the text of a plan is a str, not {type(text).__name__}")
     lines = text.splitlines()
+    if lines == [HEADER]:
+        raise PlanTextError(f"the text ends after its first line, {HEADER!r}")
     if len(lines) < 2 or lines[0] != HEADER:
         raise PlanTextError(f"a plan begins with {HEADER!r}, this text with {_first(lines)}")
     try:

@@ -42,8 +42,10 @@ class FasterCalls:
     def __str__(self) -> str:
         if not self.whole + self.cut:
             return "rectangles: no kernel takes any mask at a good rate"
+        if math.isinf(self.seconds_cut):
+            return "all attentions in one call: the kernel asked for takes no rectangles"
         return (
-            f"{self.whole} of {self.whole + self.cut} attentions in one call; predicted "
+            f"{self.whole} of {self.whole + self.cut} attentions in one call; by rates of an H200 "
             f"{self.seconds_whole * 1e3:.3g} ms if all were, {self.seconds_cut * 1e3:.3g} ms cut "
             "into rectangles"
         )

@@ -51,16 +51,17 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        # Gradients are recorded here only for create_graph=True. `once_differentiable` would not
-        # do: torch.autograd.grad passes its error node by and returns a wrong second derivative.
-        if torch.is_grad_enabled():
-            raise MeshAttentionError(
-                "second derivatives of attention are not supported; call with create_graph=False"
-            )
         ctx.share.refuse_if_closed()
-        guard = ctx.share.context.guard
-        with guard.whole_or_broken():
-            if not ctx.call.options.differentiable_lse:
+        context, call = ctx.share.context, ctx.call
+        with context.refused_by_all(call.options):
+            # Gradients are recorded here only for create_graph=True. `once_differentiable` would
+            # not do: torch.autograd.grad passes its error node by and returns a wrong derivative.
+            if torch.is_grad_enabled():
+                raise MeshAttentionError(
+                    "second derivatives of attention are not supported; call with "
+                    "create_graph=False"
+                )
+            if not call.options.differentiable_lse:
                 _refuse_gradient_of_lse(grad_lse)
             # In the caller's modes: a checkpoint computes them again, by a call.
             q, k, v, out, lse = ctx.saved_tensors
@@ -68,17 +69,16 @@ class _Attention(torch.autograd.Function):
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
             inputs["lse"] = _rows_of_statistics(lse)
-            if ctx.call.options.differentiable_lse:
+            if call.options.differentiable_lse:
                 given = torch.zeros_like(lse) if grad_lse is None else grad_lse
                 # Nothing depends on a row that sees nothing, whatever is made of its -inf.
                 given = given.masked_fill(lse == -torch.inf, 0.0)
                 inputs[GRAD_LSE] = _rows_of_statistics(given)
-        call = ctx.call
         ctx.share.begin(
             *(call.kinds[True], Direction.BACKWARD, call.options, q.device, ctx.label, ctx.place)
         )
-        with guard.whole_or_broken(), outside_autocast():
-            result = ctx.share.run(ctx.call, Direction.BACKWARD, inputs)
+        with context.guard.whole_or_broken(), outside_autocast():
+            result = ctx.share.run(call, Direction.BACKWARD, inputs)
         grads = [
             result[name].transpose(0, 1).contiguous() if needed else None
             for name, needed in zip(

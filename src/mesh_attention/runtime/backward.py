@@ -129,8 +129,7 @@ class BackwardCalls:
     """All kernel calls of one operation on its tensors, to be made in every call of the program.
 
     `untouched` rows of the gradients are seen by no call; `follows`: the first call reads what was
-    computed right before it; `unchecked`: places in the program, `at` is that of this operation,
-    whose kernels have not returned anything yet.
+    computed right before it.
     """
 
     def __init__(
@@ -142,10 +141,7 @@ class BackwardCalls:
         untouched: Sequence[Tensor],
         streams: ComputeStreams,
         follows: bool,
-        at: int,
-        unchecked: set[int],
     ) -> None:
-        self._at, self._unchecked = at, unchecked
         self._untouched = untouched
         self._streams = streams
         self._follows = follows
@@ -156,7 +152,6 @@ class BackwardCalls:
 
     def __call__(self) -> None:
         streams = self._streams
-        check = self._at in self._unchecked
         for rows in self._untouched:
             clear(rows)
         inputs: list[BackwardInputs] = []
@@ -171,14 +166,12 @@ class BackwardCalls:
             elif at == 1 and self._prepared is not None:
                 streams.wait_for(self._prepared)
             grads = call.kernel.backward(call.block, inputs[at])
-            if check:
-                check_backward(call.kernel, call.block, grads)
+            check_backward(call.kernel, call.block, grads)
             streams.follow()
             for target, grad in zip(call.targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
         streams.hold(inputs)
-        self._unchecked.discard(self._at)
 
 
 def backward_needs(kernel: Kernel) -> BackwardNeeds:

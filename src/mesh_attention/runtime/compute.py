@@ -85,7 +85,6 @@ class ComputeOperations:
         self._scores = scores
         self._beside_transfers = beside_transfers
         self._streams = streams
-        self._unchecked = set(masks)  # attentions whose kernels have not returned anything yet
 
     def bind(self, at: int, views: Views) -> Work:
         op = self.operations[at]
@@ -108,10 +107,9 @@ class ComputeOperations:
             target = MergedRows(self._rows, out, lse, stretches)
             block = self._block(at, call, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
             kernel = self._kernels[kind_of(mask)]
-            calls.append((partial(self._checked_forward, at, kernel, block), target))
+            calls.append((partial(_checked_forward, kernel, block), target))
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
-        done = partial(self._unchecked.discard, at)
-        return partial(_forward, self._streams, at in self._follow, untouched, calls, done)
+        return partial(_forward, self._streams, at in self._follow, untouched, calls)
 
     def _block(
         self, at: int, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
@@ -120,12 +118,6 @@ class ComputeOperations:
         keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
         leave = _SMS_OF_TRANSFERS if at in self._beside_transfers else 0
         return Block(queries, keys, values, mask, *self._scores, leave)
-
-    def _checked_forward(self, at: int, kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
-        result = kernel.forward(block)
-        if at in self._unchecked:
-            check_forward(kernel, block, result)
-        return result
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
@@ -155,8 +147,6 @@ class ComputeOperations:
             untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
             streams=self._streams,
             follows=at in self._follow,
-            at=at,
-            unchecked=self._unchecked,
         )
 
     def _merge(self, op: Merge, views: Views) -> Work:
@@ -188,6 +178,12 @@ class ComputeOperations:
                 return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
 
 
+def _checked_forward(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+    result = kernel.forward(block)
+    check_forward(kernel, block, result)
+    return result
+
+
 def _delta_less(
     rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
 ) -> None:
@@ -202,7 +198,6 @@ def _forward(
     follows: bool,
     untouched: Sequence[tuple[Tensor, Tensor]],
     calls: Sequence[tuple[Callable[[], tuple[Tensor, Tensor]], MergedRows]],
-    done: Callable[[], None] | None = None,
 ) -> None:
     """`follows`: the first kernel call reads what was computed right before it."""
     for out, lse in untouched:
@@ -216,8 +211,6 @@ def _forward(
         streams.follow()
         target.take(*result)
         del result  # before the next call asks for as much memory again
-    if done is not None:
-        done()
 
 
 def _coverage(op: Operation) -> tuple[Coverage, ...]:

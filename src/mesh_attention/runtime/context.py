@@ -11,7 +11,8 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -145,6 +146,22 @@ class Context:
         kept.keep(key, call)
         self._living_calls.add(call)
         return call
+
+    @contextmanager
+    def refused_by_all(self, options: CallOptions) -> Iterator[None]:
+        """Around what a rank does by itself before a backward pass: if it fails, nothing has moved,
+        but the others must not wait for it. Where all fail alike, all objects stay usable."""
+        try:
+            yield
+        except Exception as error:
+            if self.guard.broken:
+                raise
+            self._agree({}, options, error)
+            raise AssertionError("an error is always raised") from error
+        except BaseException as ended:
+            rank = self.groups.global_rank_of_self
+            self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
+            raise
 
     def _stated(self, mine: PlanOnRank, options: CallOptions) -> Statement:
         return {
@@ -281,6 +298,11 @@ class Share:
         """Also if the context is broken."""
         if self._closed:
             raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        if not is_registered(self.context.groups.parent):
+            raise MeshAttentionError(
+                "the process group of this call was destroyed (destroy_process_group); make a new "
+                "group and a new ContextParallel on it"
+            )
         self.context.guard.refuse_if_broken()
 
     def close(self) -> None:
