@@ -96,3 +96,9 @@ def test_a_name_of_before_is_refused_with_that_of_today(old: str, told: str) -> 
     with pytest.raises(MeshAttentionError) as refused:
         make_plan(PROBLEM, 2, **options)
     assert f"method mesh has no option '{old}' ({told}); its options: " in str(refused.value)
+
+
+def test_more_tokens_than_counts_can_hold_are_refused() -> None:
+    assert Problem(1 << 30, 1, 8).q_tokens == 1 << 30
+    with pytest.raises(MeshAttentionError, match="at most 1073741824 are supported"):
+        Problem((1 << 30) + 1, 1, 8)

@@ -1,0 +1,67 @@
+"""What operations read and write: all that readers of programs know of order and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.dependencies import _inside
+from mesh_attention.plan.program import Attend, AttendBackward, Task, reads, writes
+
+TASK = Task("C", (0, 0))
+
+
+def piece(name: str) -> Piece:
+    return Piece(name, 0, 4)
+
+
+ATTEND = Attend(
+    TASK, piece("q"), piece("k"), piece("v"), piece("out"), piece("lse"), calls=(), fresh=True
+)
+BACKWARD = AttendBackward(
+    TASK,
+    piece("q"),
+    piece("k"),
+    piece("v"),
+    piece("grad_out"),
+    piece("lse"),
+    out=None,
+    delta=piece("delta"),
+    grad_q=piece("grad_q"),
+    grad_k=piece("grad_k"),
+    grad_v=piece("grad_v"),
+    calls=(),
+    fresh_q=True,
+    fresh_kv=True,
+)
+
+
+def names(pieces: object) -> list[str]:
+    return [one.buffer for one in pieces]  # type: ignore[attr-defined]
+
+
+def test_an_attention_reads_its_results_only_if_it_adds_to_them() -> None:
+    assert names(reads(ATTEND)) == ["q", "k", "v"]
+    assert names(reads(replace(ATTEND, fresh=False))) == ["q", "k", "v", "out", "lse"]
+    assert names(writes(ATTEND)) == ["out", "lse"]
+
+
+@pytest.mark.parametrize("fresh_q", [True, False])
+@pytest.mark.parametrize("fresh_kv", [True, False])
+def test_gradients_are_read_only_where_they_are_added_to(fresh_q: bool, fresh_kv: bool) -> None:
+    found = names(reads(replace(BACKWARD, fresh_q=fresh_q, fresh_kv=fresh_kv)))
+    assert found[:6] == ["q", "k", "v", "grad_out", "lse", "delta"]
+    assert found[6:] == ["grad_q"] * (not fresh_q) + ["grad_k", "grad_v"] * (not fresh_kv)
+
+
+def test_a_piece_lies_inside_another_by_its_rows_and_all_of_its_heads() -> None:
+    whole = Piece("x", 0, 8)
+    some = Piece("x", 0, 8, heads=(2, 6))
+    assert _inside(Piece("x", 2, 4), whole)
+    assert not _inside(Piece("x", 2, 9), whole)
+    assert _inside(Piece("x", 2, 4, heads=(3, 6)), some)
+    assert not _inside(Piece("x", 2, 4, heads=(3, 7)), some)
+    assert not _inside(Piece("x", 2, 4, heads=(1, 3)), some)
+    assert not _inside(Piece("x", 2, 4), some)
