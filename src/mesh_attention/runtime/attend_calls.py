@@ -14,19 +14,77 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import BlockMask, BlockSize, Causal, Full, Kernel, MaskKind, RowRange
+from mesh_attention.kernels import (
+    BlockMask,
+    BlockSize,
+    Causal,
+    Choice,
+    Full,
+    Kernel,
+    KernelRefusedError,
+    MaskKind,
+    Request,
+    RowRange,
+    choose,
+)
 from mesh_attention.kernels.speed import predicted_seconds, takes_whole_attentions
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
-from mesh_attention.plan.layout import Layout, slice_spans
+from mesh_attention.plan.layout import Layout, LayoutKind, slice_spans
 from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.runs import Run
+from mesh_attention.runtime.binding import CallShape
 
 Kernels = Mapping[MaskKind, Kernel]
 Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+
+
+def choose_kernels(
+    plan: Plan,
+    call_shape: CallShape,
+    direction: Direction,
+    force: str | None,
+    *,
+    softcap: bool,
+    deterministic: bool,
+    lse_gradient: bool,
+) -> dict[MaskKind, Choice | KernelRefusedError]:
+    """For every kind of mask, also those that no call of the program may have."""
+    problem = plan.problem
+    cuda = call_shape.device.type == "cuda"
+    padded = any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout))
+    found: dict[MaskKind, Choice | KernelRefusedError] = {}
+    for kind in MaskKind:
+        request = Request(
+            direction=direction,
+            device_type=call_shape.device.type,
+            capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
+            dtype=call_shape.dtype,
+            head_dim=problem.head_dim,
+            v_head_dim=problem.v_dim,
+            num_heads=problem.num_heads,
+            num_kv_heads=problem.kv_heads,
+            mask=kind,
+            softcap=softcap,
+            padded=padded,
+            scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
+            deterministic=deterministic,
+            lse_gradient=lse_gradient,
+        )
+        try:
+            found[kind] = choose(request, force=force)
+        except KernelRefusedError as refused:
+            found[kind] = refused
+    return found
+
+
+def chosen(found: Choice | KernelRefusedError) -> Choice:
+    if isinstance(found, KernelRefusedError):
+        raise found
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.binding import GRAD_LSE
-from mesh_attention.runtime.context import Share
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.modes import outside_autocast, outside_inference_mode
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.sharding import rows_first
+from mesh_attention.runtime.share import Share
 
 
 class _Attention(torch.autograd.Function):

@@ -11,27 +11,24 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.guard import Guard
 from mesh_attention.runtime.handshake import DisagreementError, Handshake
-from mesh_attention.runtime.identity import AgreedKind, Identity, Statement
+from mesh_attention.runtime.identity import AgreedKind, Statement
 from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.groups import Groups, is_registered
-from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transports import TransportName, Transports
 
 NUM_PLANS = 64  # kept, of each context
@@ -260,59 +257,6 @@ class Context:
         """The kinds of call made last with one of these plans and these options."""
         kept, plans = self._calls[options.cuda_graph].items(), {one.key for one in mine}
         return [call for (plan, o, _), call in kept if plan in plans and o == options]
-
-
-class Share:
-    """One user's share of a context: a `ContextParallel`, or `mesh_attention()`."""
-
-    def __init__(self, context: Context, number: int) -> None:
-        self.context = context
-        self.counters: dict[Direction, Counters] = {}  # bytes of this user's calls
-        self._number = number
-        self._closed = False
-
-    def begin(
-        self,
-        kind: AgreedKind,
-        name: str,
-        options: CallOptions,
-        device: torch.device,
-        label: str | int | None = None,
-        of: int = 0,
-    ) -> None:
-        """All ranks are about to make this pass, or none gets a result. `of`: the place of the
-        forward call that a backward pass belongs to."""
-        context = self.context
-        identity = Identity(kind, name, self._number, repr(label), of)
-        timeout = context.groups.timeout(options.timeout)
-        context.guard.begin(identity, timeout, context.transports.stream(device))
-
-    def run(
-        self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        results = call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
-        self.context.guard.settle(results.values())
-        return results
-
-    def refuse_if_closed(self) -> None:
-        """Also if the context is broken."""
-        if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
-        if not is_registered(self.context.groups.parent):
-            raise MeshAttentionError(
-                "the process group of this call was destroyed (destroy_process_group); make a new "
-                "group and a new ContextParallel on it"
-            )
-        self.context.guard.refuse_if_broken()
-
-    def close(self) -> None:
-        """Only this tells the context that a user is gone: garbage is collected at another time on
-        each rank, and process groups must be released in the same order everywhere."""
-        if not self._closed:
-            self._closed = True
-            self.context.num_shares -= 1
-            if self.context.num_shares == 0:
-                self.context.release()
 
 
 def context_of(parent: dist.ProcessGroup) -> Context:

@@ -21,22 +21,17 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
     Choice,
-    KernelRefusedError,
-    MaskKind,
-    Request,
     RowKernels,
-    choose,
     choose_rows,
     kind_of,
 )
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AttendBackward, Communication, Free, Operation
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
-from mesh_attention.runtime.attend_calls import faster_calls, masks_of
+from mesh_attention.runtime.attend_calls import choose_kernels, chosen, faster_calls, masks_of
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.fuse import without_copies
@@ -103,7 +98,7 @@ class Executor:
         self.call_shape = call_shape
         scores = Scores(softmax_scale, softcap)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        choices = _choose(
+        choices = choose_kernels(
             *(plan, call_shape, one.direction, kernel),
             softcap=bool(softcap),
             deterministic=deterministic,
@@ -122,7 +117,7 @@ class Executor:
         self._trace = trace
         masks = masks_of(plan, program, kernels, call_shape.device)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
-        self.choices = {kind: _chosen(choices[kind]) for kind in sorted(kinds)}
+        self.choices = {kind: chosen(choices[kind]) for kind in sorted(kinds)}
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
         self.workspace_bytes = self._memory.total_bytes * call_shape.batch
@@ -265,49 +260,4 @@ def _beside_transfers(
         in_flight -= set(waits[at])
         if in_flight:
             found.add(at)
-    return found
-
-
-def _choose(
-    plan: Plan,
-    call_shape: CallShape,
-    direction: Direction,
-    force: str | None,
-    *,
-    softcap: bool,
-    deterministic: bool,
-    lse_gradient: bool,
-) -> dict[MaskKind, Choice | KernelRefusedError]:
-    """For every kind of mask, also those that no call of the program may have."""
-    problem = plan.problem
-    cuda = call_shape.device.type == "cuda"
-    padded = any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout))
-    found: dict[MaskKind, Choice | KernelRefusedError] = {}
-    for kind in MaskKind:
-        request = Request(
-            direction=direction,
-            device_type=call_shape.device.type,
-            capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
-            dtype=call_shape.dtype,
-            head_dim=problem.head_dim,
-            v_head_dim=problem.v_dim,
-            num_heads=problem.num_heads,
-            num_kv_heads=problem.kv_heads,
-            mask=kind,
-            softcap=softcap,
-            padded=padded,
-            scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
-            deterministic=deterministic,
-            lse_gradient=lse_gradient,
-        )
-        try:
-            found[kind] = choose(request, force=force)
-        except KernelRefusedError as refused:
-            found[kind] = refused
-    return found
-
-
-def _chosen(found: Choice | KernelRefusedError) -> Choice:
-    if isinstance(found, KernelRefusedError):
-        raise found
     return found

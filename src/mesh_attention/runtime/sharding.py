@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
-from mesh_attention.runtime.context import Context, Share
+from mesh_attention.runtime.context import Context
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.torch_operations import all_gather
 

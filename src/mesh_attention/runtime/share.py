@@ -1,0 +1,72 @@
+"""One user of a context: which calls are its own, what they moved, and whether it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.plan import Direction
+from mesh_attention.runtime.identity import AgreedKind, Identity
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.transport.groups import is_registered
+from mesh_attention.runtime.transport.interface import Counters
+
+if TYPE_CHECKING:
+    from mesh_attention.runtime.context import Context
+
+
+class Share:
+    """One user's share of a context: a `ContextParallel`, or `mesh_attention()`."""
+
+    def __init__(self, context: Context, number: int) -> None:
+        self.context = context
+        self.counters: dict[Direction, Counters] = {}  # bytes of this user's calls
+        self._number = number
+        self._closed = False
+
+    def begin(
+        self,
+        kind: AgreedKind,
+        name: str,
+        options: CallOptions,
+        device: torch.device,
+        label: str | int | None = None,
+        of: int = 0,
+    ) -> None:
+        """All ranks are about to make this pass, or none gets a result. `of`: the place of the
+        forward call that a backward pass belongs to."""
+        context = self.context
+        identity = Identity(kind, name, self._number, repr(label), of)
+        timeout = context.groups.timeout(options.timeout)
+        context.guard.begin(identity, timeout, context.transports.stream(device))
+
+    def run(
+        self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        results = call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
+        self.context.guard.settle(results.values())
+        return results
+
+    def refuse_if_closed(self) -> None:
+        """Also if the context is broken."""
+        if self._closed:
+            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+        if not is_registered(self.context.groups.parent):
+            raise MeshAttentionError(
+                "the process group of this call was destroyed (destroy_process_group); make a new "
+                "group and a new ContextParallel on it"
+            )
+        self.context.guard.refuse_if_broken()
+
+    def close(self) -> None:
+        """Only this tells the context that a user is gone: garbage is collected at another time on
+        each rank, and process groups must be released in the same order everywhere."""
+        if not self._closed:
+            self._closed = True
+            self.context.num_shares -= 1
+            if self.context.num_shares == 0:
+                self.context.release()
