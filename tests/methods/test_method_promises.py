@@ -16,7 +16,7 @@ from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Program, SendRecv
+from mesh_attention.plan.program import Attend, Communication, Program, SendRecv
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.verify import verify
 
@@ -174,3 +174,32 @@ def test_gradients_of_a_ring_enter_a_node_once_from_each_other(ranks: int, per_n
 )
 def test_sums_inside_nodes_are_proven(method: str, ranks: int, options: dict[str, Any]) -> None:
     assert verify(plan_of(method, ranks, **options)) == []
+
+
+def test_a_plan_of_rings_says_how_keys_and_gradients_travel() -> None:
+    ring = plan_of("ring", 4, gradients="travel")
+    assert ring.forward.setting == {"tile": "1x4", "kv": "ring"}
+    assert ring.backward.setting == {"tile": "1x4", "kv": "ring", "gradients": "travel"}
+    double = plan_of("double-ring", 4, inner=2)
+    assert double.forward.setting["kv"] == "rings of 2"
+    assert double.backward.setting["gradients"] == "direct"
+
+
+def test_of_the_degrees_beyond_a_node_only_the_largest_is_tried_with_double_rings() -> None:
+    problem = Problem(256, 32, 4)
+    settings = METHODS["double-ring"].candidates(problem, 32, 4)
+    assert [setting["ulysses"] for setting in settings] == [1, 2, 4, 32]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_communication_stands_in_the_schedule_that_is_drawn(method: str) -> None:
+    plan = make_plan(Problem(128, 8, 4, mask=CAUSAL), 8, method=method, ranks_per_node=4)
+    for one in plan.passes:
+        scheduled = set(one.schedule.order())
+        moved = {
+            op.task.whole
+            for program in one.programs
+            for op in program.operations
+            if isinstance(op, Communication)
+        }
+        assert moved <= scheduled

@@ -13,20 +13,23 @@ import pytest
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations
+from mesh_attention.plan.build import tile_tasks
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.draw import schedule, summary
 from mesh_attention.plan.draw.matrix import computed_cells, draw_assignment
 from mesh_attention.plan.draw.schedule import compare_schedulers, draw_steps, task_graph
 from mesh_attention.plan.draw.summary import bytes_text, draw_summary, problem_text
-from mesh_attention.plan.draw.work import balance
+from mesh_attention.plan.draw.work import _join, balance
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
 from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.runs import Run
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.tasks import Costs, Schedule
+from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph
+from mesh_attention.plan.text import parse_plan, plan_text
 
 CAUSAL = Mask(causal=True)
 
@@ -151,6 +154,32 @@ def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> No
             assert greedy(task_graph(plan, one, Costs())) == one.schedule
 
 
+@pytest.mark.parametrize("rotation", [True, False])
+def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
+    rotation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their seconds, on the mean of all ranks, and what they wait for. Without rotation ranks
+    receive unequally much."""
+    ordered: list[TaskGraph] = []
+
+    def watched(graph: TaskGraph, *, gamma: float) -> Schedule:
+        ordered.append(graph)
+        return greedy(graph, gamma=gamma)
+
+    monkeypatch.setattr(tile_tasks, "greedy", watched)
+    plan = plan_for(6, tile=(2, 3), chunks=(3, 2), rotation=rotation)
+    for one, expected in zip(plan.passes, ordered, strict=True):
+        found = task_graph(plan, one, Costs())
+        for mine, theirs in (
+            (found.communication, expected.communication),
+            (found.compute, expected.compute),
+        ):
+            needs = {node.task: set(node.needs) for node in theirs}
+            seconds = {node.task: pytest.approx(node.cost, rel=1e-9, abs=0) for node in theirs}
+            assert {node.task: set(node.needs) for node in mine} == needs
+            assert {node.task: node.cost for node in mine} == seconds
+
+
 def test_the_comparison_never_finds_greedy_better_than_the_best() -> None:
     plan = plan_for(16, tokens=65536, mask=CAUSAL, chunks=(4, 4))
     for one in plan.passes:
@@ -178,6 +207,25 @@ def test_schedulers_are_not_compared_where_transfers_feed_each_other() -> None:
     broken = with_operations(plan, 0, changed)
     with pytest.raises(PlanError, match="AG-Q-1 passes on what AG-Q-0 brought"):
         compare_schedulers(broken, broken.forward)
+
+
+def test_schedulers_are_not_compared_where_computations_are_no_pairs_of_chunks() -> None:
+    text = plan_text(plan_for(4)).replace("C-0-0", "X-0")
+    plan = parse_plan(text)
+    with pytest.raises(PlanError, match="X-0 is not a task such as C-0-1"):
+        compare_schedulers(plan, plan.forward)
+
+
+def test_neighbouring_runs_are_joined_wherever_they_stand() -> None:
+    far, left, right = Run(0, 4), Run(16, 1, 8, 4), Run(17, 1, 8, 4)
+    assert _join([right, far, left]) == [far, Run(16, 2, 8, 4)]
+
+
+def test_slots_of_queries_and_keys_are_told_apart_where_they_differ() -> None:
+    assert "contiguous, 96 slots a rank" in draw_summary(plan_for(6))
+    problem = Problem(576, 4, 8, kv_tokens=288)
+    summary = draw_summary(make_plan(problem, 6))
+    assert "contiguous, 96 query and 48 key slots a rank" in summary
 
 
 def test_the_summary_fits_one_screen_and_names_what_matters() -> None:

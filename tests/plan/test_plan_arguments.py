@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from mesh_attention import Mask, MeshAttentionError, Problem, count, make_plan, verify
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.question import attention_mask
 from mesh_attention.plan.text import digest, plan_text
 
 PROBLEM = Problem(64, 2, 8)
@@ -102,3 +104,28 @@ def test_more_tokens_than_counts_can_hold_are_refused() -> None:
     assert Problem(1 << 30, 1, 8).q_tokens == 1 << 30
     with pytest.raises(MeshAttentionError, match="at most 1073741824 are supported"):
         Problem((1 << 30) + 1, 1, 8)
+
+
+def test_a_number_is_refused_with_the_least_that_it_may_be() -> None:
+    with pytest.raises(MeshAttentionError, match=r"must be a whole number of at least 1$"):
+        number("ranks", "four")
+    with pytest.raises(MeshAttentionError, match=r"must be a whole number of at least -1$"):
+        number("window_size", -2, least=-1)
+    with pytest.raises(MeshAttentionError, match=r"must be a whole number$"):
+        number("shift", 1.5, least=None)
+    assert number("shift", -7, least=None) == -7
+
+
+def test_a_mask_may_be_said_in_several_ways_that_do_not_contradict_each_other() -> None:
+    causal, window = Mask(causal=True), Mask(window=(4, None))
+    assert attention_mask(causal=None) == attention_mask(causal=False) == Mask()
+    assert attention_mask(causal=True) == attention_mask(causal=None, mask=causal) == causal
+    assert attention_mask(causal=True, mask=causal) == causal
+    assert attention_mask(causal=False, mask=window) == window
+    assert attention_mask(causal=None, window_size=(4, -1)) == window
+    assert attention_mask(causal=True, window_size=(-1, -1)) == causal
+    for said, mask in ((True, window), (False, causal)):
+        with pytest.raises(MeshAttentionError, match=f"causal={said} contradicts a mask that is"):
+            attention_mask(causal=said, mask=mask)
+    with pytest.raises(MeshAttentionError, match="not both"):
+        attention_mask(causal=None, mask=causal, window_size=(4, 0))

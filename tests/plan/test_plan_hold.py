@@ -6,7 +6,7 @@ import pytest
 
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Free
+from mesh_attention.plan.program import Attend, Attention, Free
 from mesh_attention.plan.question import make_plan
 
 
@@ -27,3 +27,17 @@ def test_a_buffer_is_freed_right_after_its_last_use_or_so_many_attentions_later(
             assert at_the_end or not after or isinstance(after[-1], Attend)
             freed += 1
     assert freed > 6
+
+
+def test_a_rank_that_is_alone_frees_each_buffer_right_after_its_last_use() -> None:
+    """No transfer runs beside its attentions, so nothing is gained by holding memory."""
+    plan = make_plan(Problem(96, 2, 8), 1, chunks=(2, 2))
+    for one in plan.passes:
+        operations = one.programs[0].operations
+        assert sum(isinstance(op, Attention) for op in operations) > 1
+        frees = [at for at, op in enumerate(operations) if isinstance(op, Free)]
+        assert frees
+        for at in frees:
+            free = operations[at]
+            assert isinstance(free, Free)
+            assert all(name in operations[at - 1].touched for name in free.buffers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import pytest
 from dense_oracle import pairs_of_calls
 from mutants import (
     MUTANTS,
@@ -20,7 +21,7 @@ from mutants import (
 )
 
 from mesh_attention.plan.buffers import Piece, Role
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction
@@ -38,6 +39,7 @@ from mesh_attention.plan.program import (
     Task,
 )
 from mesh_attention.plan.verify import verify
+from mesh_attention.plan.verify.calls import RowMap
 
 
 def computed(place: Place, op: Compute) -> bool:
@@ -153,3 +155,28 @@ def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
     one = replace(place.one, programs=(program,), groups={"all": (0,)})
     (finding,) = verify(replace(plan, passes=(one,)))
     assert (finding.operation, "same query twice" in finding.message) == (op.name, True)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize(("start", "stop"), [(0, 9), (-1, 8), (4, 4)])
+def test_a_call_outside_the_rows_of_either_side_is_caught_at_its_task(
+    side: str, start: int, stop: int
+) -> None:
+    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    (place,) = places(plan, is_compute)
+    assert isinstance(place.op, Attend)
+    (call,) = place.op.calls
+    assert call == Call(CallKind.FULL, 0, 8, 0, 8)
+    outside = replace(call, **{f"{side}_start": start, f"{side}_stop": stop})
+    finding = caught(place, place.put(replace(place.op, calls=(outside,))))
+    assert finding.operation == place.op.name
+    assert "lies outside its rows (8 x 8)" in finding.message
+
+
+def test_a_run_that_is_not_cut_stays_one_and_a_cut_one_is_given_block_by_block() -> None:
+    """Or the pairs of long striped sequences would be counted token by token."""
+    layout = Layout(LayoutKind.STRIPED, 64, 4)
+    rows = RowMap(layout, ((0, 16),))
+    (whole,) = rows.runs(0, 16)
+    assert (whole.start, whole.stride, whole.count) == (0, 4, 16)
+    assert [(run.start, run.num_tokens) for run in rows.runs(1, 4)] == [(4, 1), (8, 1), (12, 1)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mutants import caught, random_places
+from mutants import caught, places, random_places
 
-from mesh_attention.plan.program import Free
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import AllGather, Free
 
 
 def test_a_buffer_freed_early_is_caught_at_that_rank_where_it_is_used_or_freed() -> None:
@@ -27,3 +29,19 @@ def test_a_buffer_that_is_never_freed_is_caught_at_that_rank() -> None:
         finding = caught(place, place.put())
         assert finding.rank == place.rank
         assert "never frees" in finding.message
+
+
+def test_what_is_used_or_written_again_after_its_free_is_said_to_be_freed() -> None:
+    """Not taken for something that never arrived, nor for a buffer that begins anew."""
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    place = places(plan, lambda op: isinstance(op, AllGather) and op.name == "AG-Q-0")[0]
+    assert isinstance(place.op, AllGather)
+    (name,) = (move.whole.buffer for move in place.op.moves)
+    used = caught(place, place.put(place.op, Free((name,))))
+    assert (used.rank, f"uses {name} after it was freed" in used.message) == (place.rank, True)
+    rest = place.program.operations[place.at + 1 :]
+    at = next(i for i, op in enumerate(rest) if isinstance(op, Free) and name in op.buffers)
+    again = place.with_operations(
+        (*place.program.operations[: place.at + 1], *rest[: at + 1], place.op, *rest[at + 1 :])
+    )
+    assert caught(place, again).rank in place.one.groups[place.op.group]

@@ -5,12 +5,14 @@ One change is harmless; its test says why, and checks that it passes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from mutants import (
     MUTANTS,
+    Place,
     caught,
     places,
     random_places,
@@ -20,7 +22,7 @@ from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     AllGather,
@@ -28,8 +30,12 @@ from mesh_attention.plan.program import (
     Move,
     Operation,
     ReduceScatter,
+    Task,
 )
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.verify import verify
+from mesh_attention.plan.verify.structure import _group_fault
 
 
 def test_pieces_sent_to_the_wrong_owner_are_caught_at_that_exchange() -> None:
@@ -135,3 +141,67 @@ def test_a_gather_into_a_buffer_of_another_kind_is_caught_at_that_gather() -> No
         lambda m: replace(m, part=replace(m.part, buffer="v" if m.part.buffer == "k" else "k")),
     )
     assert verify(mutant)[0].operation == "AG-KV-0"
+
+
+def first_gather(plan: Plan, name: str, rank: int) -> Place:
+    return next(p for p in places(plan, lambda op: op.name == name) if p.rank == rank)
+
+
+@pytest.mark.parametrize("cuts", [(0, 5, 3, 8), (1, 8), (0, 7), (0, 4, 4, 8), (0, 9)])
+def test_cuts_that_do_not_divide_a_part_are_caught_before_anything_runs(
+    cuts: tuple[int, ...],
+) -> None:
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
+    place = first_gather(plan, "AG-Q-0", 1)
+    assert isinstance(place.op, AllGather)
+    moves = tuple(replace(move, cuts=cuts) for move in place.op.moves)
+    finding = caught(place, place.put(replace(place.op, moves=moves)))
+    assert (finding.rank, finding.operation) == (1, "AG-Q-0")
+    assert f"cuts {cuts} do not divide the 8 rows of q" in finding.message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_members_that_move_other_sizes_are_caught_at_that_gather(rank: int) -> None:
+    """Cut otherwise on one of them; each by itself would be sound."""
+    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
+    place = first_gather(plan, "AG-Q-0", rank)
+    assert isinstance(place.op, AllGather)
+    assert place.one.groups[place.op.group] == (0, 1)
+    moves = tuple(replace(move, cuts=(0, 3, 8)) for move in place.op.moves)
+    finding = caught(place, place.put(replace(place.op, moves=moves)))
+    assert (finding.rank, finding.operation) == (1, "AG-Q-0")
+    assert "moves other sizes than rank 0" in finding.message
+
+
+def test_each_rank_may_call_its_buffers_as_it_likes() -> None:
+    """The kinds of a collective are those of its members' own buffers, not those of their names."""
+    plan = make_plan(Problem(32, 4, 4), 8, method="mesh-usp", ulysses=2, tile=(2, 2))
+    head, *programs = plan_text(plan).split("\nrank ")
+    other = {"k.u": "v.u", "v.u": "k.u"}
+    programs[0] = re.sub(r"\b[kv]\.u\b", lambda match: other[match[0]], programs[0])
+    assert "buffer v.u k element" in programs[0]
+    assert verify(parse_plan("\nrank ".join((head, *programs)))) == []
+
+
+def test_a_gather_written_row_by_row_is_proven_with_all_that_follows_it() -> None:
+    """300 rows: more than the numbers of which Python has one object each."""
+    setting = MeshSetting(tile=(2, 1), combine=Combine.REDUCE_SCATTER)
+    plan = plan_mesh(Problem(300, 1, 4), 2, setting, directions=(Direction.FORWARD,))
+    sends = tuple(Piece("q", at, at + 1) for at in range(150))
+    receives = [Piece("q.0", at, at + 1) for at in range(300)]
+    for rank in range(2):
+        place = first_gather(plan, "AG-Q-0", rank)
+        assert isinstance(place.op, AllGather)
+        both = tuple(receives[:150]), tuple(receives[150:])
+        plan = place.put(AllToAll(place.op.task, place.op.group, (sends, sends), both))
+    assert places(plan, lambda op: isinstance(op, ReduceScatter))
+    assert verify(plan) == []
+
+
+def test_an_exchange_among_300_members_names_pieces_for_each_of_them() -> None:
+    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting())
+    one = replace(plan.forward, groups={"U0": tuple(range(300))})
+    nothing: tuple[tuple[Piece, ...], ...] = ((),) * 300
+    assert _group_fault(one, 299, AllToAll(Task("EX-IN"), "U0", nothing, nothing)) is None
+    fault = _group_fault(one, 299, AllToAll(Task("EX-IN"), "U0", nothing[1:], nothing))
+    assert fault == "must name pieces for each of the 300 members of U0"
