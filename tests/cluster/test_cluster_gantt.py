@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from simulated_cases import timeline_of
 
-from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.gantt import _label, draw_gantt
+from mesh_attention.cluster.timeline import Event, Stream
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 
@@ -21,6 +22,25 @@ def test_a_chart_of_both_passes_is_drawn(ending: str, tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
     assert len(content) > 10_000
+
+
+class Axis:
+    """Writes down what is written on it, and where."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[float, float, str]] = []
+
+    def text(self, x: float, y: float, text: str, **_: object) -> None:
+        self.texts.append((x, y, text))
+
+
+def test_a_name_stands_in_the_middle_of_its_bar_where_there_is_room_for_it() -> None:
+    axis = Axis()
+    event = Event(0, Stream.COMPUTE, "C-0-0", "Attend", 0.25, 0.25, 0.75)
+    _label(axis, 3, event, 1000.0)
+    assert axis.texts == [(500.0, 3, "C-0-0")]
+    _label(axis, 3, event, 10_000.0)
+    assert len(axis.texts) == 1
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:

@@ -85,30 +85,30 @@ def test_a_full_call_takes_its_pairs_at_the_rate_of_its_size_and_a_pass_over_its
     flops = 2 * 64 * 64 * 4 * (8 + 4)
     merged = 64 * 4 * 4 * (2 + 2 * 4)
     found = seconds(ring(), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 1e-9 + merged * 1e-9,), rel=1e-12)
+    assert found == pytest.approx((flops * SLOWER * 1e-9 + merged * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_backward_takes_two_and_a_half_times_the_work_and_a_pass_over_three_gradients() -> None:
     flops = 2.5 * 2 * 64 * 64 * 4 * (8 + 4)
     merged = (64 * 4 * 8 + 64 * 2 * (8 + 4)) * (2 + 2 * 4)
     found = seconds(ring(), Direction.BACKWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 2e-9 + merged * 1e-9,), rel=1e-12)
+    assert found == pytest.approx((flops * SLOWER * 2e-9 + merged * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_a_causal_call_takes_the_pairs_on_and_below_the_diagonal_at_its_own_rate() -> None:
     flops = 2 * (64 * 65 // 2) * 4 * (8 + 4)
     merged = 64 * 4 * 4 * (2 + 2 * 4)
     found = seconds(ring(causal=True), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + merged * 1e-9,), rel=1e-12)
+    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + merged * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_its_merge() -> None:
     plain = seconds(ring(), Direction.FORWARD, cluster())[0]
     merged = 64 * 4 * 4 * (2 + 2 * 4) * 1e-9
     with_gaps = seconds(ring(), Direction.FORWARD, cluster(gap=3.0))[0]
-    assert with_gaps == pytest.approx(plain + 2 * 3.0 * MICRO, rel=1e-12)
+    assert with_gaps == pytest.approx(plain + 2 * 3.0 * MICRO, rel=1e-12, abs=0)
     launched = seconds(ring(), Direction.FORWARD, cluster(launch=1e6, gap=3.0))[0]
-    assert launched == pytest.approx(1.0 + 3.0 * MICRO + merged, rel=1e-12)
+    assert launched == pytest.approx(1.0 + 3.0 * MICRO + merged, rel=1e-12, abs=0)
 
 
 def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
@@ -122,7 +122,7 @@ def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
     )
     costs = ComputeCosts(cluster(gap=3.0), plan, Direction.FORWARD)
     (merge,) = costs.calls(op, table, 1)
-    assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12)
+    assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12, abs=0)
     assert not merge.kernel
 
 
@@ -132,7 +132,7 @@ def test_a_split_call_takes_the_time_of_the_whole_divided_by_rows() -> None:
     (whole,) = seconds(plan, Direction.FORWARD, cluster())
     split = seconds(plan, Direction.FORWARD, cluster(), splits=4)
     assert len(split) == 4
-    assert split == pytest.approx([whole / 4] * 4, rel=1e-12)
+    assert split == pytest.approx([whole / 4] * 4, rel=1e-12, abs=0)
 
 
 def group(*ranks: int) -> tuple[CommunicationCosts, str, Plan]:
@@ -173,7 +173,7 @@ KILOBYTE = Flows({}, {0: (1000, 1000)})
 def test_a_gather_takes_a_latency_for_each_hop_and_the_busiest_nic(
     ranks: tuple[int, ...], expected: float
 ) -> None:
-    assert collective(AllGather, KILOBYTE, 0, *ranks) == pytest.approx(expected, rel=1e-12)
+    assert collective(AllGather, KILOBYTE, 0, *ranks) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node() -> None:
@@ -185,7 +185,7 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
     op = object.__new__(AllGather)
     object.__setattr__(op, "group", "x")
     expected = (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 4e9
-    assert costs.collective(op, KILOBYTE, 0) == pytest.approx(expected, rel=1e-12)
+    assert costs.collective(op, KILOBYTE, 0) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_an_all_to_all_takes_the_slowest_of_what_leaves_and_comes_inside_and_out
     ranks: tuple[int, ...], sent: dict[int, int], received: dict[int, int], expected: float
 ) -> None:
     flows = Flows(sent, {member: (size, 0) for member, size in received.items()})
-    assert collective(AllToAll, flows, 0, *ranks) == pytest.approx(expected, rel=1e-12)
+    assert collective(AllToAll, flows, 0, *ranks) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
@@ -216,13 +216,13 @@ def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
     op = object.__new__(AllToAll)
     object.__setattr__(op, "group", "x")
     found = costs.collective(op, Flows({1: 100, 2: 200}, {}), 0)
-    assert found == pytest.approx(20 * MICRO + 200 / 1e9, rel=1e-12)
+    assert found == pytest.approx(20 * MICRO + 200 / 1e9, rel=1e-12, abs=0)
 
 
 def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> None:
     costs, _, _ = group(0, 1)
-    assert costs.flow(0, 3, 800) == pytest.approx(3 * MICRO + 800 / 8e9, rel=1e-12)
-    assert costs.flow(3, 4, 800) == pytest.approx(7 * MICRO + 800 / 1e9, rel=1e-12)
+    assert costs.flow(0, 3, 800) == pytest.approx(3 * MICRO + 800 / 8e9, rel=1e-12, abs=0)
+    assert costs.flow(3, 4, 800) == pytest.approx(7 * MICRO + 800 / 1e9, rel=1e-12, abs=0)
 
 
 def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:

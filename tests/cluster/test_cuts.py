@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mesh_attention.cluster.best import Cut
+from mesh_attention.cluster.best import Cut, first_cuts
+from mesh_attention.plan.problem import Problem
 
 
 def test_the_neighbours_have_twice_or_half_as_much_or_move_it_from_one_side_to_the_other() -> None:
@@ -36,3 +37,10 @@ def test_slices_of_heads_stay_within_the_heads_that_a_rank_holds_and_rise(
     """All heads at once are no slices."""
     found = [cut.heads for cut in Cut((4, 4), heads, held).neighbours() if cut.chunks == (4, 4)]
     assert found == expected
+
+
+def test_a_search_begins_with_slices_of_heads_where_there_are_several_and_with_2x2_chunks() -> None:
+    assert [cut.chunks for cut in first_cuts(Problem(64, 1, 8), {})] == [(2, 2)]
+    several = first_cuts(Problem(64, 4, 8), {})
+    assert [cut.chunks for cut in several] == [(1, 1), (2, 2)]
+    assert [cut.heads is None for cut in several] == [False, True]

@@ -16,6 +16,7 @@ from mesh_attention.plan.count import count
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import SendRecv
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.schedule.tasks import Costs
 
@@ -83,6 +84,43 @@ def test_flows_out_of_a_node_divide_what_it_can_send() -> None:
     shared = simulate(plan, replace(narrow, network=replace(network, nics=2)), costs=costs)
     assert wide.runtime_seconds == pytest.approx(4.0 * 2 + 1.0)
     assert shared.runtime_seconds == pytest.approx(8.0 * 2 + 1.0)
+
+
+@pytest.mark.parametrize(("nics", "seconds"), [(1, 8.0), (2, 4.0)])
+def test_collectives_of_ranks_behind_one_nic_divide_it(nics: int, seconds: float) -> None:
+    """Two groups, each with one rank in either of two nodes, gather at the same time."""
+    base = undisturbed()
+    cluster = replace(
+        base, node=replace(base.node, ranks=2), network=replace(base.network, nics=nics)
+    )
+    plan = make_plan(
+        Problem(64, 2, 8), 4, tile=(2, 2), chunks=(1, 1), ranks_per_node=2, directions=FORWARD
+    )
+    assert sorted(plan.forward.groups.values()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    costs = FixedCosts(lambda _: 0.0, lambda name: 4.0 * (name == "AG-KV-0"))
+    assert simulate(plan, cluster, costs=costs).runtime_seconds == pytest.approx(seconds)
+
+
+def test_a_rank_that_only_sends_or_only_receives_is_done_when_the_transfer_is() -> None:
+    """A ring of two, of which rank 0 gives its keys away and gets none."""
+    plan = ring(2)
+    one = plan.forward
+    shifts = [
+        next(op for op in program.operations if isinstance(op, SendRecv))
+        for program in one.programs
+    ]
+    halves = (replace(shifts[0], receives=()), replace(shifts[1], sends=()))
+    programs = tuple(
+        replace(program, operations=tuple(half if op is old else op for op in program.operations))
+        for program, old, half in zip(one.programs, shifts, halves, strict=True)
+    )
+    changed = replace(plan, passes=(replace(one, programs=programs),))
+    timeline = simulate(changed, undisturbed(), costs=FixedCosts(lambda _: 1.0, flow=4.0))
+    for rank in range(2):
+        (transfer,) = (e for e in timeline.events(rank) if e.stream is Stream.COMMUNICATION)
+        assert (transfer.start, transfer.end) == (0.0, 4.0)
+    attentions = [e for e in timeline.events(1) if e.kind == "Attend"]
+    assert [(e.start, e.end) for e in attentions] == [(0.0, 1.0), (4.0, 5.0)]
 
 
 def test_busy_streams_slow_each_other() -> None:

@@ -167,7 +167,9 @@ def test_a_call_outside_the_rows_of_either_side_is_caught_at_its_task(
     assert isinstance(place.op, Attend)
     (call,) = place.op.calls
     assert call == Call(CallKind.FULL, 0, 8, 0, 8)
-    outside = replace(call, **{f"{side}_start": start, f"{side}_stop": stop})
+    outside = replace(call, q_start=start, q_stop=stop)
+    if side == "k":
+        outside = replace(call, k_start=start, k_stop=stop)
     finding = caught(place, place.put(replace(place.op, calls=(outside,))))
     assert finding.operation == place.op.name
     assert "lies outside its rows (8 x 8)" in finding.message

@@ -1,0 +1,23 @@
+"""What is read from a cluster's file is frozen: a simulation cannot change it for the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+
+import mesh_attention.cluster
+
+
+def test_every_dataclass_of_clusters_is_frozen() -> None:
+    found = {
+        name: one.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        for info in pkgutil.walk_packages(
+            mesh_attention.cluster.__path__, "mesh_attention.cluster."
+        )
+        for name, one in inspect.getmembers(importlib.import_module(info.name), inspect.isclass)
+        if one.__module__ == info.name and dataclasses.is_dataclass(one)
+    }
+    assert [name for name, frozen in found.items() if not frozen] == ["RankTimes"]  # fills up
+    assert len(found) > 10
