@@ -47,6 +47,7 @@ def test_with_one_stream_there_is_nothing_to_finish() -> None:
     streams.follow()
     streams.switch()
     streams.pause()
+    streams.resume()
     streams.finish()
     assert streams._stream is only
     assert not streams.two

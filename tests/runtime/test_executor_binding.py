@@ -14,10 +14,10 @@ from torch import Tensor
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Free, Merge, Operation
+from mesh_attention.plan.program import AllToAll, Free, Merge, MergeRule, Operation, Task
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import ComputeOperations, Work
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, _beside_transfers, run_to_end
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -131,3 +131,13 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
     run_to_end(traced.run(inputs(plan, one)))
     operations = one.programs[0].operations
     assert seen == [op.name for op in operations if not isinstance(op, Free)]
+
+
+def test_what_is_computed_while_a_transfer_is_in_flight_is_beside_it() -> None:
+    """A transfer is in flight until somebody has waited for it."""
+    transfer = AllToAll(Task("EX"), "U", (), ())
+    computation = Merge(Task("end"), MergeRule.SUM, (), ())
+    operations: list[Operation] = [computation, transfer, computation, transfer]
+    operations += [computation, computation]
+    waits: list[tuple[int, ...]] = [(), (), (), (), (1,), (3,)]
+    assert _beside_transfers(operations, waits) == {2, 4}

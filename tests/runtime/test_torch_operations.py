@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.runtime.transport import torch_operations
@@ -74,3 +75,23 @@ def test_rows_to_be_reduced_are_given_in_the_order_of_the_process_group(
     assert torch.equal(part, PARTS[2])
     assert len(works) == 1
     assert len(finish) == (0 if contiguous else 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("call", "new", "old"),
+    [
+        ("all_gather", "all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    ],
+)
+def test_the_new_name_of_a_collective_is_used_where_torch_has_it(
+    call: str, new: str, old: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later releases warn on the old name, or have it no longer."""
+    monkeypatch.setattr(dist, new, lambda *_, **__: new, raising=False)
+    monkeypatch.setattr(dist, old, lambda *_, **__: old)
+    if not there:
+        monkeypatch.delattr(dist, new)
+    found = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
+    assert found == (new if there else old)

@@ -1,0 +1,191 @@
+"""What a context does with calls in flight when it is dropped, and when it is broken off at all."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mesh_attention
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime import guard, identity
+from mesh_attention.runtime.context import Context
+from mesh_attention.runtime.guard import Guard, _forget_locals
+from mesh_attention.runtime.handshake import DisagreementError
+from mesh_attention.runtime.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.runtime.transport import groups as groups_of_context
+from mesh_attention.runtime.transport.groups import Groups
+
+
+def context(*, broken: bool, log: list[str]) -> Any:
+    """Of stand-ins that write down what is asked of them."""
+    made: Any = object.__new__(Context)
+    made.guard = SimpleNamespace(broken=broken, break_off=lambda cause: log.append("broken off"))
+    made.guard.place = 1
+    made.groups = SimpleNamespace(
+        abort=lambda: log.append("abort"),
+        close=lambda abort: log.append(f"close groups, abort {abort}"),
+        timeout=lambda given: given,
+    )
+    made.transports = SimpleNamespace(
+        close=lambda abandon: log.append(f"close transports, abandon {abandon}")
+    )
+    call = SimpleNamespace(clear=lambda: log.append("clear"))
+    made._living_calls = [call]
+    made._calls, made._agreed = {False: {}, True: {}}, {}
+    return made
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_what_is_in_flight_is_aborted_before_calls_are_given_up_and_only_where_it_is_broken(
+    broken: bool,
+) -> None:
+    log: list[str] = []
+    context(broken=broken, log=log)._drop()
+    rest = ["clear", f"close transports, abandon {broken}", f"close groups, abort {broken}"]
+    assert log == ["abort"] * broken + rest
+
+
+@pytest.mark.parametrize("knows_calls", [True, False])
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_disagreement_breaks_a_context_off_where_calls_may_be_in_flight(
+    knows_calls: bool, in_flight: bool
+) -> None:
+    log: list[str] = []
+    one = context(broken=False, log=log)
+    if knows_calls:
+        one._agreed = {"sharding": None}
+
+    def agree(*_: object, **__: object) -> bool:
+        raise DisagreementError("ranks differ")
+
+    one.handshake = SimpleNamespace(agree=agree, left_in_flight=in_flight)
+    with pytest.raises(DisagreementError):
+        one._agree({}, CallOptions(), None)
+    assert log == ["broken off"] * (knows_calls and in_flight)
+
+
+def test_a_group_is_aborted_once_and_one_that_cannot_be_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups_of_context, "is_registered", lambda group: True)
+    aborted = threading.Semaphore(0)
+
+    class Group:
+        def abort(self) -> None:
+            aborted.release()
+
+    groups: Any = object.__new__(Groups)
+    groups._made, groups._aborting = {0: Group(), 1: object(), 2: Group()}, {}
+    groups.abort()
+    groups.abort()
+    for thread in groups._aborting.values():
+        thread.join(5.0)
+    assert len(groups._aborting) == 2
+    assert [aborted.acquire(blocking=False) for _ in range(3)] == [True, True, False]
+
+
+def test_only_calls_on_a_device_over_nccl_are_compared_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    one: Any = object.__new__(Guard)
+    one.place, one._timeout = 1, None
+    one._groups = SimpleNamespace(everybody=lambda timeout: None)
+    begin = SimpleNamespace(begin=lambda *_: log.append("device"))
+    monkeypatch.setattr(Guard, "_watched", lambda self, stream: begin)
+
+    class Host:
+        def agrees(self, number: int) -> bool:
+            log.append("host")
+            return True
+
+    monkeypatch.setattr(guard, "HostComparison", lambda *_: Host())
+    call = Identity(AgreedKind({}), "forward", 0)
+    for nccl, stream in ((True, object()), (True, None), (False, object()), (False, None)):
+        one._nccl = nccl
+        assert one._compare(call, stream)
+    assert log == ["device", "host", "host", "host"]
+
+
+def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def numbers(count: int, device: object) -> Any:
+        return SimpleNamespace(host=[[0, 0] for _ in range(count)], device=[None] * count)
+
+    stream: Any = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(identity, "SharedNumbers", numbers)
+    monkeypatch.setattr(identity, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    one: Any = object.__new__(DeviceComparison)
+    one._stream = one._device = stream
+    one._slots, one._captured, one._options = numbers(identity._SLOTS, None), {}, None
+    one._group = SimpleNamespace(allreduce=lambda tensors, options: None)
+    one._compared = SimpleNamespace(record=lambda stream: None)
+    for place, capturing in ((1, False), (2, True), (2 + identity._SLOTS, False)):
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
+        )
+        one.begin(100 + place, place)
+    assert set(one._captured) == {2}
+    assert one._numbers(2)[0] == [102, -102]
+    assert one._slots.host[1] == [101, -101]
+    assert one._slots.host[2] == [1126, -1126]
+
+
+class Held:
+    """Stands for a process group, whose connections close when nobody holds it."""
+
+
+def raised(how: str) -> tuple[BaseException, weakref.ref[Held]]:
+    """An error that begins in a function of the library, and what that function held."""
+    source = f"""
+def inner():
+    held = make()
+    raise ValueError("inner")
+
+def outer():
+    try:
+        inner()
+    except ValueError as error:
+        {how}
+"""
+    made: list[weakref.ref[Held]] = []
+
+    def make() -> Held:
+        held = Held()
+        made.append(weakref.ref(held))
+        return held
+
+    file = Path(mesh_attention.__file__).with_name("made_up.py")
+    space: dict[str, Any] = {"MeshAttentionError": MeshAttentionError, "make": make}
+    exec(compile(source, str(file), "exec"), space)
+    try:
+        space["outer"]()
+    except Exception as error:
+        return error, made[0]
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "raise MeshAttentionError('outer') from error",
+        "raise MeshAttentionError('outer')",
+        "raise",
+    ],
+)
+def test_an_error_holds_nothing_of_the_library_alive_however_it_came_about(how: str) -> None:
+    error, watched = raised(how)
+    assert watched() is not None
+    _forget_locals(error)
+    gc.collect()
+    assert watched() is None
