@@ -12,6 +12,7 @@ against `count`.
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def moved_by(method: Method) -> str:
 
 def supported(method: Method) -> list[str]:
     causal = Mask(causal=True)
-    layouts = [kind for kind in LayoutKind if proven(method, problem(), causal, layout=kind)]
+    layouts = [kind for kind in LayoutKind if proven(method, problem(), causal, **_layout(kind))]
     return [
         _yes(proven(method, problem(), causal)),
         _yes(proven(method, problem(gqa=True), Mask())),
@@ -152,6 +153,16 @@ def proven(method: Method, sized: Problem, mask: Mask, **options: Any) -> bool:
         sized.q_tokens, sized.num_heads, sized.head_dim, num_kv_heads=sized.kv_heads, mask=mask
     )
     return not verify(make_plan(masked, PROBE_RANKS, method=method.name, **options))
+
+
+def _layout(kind: LayoutKind) -> dict[str, Any]:
+    """A listed one has every rank's tokens in pieces, and in no order."""
+    if kind is not LayoutKind.LISTED:
+        return {"layout": kind}
+    cuts = range(0, problem().q_tokens + 1, problem().q_tokens // (2 * PROBE_RANKS))
+    pieces = list(pairwise(cuts))
+    owned = tuple((pieces[g + PROBE_RANKS], pieces[g]) for g in range(PROBE_RANKS))
+    return {"layout": kind, "stretches": owned}
 
 
 def _yes(value: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from method_settings import deal
+from method_settings import deal, listed
 
 from mesh_attention import Mask, Problem
 from mesh_attention.plan.build.head_group import ulysses_degrees
@@ -45,7 +45,7 @@ def cases(
     settings = deal(METHODS[name], problem, ranks, at_least=at_least, at_most=at_most)
     for number, setting in enumerate(settings):
         tokens = draw.choice([2 * ranks, 3 * ranks + 1, 2 * ranks - 1, max(1, ranks - 1)])
-        crossed = draw.random() < 0.2
+        crossed = draw.random() < 0.3 and setting["layout"] != "listed"
         degree = setting.get("ulysses", 1)
         shared = [pair for pair in heads if degree in ulysses_degrees(problem_of(ranks, pair))]
         yield Case(
@@ -57,5 +57,5 @@ def cases(
             batch=draw.choice([1, 1, 2]),
             mask=Mask(causal=number % 2 == 0),
             seed=number,
-            options={"method": name, **setting},
+            options={"method": name, **setting, **listed(setting, tokens, ranks, number)},
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import count, islice, product
+from random import Random
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -20,8 +21,9 @@ from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import Method
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
+from support.listed import stretches_for
 
-__all__ = ["Setting", "deal", "every_setting", "manners", "refusal", "shapes"]
+__all__ = ["Setting", "deal", "every_setting", "listed", "manners", "refusal", "shapes"]
 
 Setting = dict[str, Any]
 
@@ -31,7 +33,7 @@ _SHAPE = ("ulysses", "inner", "tile", "team")
 _OTHER = (
     "alpha", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
     "costs", "gamma", "head_slices", "max_memory_bytes", "ranks_per_node", "scheduler",
-    "stripe_block",
+    "stretches", "stripe_block",
 )  # fmt: skip
 _CHUNKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))
 _STRIPES = (1, 2, 1, 3)
@@ -101,6 +103,7 @@ def deal(
         setting = fitting[number % len(fitting)] | ways[turn * stride % len(ways)]
         if setting["layout"] == "striped":
             setting["stripe_block"] = _STRIPES[turn % 4]
+        setting |= listed(setting, problem.q_tokens, ranks, turn)
         if "chunks" in method.options():
             setting["chunks"] = _CHUNKS[turn % 5]
         if "head_slices" in method.options() and turn % 6 == 0:
@@ -113,4 +116,9 @@ def deal(
 def every_setting(method: Method, problem: Problem, ranks: int) -> Iterator[Setting]:
     """The whole product of shapes and manners."""
     for shape, manner in product(shapes(method, problem, ranks), manners(method)):
-        yield shape | manner
+        yield shape | manner | listed(manner, problem.q_tokens, ranks, 0)
+
+
+def listed(setting: Setting, tokens: int, ranks: int, seed: int) -> Setting:
+    """What a setting must also say where its layout is listed."""
+    return {"stretches": stretches_for(setting["layout"], Random(seed), tokens, ranks)}

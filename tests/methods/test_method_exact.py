@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 import torch
 from method_cases import RANKS, cases, heads_for, problem_of, ranks_in_turn
 from method_settings import refusal
 
-from mesh_attention import Plan, count
+from mesh_attention import Mask, Plan, count, verify
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.testing import LocalResult, run_local
-from support.cases import Case
+from support.cases import Case, cuts
+from support.listed import stretches_for
 from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
@@ -55,6 +57,20 @@ def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
 def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ranks: int) -> None:
     for case in drawn(name, ranks):
         check(case)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_documents_on_a_listed_layout_equal_the_truth_and_are_proven(name: str) -> None:
+    """Stretches of any lengths in any order: most ranks hold parts of several documents."""
+    for seed, ranks in enumerate((3, 4, 6)):
+        draw = Random(f"{name} {seed}")
+        tokens = draw.randint(30, 60)
+        mask = Mask(causal=seed != 1, documents=cuts(draw, tokens), window=(None, (9, 0))[seed % 2])
+        stretches = stretches_for("listed", draw, tokens, ranks)
+        options = {"method": name, "layout": "listed", "stretches": stretches}
+        case = Case(ranks, tokens, tokens, (2 * ranks, ranks), mask=mask, options=options)
+        check(case)
+        assert not verify(case.plan())
 
 
 @pytest.mark.slow

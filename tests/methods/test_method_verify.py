@@ -137,4 +137,5 @@ def test_a_method_has_at_least_one_manner_for_each_layout(name: str) -> None:
         "contiguous",
         "zigzag",
         "striped",
+        "listed",
     }

@@ -11,6 +11,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
+from support.listed import RULES, stretches_for
 
 LAYOUTS = tuple(LayoutKind)
 
@@ -53,7 +54,11 @@ def random_layouts(rng: Random, q_tokens: int, kv_tokens: int) -> tuple[Layout, 
     """Of queries and keys: the same kind on the same ranks, as in a plan."""
     kind, ranks = rng.choice(LAYOUTS), rng.randint(1, 6)
     block = rng.randint(1, 3) if kind is LayoutKind.STRIPED else 1
-    return Layout(kind, q_tokens, ranks, block), Layout(kind, kv_tokens, ranks, block)
+
+    def layout(tokens: int) -> Layout:
+        return Layout(kind, tokens, ranks, block, stretches_for(kind, rng, tokens, ranks))
+
+    return layout(q_tokens), layout(kv_tokens)
 
 
 def random_problem(rng: Random, ranks: int) -> Problem:
@@ -73,12 +78,12 @@ def random_problem(rng: Random, ranks: int) -> Problem:
     )
 
 
-def random_setting(rng: Random, ranks: int) -> MeshSetting:
+def random_setting(rng: Random, problem: Problem, ranks: int) -> MeshSetting:
     tiles = list(factorisations(ranks))
     tile = rng.choice(tiles)
     # The most chunks on the most ranks take as long as all else.
     chunks = ((1, 1), (2, 2), (1, 3), (4, 1), (3, 2), (4, 4) if ranks <= 8 else (2, 1))
-    layout = rng.choice((None, *LAYOUTS))
+    layout = rng.choice((None, *(LAYOUTS if problem.q_tokens == problem.keys else RULES)))
     node, alpha = _random_node(rng, tile)
     return MeshSetting(
         tile=tile,
@@ -88,6 +93,7 @@ def random_setting(rng: Random, ranks: int) -> MeshSetting:
         backward_chunks=rng.choice((None, rng.choice(chunks))),
         layout=layout,
         stripe_block=rng.choice((1, 2, 5)) if layout is LayoutKind.STRIPED else 1,
+        stretches=stretches_for(layout, rng, problem.q_tokens, ranks),
         combine=rng.choice(tuple(Combine)),
         gather_out=rng.random() < 0.5,
         ranks_per_node=node,
@@ -108,4 +114,5 @@ def _random_node(rng: Random, tile: tuple[int, int]) -> tuple[int | None, int | 
 
 def random_plan(rng: Random, most_ranks: int = 12) -> Plan:
     ranks = rng.randint(1, most_ranks)
-    return plan_mesh(random_problem(rng, ranks), ranks, random_setting(rng, ranks))
+    problem = random_problem(rng, ranks)
+    return plan_mesh(problem, ranks, random_setting(rng, problem, ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 from itertools import product
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -30,13 +31,15 @@ from mesh_attention.plan.runs import Run
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph
 from mesh_attention.plan.text import parse_plan, plan_text
+from support.listed import stretches_for
 
 CAUSAL = Mask(causal=True)
 
 
 def plan_for(ranks: int, *, tokens: int = 576, mask: Mask | None = None, **options: Any) -> Plan:
     problem = Problem(q_tokens=tokens, num_heads=4, head_dim=8, mask=mask or Mask())
-    return make_plan(problem, ranks, **options)
+    stretches = stretches_for(options.get("layout"), Random(0), tokens, ranks)
+    return make_plan(problem, ranks, **options, stretches=stretches)
 
 
 def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
+from support.listed import stretches_for
 
 BLOCK = 3
 
@@ -28,7 +30,8 @@ def causal_plan(
     direction: Direction = Direction.FORWARD,
 ) -> Plan:
     problem = Problem(tokens, num_heads=1, head_dim=4, mask=Mask(causal=True))
-    setting = MeshSetting(tile=tile, layout=layout, chunks=chunks)
+    stretches = stretches_for(layout, Random(n), tokens, n)
+    setting = MeshSetting(tile=tile, layout=layout, chunks=chunks, stretches=stretches)
     return plan_mesh(problem, n, setting, directions=(direction,))
 
 

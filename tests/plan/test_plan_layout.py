@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from random import Random
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.chunks import chunks_between
-from mesh_attention.plan.layout import Layout, LayoutKind, joined
+from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, joined
 from mesh_attention.plan.runs import Run, clip_run, visible_pairs
+from support.listed import stretches_for
 
 CASES = [
-    Layout(kind, tokens, ranks, block)
+    Layout(kind, tokens, ranks, block, stretches_for(kind, Random(tokens), tokens, ranks))
     for kind in LayoutKind
     for ranks in (1, 2, 3, 7, 8)
     for tokens in (1, 2, 5, ranks, 2 * ranks - 1, 2 * ranks + 1, 31, 97, 128)
@@ -38,6 +41,18 @@ def place_of(layout: Layout, token: int) -> tuple[int, int]:
             turn, offset = divmod(token, layout.num_ranks * layout.block)
             rank, within = divmod(offset, layout.block)
             return rank, turn * layout.block + within
+        case LayoutKind.LISTED:
+            # Padding is numbered through the ranks, after the last token.
+            assert layout.stretches is not None
+            unused = range(layout.num_tokens, layout.padded_tokens)
+            for rank, own in enumerate(layout.stretches):
+                held = [position for start, stop in own for position in range(start, stop)]
+                missing = layout.slots - len(held)
+                held += unused[:missing]
+                unused = unused[missing:]
+                if token in held:
+                    return rank, held.index(token)
+            raise AssertionError(token)
 
 
 def test_token_to_rank_and_slot_and_back_is_exact_for_any_number_of_tokens() -> None:
@@ -56,7 +71,11 @@ def test_padding_is_known_as_padding_and_lies_at_the_end() -> None:
         real = [token for token in slots if token is not None]
         assert sorted(real) == list(range(layout.num_tokens)), layout
         assert len(slots) - len(real) == layout.padded_tokens - layout.num_tokens
-        assert 0 <= layout.padded_tokens - layout.num_tokens < layout._grain
+        if layout.stretches is not None:  # as many slots as the largest rank has tokens
+            sizes = [sum(stop - start for start, stop in own) for own in layout.stretches]
+            assert layout.slots == max(sizes)
+        else:
+            assert 0 <= layout.padded_tokens - layout.num_tokens < layout._grain
 
 
 def test_every_rank_owns_the_same_number_of_slots() -> None:
@@ -148,6 +167,50 @@ def test_an_impossible_layout_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=says):
         Layout(kind, tokens, ranks, block)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "says"),
+    [
+        ((((0, 2),), ((1, 4),)), "positions 1..2 are listed twice"),
+        ((((0, 1),), ((2, 4),)), "positions 1..2 are not listed"),
+        ((((1, 2),), ((2, 4),)), "positions 0..1 are not listed"),
+        ((((0, 3),), ()), "positions 3..4 are not listed"),
+        ((((0, 2),), ((2, 5),)), "positions 4..5 are listed twice, or are no tokens"),
+        ((((0, 4),),), "stretches of 1 ranks were given for 2"),
+        ((((2, 0),), ((0, 4),)), "2..0 ends before it starts"),
+        (None, "layout=listed needs 'stretches'"),
+    ],
+)
+def test_a_list_that_is_not_every_position_once_is_refused(
+    stretches: Stretches | None, says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        Layout(LayoutKind.LISTED, 4, 2, stretches=stretches)
+    with pytest.raises(PlanError, match="only apply to layout=listed, not zigzag"):
+        Layout(LayoutKind.ZIGZAG, 4, 2, stretches=(((0, 4),), ()))
+
+
+def test_listed_stretches_are_equal_however_they_are_cut() -> None:
+    cut = Layout(LayoutKind.LISTED, 6, 2, stretches=(((0, 1), (1, 1), (1, 3)), ((4, 6), (3, 4))))
+    assert cut == Layout(LayoutKind.LISTED, 6, 2, stretches=(((0, 3),), ((4, 6), (3, 4))))
+    assert [cut.tokens(rank) for rank in range(2)] == [[0, 1, 2], [4, 5, 3]]
+    assert pickle.loads(pickle.dumps(cut)) == cut
+
+
+def test_a_listed_layout_is_quick_for_64_ranks_of_ten_stretches() -> None:
+    """One rank plans its own program from it, at every batch."""
+    cuts = [819 * i for i in range(641)]
+    owned = tuple(tuple((cuts[i], cuts[i + 1]) for i in range(g, 640, 64)) for g in range(64))
+    best = min(_seconds_to_read(owned) for _ in range(5))
+    assert best < 0.02, best
+
+
+def _seconds_to_read(owned: Stretches) -> float:
+    start = perf_counter()
+    layout = Layout(LayoutKind.LISTED, 640 * 819, 64, stretches=owned)
+    assert len(layout.runs(0, layout.padded_tokens)) == 640
+    return perf_counter() - start
 
 
 def test_places_outside_a_layout_are_refused() -> None:

@@ -68,7 +68,8 @@ def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program
     rng = Random(1)
     for _ in range(60):
         n = rng.randint(1, 9)
-        plan = plan_mesh(random_problem(rng, n), n, random_setting(rng, n))
+        problem = random_problem(rng, n)
+        plan = plan_mesh(problem, n, random_setting(rng, problem, n))
         for one in plan.passes:
             for program in one.programs:
                 assert peak_buffer_bytes(program, plan.problem) == peak_by_definition(plan, program)
@@ -193,8 +194,10 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
     rng = Random(2)
     for _ in range(30):
         n = rng.randint(1, 9)
-        setting = replace(random_setting(rng, n), scheduler=Scheduler.GREEDY, max_memory_bytes=cap)
-        for one in plan_mesh(random_problem(rng, n), n, setting).passes:
+        problem = random_problem(rng, n)
+        drawn = random_setting(rng, problem, n)
+        setting = replace(drawn, scheduler=Scheduler.GREEDY, max_memory_bytes=cap)
+        for one in plan_mesh(problem, n, setting).passes:
             assert live_at_end(one) == set()
             for program in one.programs:
                 last = last_uses(program)

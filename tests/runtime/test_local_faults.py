@@ -7,6 +7,7 @@ fault is made, and the same comparison that the other tests use has to fail.
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local
 from support.cases import Case
+from support.listed import stretches_for
 from support.reference import NAMES, attention, errors, tolerance
 
 CASE = Case(
@@ -128,9 +130,10 @@ def test_noise_in_one_document_leaves_the_others_bit_identical(
     layout: LayoutKind, causal: bool
 ) -> None:
     cuts = (0, 19, 50, 83)
+    stretches = stretches_for(layout, Random(0), 83, 6)
     case = Case(
         6, 83, 83, mask=Mask(causal=causal, documents=cuts), dtype=torch.float32,
-        options={"layout": layout, "chunks": (2, 2), "tile": (3, 2)},
+        options={"layout": layout, "chunks": (2, 2), "tile": (3, 2), "stretches": stretches},
     )  # fmt: skip
     plan = case.plan()
     tensors = case.tensors()

@@ -14,8 +14,9 @@ from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.build.tile_tasks import Scheduler
 from mesh_attention.plan.layout import LayoutKind
+from support.listed import stretches_for
 
-__all__ = ["HEADS", "Case", "random_case", "tiles"]
+__all__ = ["HEADS", "Case", "cuts", "random_case", "tiles"]
 
 HEADS = ((4, 4), (4, 2), (28, 7), (40, 8), (8, 1))
 CHUNKS = ((1, 1), (2, 2), (3, 2), (1, 4), (2, 1))
@@ -76,7 +77,9 @@ def tiles(max_ranks: int = 16) -> list[tuple[int, tuple[int, int]]]:
 def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
     draw = random.Random(seed)
     q_tokens = draw.choice([1, 7, max(1, ranks - 1), 2 * ranks + 1, draw.randint(1, 40)])
-    kv_tokens = q_tokens if draw.random() < 0.7 else draw.randint(1, 40)
+    layout = draw.choice(list(LayoutKind))
+    alike = layout is LayoutKind.LISTED or draw.random() < 0.7
+    kv_tokens = q_tokens if alike else draw.randint(1, 40)
     head_dim, heads = draw.choice([8, 16]), draw.choice(HEADS)
     # Both multiply what a rank has to do: on many ranks one of them at a time.
     both = ranks <= MOST_FOR_BOTH
@@ -98,7 +101,8 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
             "rotation": draw.random() < 0.8,
             "chunks": draw.choice(chunks),
             "backward_chunks": draw.choice([None, *chunks]),
-            "layout": draw.choice(list(LayoutKind)),
+            "layout": layout,
+            "stretches": stretches_for(layout, draw, q_tokens, ranks),
             "combine": draw.choice(list(Combine)),
             "gather_out": draw.random() < 0.3,
             "scheduler": draw.choice(list(Scheduler)),

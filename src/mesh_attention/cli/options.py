@@ -80,6 +80,8 @@ def add_question_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    if not option.has_text:
+        return  # as `costs`, which only Python code can give
     flag, default = f"--{option.name.replace('_', '-')}", option.default
     if option.type is bool:
         usual = f" (default {'yes' if default else 'no'})"
@@ -94,11 +96,9 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     elif get_origin(option.type) is tuple:
         example = re.sub("[A-Z]+", "2", option.metavar)
         reader = pair(f"a pair such as {example} ({option.metavar})")
-    elif option.type in (int, float):
+    else:
         amount = byte_size if option.name.endswith("_bytes") else size
         reader = amount if option.type is int else fraction
-    else:
-        return  # its value has no text, as that of `costs`
     metavar = "|".join(option.type) if is_enum else option.metavar
     Flag(flag, option.help + usual, reader, metavar).add_to(group)
 

@@ -25,7 +25,7 @@ def question_digest(plan: Plan) -> str:
     """Of what the plan answers, and of what was chosen: all that is not in the programs."""
     asked = {
         "problem": asdict(plan.problem),
-        "layouts": [asdict(plan.q_layout), asdict(plan.kv_layout)],
+        "layouts": [plan.q_layout.to_json(), plan.kv_layout.to_json()],
         "devices": plan.devices,
         "ranks_per_node": plan.ranks_per_node,
         "method": plan.method,

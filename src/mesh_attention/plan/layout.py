@@ -1,4 +1,4 @@
-"""Which rank owns which token: contiguous, zigzag or striped (algorithm.md, section 7).
+"""Which rank owns which token: contiguous, zigzag, striped or listed (algorithm.md, section 7).
 
 A layout is exact for any number of tokens. The sequence is padded at its end to a length that
 divides evenly, and every rank owns the same number of *slots*; a slot whose position lies past the
@@ -7,6 +7,9 @@ last token is padding, and is known as padding everywhere because no mask shows 
     contiguous   rank g owns block g of n
     zigzag       rank g owns blocks g and 2n-1-g of 2n (low and high half)
     striped      blocks of `block` tokens are dealt out in turn; block = 1 deals single tokens
+    listed       rank g owns the stretches of positions that are listed for it, in that order
+
+Listed ranks may own different numbers of tokens: all have the slots of the largest.
 
 A *place* numbers all slots of all ranks: `place = rank * slots + slot`. Buffers name their rows by
 places, so every piece of a partition is one interval whatever the layout.
@@ -14,25 +17,31 @@ places, so every piece of a partition is one interval whatever the layout.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import number
 from mesh_attention.plan.runs import Run, clip_run
 
 MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow
 Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
+Stretches = tuple[tuple[tuple[int, int], ...], ...]  # intervals of positions, of each rank
 
 
 class LayoutKind(StrEnum):
     CONTIGUOUS = "contiguous"
     ZIGZAG = "zigzag"
     STRIPED = "striped"
+    LISTED = "listed"
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
@@ -68,6 +77,22 @@ def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
     return tuple(result)
 
 
+def read_stretches(value: Any) -> Stretches:
+    """What people write, or a text holds, as nested tuples; whether it fits is for `Layout`."""
+    try:
+        return tuple(
+            tuple((number("stretches", a, least=0), number("stretches", b, least=0)) for a, b in of)
+            for of in value
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            "stretches: give for each rank its (start, stop) positions, as in "
+            "(((0, 2), (6, 8)), ((2, 6),))"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Layout:
     """
@@ -75,12 +100,17 @@ class Layout:
     [0, 1, 6, 7]
     >>> Layout(LayoutKind.STRIPED, num_tokens=5, num_ranks=2).tokens(1)
     [1, 3, None]
+    >>> Layout(
+    ...     LayoutKind.LISTED, num_tokens=5, num_ranks=2, stretches=(((0, 1), (3, 5)), ((1, 3),))
+    ... ).tokens(1)
+    [1, 2, None]
     """
 
     kind: LayoutKind
     num_tokens: int
     num_ranks: int
     block: int = 1
+    stretches: Stretches | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", LayoutKind(self.kind))
@@ -97,6 +127,42 @@ class Layout:
             raise PlanError(
                 f"stripe_block={self.block} only applies to the striped layout, not {self.kind}"
             )
+        if self.stretches is None:
+            if self.kind is LayoutKind.LISTED:
+                raise PlanError("layout=listed needs 'stretches', the positions of each rank")
+        elif self.kind is not LayoutKind.LISTED:
+            raise PlanError(f"'stretches' only apply to layout=listed, not {self.kind}")
+        else:
+            # Equal layouts compare equal, however their stretches were cut.
+            object.__setattr__(self, "stretches", tuple(map(joined, self.stretches)))
+            self._check_stretches()
+
+    def _check_stretches(self) -> None:
+        assert self.stretches is not None
+        if len(self.stretches) != self.num_ranks:
+            raise PlanError(
+                f"stretches of {len(self.stretches)} ranks were given for {self.num_ranks} ranks"
+            )
+        table = np.array([pair for of in self.stretches for pair in of], np.int64).reshape(-1, 2)
+        starts, stops = table[np.argsort(table[:, 0], kind="stable")].T
+        if (stops < starts).any():
+            at = int(np.flatnonzero(stops < starts)[0])
+            raise PlanError(f"stretches: {starts[at]}..{stops[at]} ends before it starts")
+        # One after the other they must reach from the first token to the last.
+        ends, begins = [0, *stops.tolist()], [*starts.tolist(), self.num_tokens]
+        for end, begin in zip(ends, begins, strict=True):
+            if end != begin:
+                low, high = min(end, begin), max(end, begin)
+                what = "are not listed" if end < begin else "are listed twice, or are no tokens"
+                raise PlanError(
+                    f"stretches: positions {low}..{high} {what}; each of the {self.num_tokens} "
+                    "positions belongs to one rank"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, without stretches where there are none."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in given if value is not None}
 
     @property
     def _grain(self) -> int:
@@ -105,7 +171,26 @@ class Layout:
 
     @cached_property
     def padded_tokens(self) -> int:
+        if self.kind is LayoutKind.LISTED:
+            return self.num_ranks * max(offsets[-1] for _, offsets in self._listed)
         return -(-self.num_tokens // self._grain) * self._grain
+
+    @cached_property
+    def _listed(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
+        """Of each rank: its stretches, and the slot at which each begins. All are filled up to the
+        largest with positions past the last token, each used once."""
+        found = [
+            (list(own), list(accumulate((b - a for a, b in own), initial=0)))
+            for own in self.stretches or ()
+        ]
+        slots, unused = max(offsets[-1] for _, offsets in found), self.num_tokens
+        for own, offsets in found:
+            missing = slots - offsets[-1]
+            if missing:
+                own.append((unused, unused + missing))
+                offsets.append(slots)
+                unused += missing
+        return found
 
     @cached_property
     def slots(self) -> int:
@@ -118,6 +203,12 @@ class Layout:
         if self.kind is LayoutKind.ZIGZAG:
             return (0, self.slots // 2, self.slots)
         return (0, self.slots)
+
+    def parts(self, rank: int) -> Spans:
+        """Slots of a rank, cut so that the positions of each part are consecutive; a striped rank
+        is one part nevertheless."""
+        cuts = self._listed[rank][1] if self.kind is LayoutKind.LISTED else self.halves
+        return tuple(pairwise(cuts))
 
     def runs(self, place_start: int, place_stop: int) -> list[Run]:
         """Positions of an interval of places, in order, padding included."""
@@ -146,6 +237,14 @@ class Layout:
                 last_slot = stop - 1
                 last = whole.start + (last_slot // self.block) * stride + last_slot % self.block
                 return clip_run(whole, first, last + 1)
+            case LayoutKind.LISTED:
+                stretches, offsets = self._listed[rank]
+                inside = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
+                cuts = [start, *offsets[inside.start + 1 : inside.stop], stop]
+                return [
+                    Run(stretches[at][0] + a - offsets[at], b - a)
+                    for at, (a, b) in zip(inside, pairwise(cuts), strict=True)
+                ]
 
     def slot_runs(self, start: int, stop: int) -> list[Run]:
         """Positions of these slots of all ranks together, as a set."""
@@ -174,6 +273,8 @@ class Layout:
                         runs.append(Run(start * ranks, (end - start) * ranks))
                     start = end
                 return runs
+            case LayoutKind.LISTED:
+                return [run for rank in range(ranks) for run in self._rank_runs(rank, start, stop)]
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Position of every slot of a rank; padding positions are `>= num_tokens`."""

@@ -20,7 +20,7 @@ from typing import Any
 from mesh_attention.errors import PlanTextError
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
-from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.layout import Layout, LayoutKind, read_stretches
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.operation_text import operation_text, parse_operation, shortened
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
@@ -57,8 +57,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     head = {
         "method": a_plan(plan).method,
         "problem": dataclasses.asdict(plan.problem),
-        "q_layout": dataclasses.asdict(plan.q_layout),
-        "kv_layout": dataclasses.asdict(plan.kv_layout),
+        "q_layout": plan.q_layout.to_json(),
+        "kv_layout": plan.kv_layout.to_json(),
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
     }
@@ -148,8 +148,10 @@ def _parse_problem(fields: dict[str, Any]) -> Problem:
 
 
 def _parse_layout(fields: dict[str, Any]) -> Layout:
-    sizes = {name: number(name, value) for name, value in fields.items() if name != "kind"}
-    return Layout(LayoutKind(fields["kind"]), **sizes)
+    sizes = {n: number(n, v) for n, v in fields.items() if n not in ("kind", "stretches")}
+    listed = fields.get("stretches")
+    stretches = None if listed is None else read_stretches(listed)
+    return Layout(LayoutKind(fields["kind"]), **sizes, stretches=stretches)
 
 
 def _parse_passes(lines: list[str]) -> tuple[Pass, ...]:

@@ -8,7 +8,6 @@ is above one, and frees. Nothing here knows which method it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
@@ -132,8 +131,8 @@ class _Exchange:
                 operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
             if self._degree > 1:
                 # Each member gets its slice of heads of this rank's tokens.
-                sends = self._own_tokens(self._needs, lambda kind, _: kind.value)
-                receives = self._own_heads(self._needs, index)
+                sends = self._own_tokens(self._needs, lambda kind, _: kind.value, unit, index)
+                receives = self._own_heads(self._needs, unit, index)
                 operations.append(AllToAll(TO_HEADS, f"U{unit}", sends, receives))
             self._shared[key] = operations
         return self._shared[key]
@@ -144,8 +143,8 @@ class _Exchange:
         key = ("after", unit, index)
         if key not in self._shared:
             # Each member gets its own tokens of this head group's heads back.
-            receives = self._own_tokens(self._outputs, self._landing)
-            sends = self._own_heads(self._outputs, index)
+            receives = self._own_tokens(self._outputs, self._landing, unit, index)
+            sends = self._own_heads(self._outputs, unit, index)
             operations: list[Operation] = [AllToAll(TO_TOKENS, f"U{unit}", sends, receives)]
             for kind in self._outputs:
                 copies, slots = self._copies(kind), self._head_groups[0].layout(kind).slots
@@ -163,27 +162,27 @@ class _Exchange:
         return max(1, self._degree // self._head_groups[0].problem.kv_heads)
 
     def _own_tokens(
-        self, kinds: tuple[Kind, ...], name: Callable[[Kind, HeadGroup], str]
+        self, kinds: tuple[Kind, ...], name: Callable[[Kind, HeadGroup], str], unit: int, index: int
     ) -> tuple[tuple[Piece, ...], ...]:
         """This rank's tokens, for each head group its heads of them."""
+        rank = self._head_groups[index].rank_of(unit)
         return tuple(
             tuple(
                 Piece(name(kind, group), a, b, group.heads(kind))
                 for kind in kinds
-                for a, b in pairwise(group.layout(kind).halves)
+                for a, b in group.layout(kind).parts(rank)
             )
             for group in self._head_groups
         )
 
-    def _own_heads(self, kinds: tuple[Kind, ...], index: int) -> tuple[tuple[Piece, ...], ...]:
+    def _own_heads(
+        self, kinds: tuple[Kind, ...], unit: int, index: int
+    ) -> tuple[tuple[Piece, ...], ...]:
         """This head group's heads, for each member of the unit its tokens of them."""
         group = self._head_groups[index]
+        rows = [(group.local(kind), group.member_rows(kind, unit)) for kind in kinds]
         return tuple(
-            tuple(
-                Piece(group.local(kind), a, b)
-                for kind in kinds
-                for a, b in group.member_rows(kind, member)
-            )
+            tuple(Piece(name, a, b) for name, of in rows for a, b in of[member])
             for member in range(self._degree)
         )
 

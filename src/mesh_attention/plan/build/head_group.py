@@ -83,27 +83,46 @@ class HeadGroup:
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
 
     def rows(self, kind: Kind, unit: int) -> Spans:
-        """The places of a unit's rows. High halves of a zigzag come in order of position, so that
-        a unit is a zigzag partition of larger blocks."""
-        layout = self.layout(kind)
-        first, slots = unit * self.degree, layout.slots
-        members = range(first, first + self.degree)
-        if layout.kind is not LayoutKind.ZIGZAG:
-            return ((first * slots, (first + self.degree) * slots),)
-        half = slots // 2
-        low = [(m * slots, m * slots + half) for m in members]
-        high = [(m * slots + half, (m + 1) * slots) for m in reversed(members)]
-        return tuple(low + high)
+        """The places of a unit's rows: those of its members one after the other, or in order of
+        position where that makes long stretches of them. So a unit of zigzag partitions is a
+        zigzag partition of larger blocks."""
+        if not self._by_position(kind):
+            slots = self.layout(kind).slots
+            return ((unit * self.degree * slots, (unit + 1) * self.degree * slots),)
+        return tuple((start, stop) for _, start, stop in sorted(self._parts(kind, unit)))
 
-    def member_rows(self, kind: Kind, member: int) -> tuple[tuple[int, int], ...]:
-        """Where the stretches of one member lie among the rows of its unit."""
+    def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
+        """Of each member: where the parts of its own rows lie among the rows of its unit."""
+        slots = self.layout(kind).slots
+        if not self._by_position(kind):
+            return tuple(((m * slots, (m + 1) * slots),) for m in range(self.degree))
+        parts = self._parts(kind, unit)
+        rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
+        at = 0
+        for _, start, stop in sorted(parts):
+            rows[start] = (at, at + stop - start)
+            at += stop - start
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.degree)]
+        for _, start, _ in parts:
+            found[start // slots - unit * self.degree].append(rows[start])
+        return tuple(map(tuple, found))
+
+    def _by_position(self, kind: Kind) -> bool:
         layout = self.layout(kind)
-        slots = layout.slots
-        if layout.kind is not LayoutKind.ZIGZAG:
-            return ((member * slots, (member + 1) * slots),)
-        half = slots // 2
-        low, high = member * half, (2 * self.degree - 1 - member) * half
-        return ((low, low + half), (high, high + half))
+        # Alone a rank has its rows as they are; a zigzag lies in order of position.
+        return layout.kind is LayoutKind.ZIGZAG or (
+            layout.kind is LayoutKind.LISTED and self.degree > 1
+        )
+
+    def _parts(self, kind: Kind, unit: int) -> list[tuple[int, int, int]]:
+        """(first position, places) of the parts of a unit's members, member by member."""
+        layout = self.layout(kind)
+        return [
+            (layout.runs(place + a, place + a + 1)[0].start, place + a, place + b)
+            for rank in range(unit * self.degree, (unit + 1) * self.degree)
+            for place in (rank * layout.slots,)
+            for a, b in layout.parts(rank)
+        ]
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""

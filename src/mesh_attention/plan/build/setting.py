@@ -19,7 +19,7 @@ from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.build.rotate import Reach
 from mesh_attention.plan.build.slices import HeadSlices
 from mesh_attention.plan.build.tile_tasks import Scheduler
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.layout import LayoutKind, Stretches, read_stretches
 
 
 def option(default: Any, help: str, metavar: str = "N") -> Any:
@@ -32,15 +32,24 @@ class Option:
     """A field of a setting, as the command line, the docs and validation read it."""
 
     name: str
-    type: Any  # bool, int, float, a pair of int, or a StrEnum
+    type: Any  # bool, int, float, a pair of int, a StrEnum, or what has no text
     default: Any
     help: str
     metavar: str
+
+    @property
+    def has_text(self) -> bool:
+        """Whether people can write it on a command line."""
+        if get_origin(self.type) is tuple:
+            return bool(self.type != Stretches)
+        return self.type in (bool, int, float) or issubclass(self.type, StrEnum)
 
     def read(self, value: Any) -> Any:
         """The value as declared, or a refusal that names the option; None where that is allowed."""
         if value is None and self.default is None:
             return None
+        if self.type == Stretches:
+            return read_stretches(value)
         if get_origin(self.type) is tuple:
             return pair(self.name, value)
         simple = {bool: flag, int: number, float: real}.get(self.type)
@@ -56,7 +65,7 @@ class Option:
 def options_of(setting: type[Setting]) -> Iterator[Option]:
     """
     >>> [option.name for option in options_of(Setting)]
-    ['layout', 'stripe_block', 'gather_out', 'ranks_per_node']
+    ['layout', 'stripe_block', 'stretches', 'gather_out', 'ranks_per_node']
     """
     kinds = get_type_hints(setting)
     for one in fields(setting):
@@ -71,9 +80,17 @@ class Setting:
     """Options of every method; None means: choose for me."""
 
     layout: LayoutKind | None = option(
-        None, "contiguous, zigzag or striped; left out: zigzag under a mask", "NAME"
+        None,
+        "contiguous, zigzag, striped or listed; left out: zigzag under a mask",
+        "NAME",
     )
     stripe_block: int = option(1, "tokens of one stripe")
+    stretches: Stretches | None = option(
+        None,
+        "with layout=listed: the (start, stop) positions of each rank, in the order in which they "
+        "lie there; only where queries and keys have as many tokens",
+        "-",
+    )
     gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
     ranks_per_node: int | None = option(
         None, "ranks that share a node: for the mapping, and for choices that depend on nodes"

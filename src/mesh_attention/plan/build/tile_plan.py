@@ -44,11 +44,15 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple
     kind = shared.layout
     if kind is None:
         kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
-    q, kv = (
-        Layout(kind, tokens, num_ranks, shared.stripe_block)
-        for tokens in (problem.q_tokens, problem.keys)
-    )
-    return q, kv
+    if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
+        raise PlanError(
+            f"layout=listed lists the positions of queries and keys alike, but there are "
+            f"{problem.q_tokens} query and {problem.keys} key tokens"
+        )
+    q = Layout(kind, problem.q_tokens, num_ranks, shared.stripe_block, shared.stretches)
+    if problem.q_tokens == problem.keys:
+        return q, q
+    return q, Layout(kind, problem.keys, num_ranks, shared.stripe_block, shared.stretches)
 
 
 def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
