@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout
@@ -21,36 +21,42 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
+T = TypeVar("T")
+
 
 class Direction(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
-class Programs(Sequence[Program]):
-    """The programs of all ranks, each made by `make(rank)` when it is first asked for."""
+class OnDemand(Sequence[T]):
+    """Each made by `make(index)` when it is first asked for, and kept."""
 
-    def __init__(self, num_ranks: int, make: Callable[[int], Program]) -> None:
+    def __init__(self, size: int, make: Callable[[int], T]) -> None:
         self._make = make
-        self._made: list[Program | None] = [None] * num_ranks
+        self._made: list[T | None] = [None] * size
 
     def __len__(self) -> int:
         return len(self._made)
 
     @overload
-    def __getitem__(self, rank: int) -> Program: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, rank: slice) -> tuple[Program, ...]: ...
-    def __getitem__(self, rank: int | slice) -> Program | tuple[Program, ...]:
-        if isinstance(rank, slice):
-            return tuple(self[at] for at in range(len(self))[rank])
-        made = self._made[rank]
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(len(self))[index])
+        made = self._made[index]
         if made is None:
-            made = self._made[rank] = self._make(range(len(self))[rank])
+            made = self._made[index] = self._make(range(len(self))[index])
         return made
 
-    def __iter__(self) -> Iterator[Program]:
-        return (self[rank] for rank in range(len(self)))
+    def __iter__(self) -> Iterator[T]:
+        return (self[at] for at in range(len(self)))
+
+
+class Programs(OnDemand[Program]):
+    """The programs of all ranks."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

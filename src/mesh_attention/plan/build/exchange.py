@@ -7,17 +7,25 @@ is above one, and frees. Nothing here knows which method it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.holders import Holders
+from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Programs
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Program, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
+Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a unit
+_KEPT = 16  # ranks whose exchanges are kept for the next mask: in training there is one
 
 
 def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
@@ -61,12 +69,13 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     first = builders[0]
     degree = first.head_group.degree
     groups: dict[str, tuple[int, ...]] = {}
-    for builder in builders:
+    # A unit alone has nobody to talk to: so a rank makes the builder of its own head group only.
+    for builder in builders if first.head_group.num_units > 1 else ():
         groups.update(builder.groups())
     if degree > 1:
         for unit in range(first.head_group.num_units):
             groups[f"U{unit}"] = tuple(range(unit * degree, (unit + 1) * degree))
-    around = _Exchange([builder.head_group for builder in builders], first)
+    around = _around(first)
     assembler = Assembler(first.hold)
 
     def program(rank: int) -> Program:
@@ -84,16 +93,44 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     return Pass(first.direction, groups, programs, order, setting)
 
 
+def _around(inner: UnitBuilder) -> _Exchange:
+    """An exchange does not depend on the mask: that of a new mask is the same again."""
+    group = inner.head_group
+    problem = replace(group.problem, mask=Mask())
+    layouts = group.q_layout, group.kv_layout
+    return _exchange(problem, *layouts, group.degree, inner.direction, inner.needs)
+
+
+@lru_cache(maxsize=8)
+def _exchange(
+    problem: Problem,
+    q_layout: Layout,
+    kv_layout: Layout,
+    degree: int,
+    direction: Direction,
+    needs: tuple[Kind, ...],
+) -> _Exchange:
+    groups = [HeadGroup(problem, q_layout, kv_layout, degree, index) for index in range(degree)]
+    return _Exchange(groups, direction, needs)
+
+
 class _Exchange:
     """What stands around a method: caller's tensors, delta, and tokens exchanged for heads."""
 
-    def __init__(self, head_groups: list[HeadGroup], inner: UnitBuilder) -> None:
+    def __init__(
+        self, head_groups: list[HeadGroup], direction: Direction, needs: tuple[Kind, ...]
+    ) -> None:
         self._head_groups = head_groups
         self._degree = head_groups[0].degree
-        self._needs = inner.needs
-        self._inputs, self._outputs = caller_kinds(inner.direction)
-        self._delta = Kind.DELTA in inner.needs
-        self._shared: dict[tuple[object, ...], list[Operation]] = {}
+        self._needs = needs
+        self._inputs, self._outputs = caller_kinds(direction)
+        self._delta = Kind.DELTA in needs
+        self._holders = Holders(head_groups)
+        self._before = lru_cache(maxsize=_KEPT)(self._make_before)
+        self.after = lru_cache(maxsize=_KEPT)(self._make_after)
+        # The same for all ranks whose own rows are cut alike.
+        self._tokens_of = lru_cache(maxsize=_KEPT)(self._make_tokens)
+        self._results_of = lru_cache(maxsize=_KEPT)(self._make_results)
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]
@@ -106,10 +143,10 @@ class _Exchange:
             for kind in (*self._needs, *self._outputs):
                 made[head_group.local(kind)] = head_group.local_buffer(kind, unit, Role.WORKSPACE)
             for kind in self._outputs:
-                for copy in range(self._copies(kind) if self._copies(kind) > 1 else 0):
-                    whole = self._caller_buffer(rank, kind, Role.WORKSPACE)
+                rows = made[kind.value].rows
+                for copy, heads in enumerate(self._holders.copies if kind.is_key_side else ()):
                     name = f"{kind.value}.copy{copy}"
-                    made[name] = Buffer(name, kind, whole.rows, whole.heads, whole.precision)
+                    made[name] = Buffer(name, kind, rows, heads, kind.precision)
         return made
 
     def _caller_buffer(self, rank: int, kind: Kind, role: Role) -> Buffer:
@@ -120,72 +157,88 @@ class _Exchange:
         return Buffer(kind.value, kind, rows, (0, heads), kind.precision, role)
 
     def before(self, unit: int, index: int) -> list[Operation]:
-        key = ("before", unit, index) if self._degree > 1 else ("before",)
-        if key not in self._shared:
-            operations: list[Operation] = []
-            if self._delta:
-                slots = self._head_groups[0].q_layout.slots
-                out, grad, delta = (
-                    Piece(kind.value, 0, slots) for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
-                )
-                operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
-            if self._degree > 1:
-                # Each member gets its slice of heads of this rank's tokens.
-                sends = self._own_tokens(self._needs, lambda kind, _: kind.value, unit, index)
-                receives = self._own_heads(self._needs, unit, index)
-                operations.append(AllToAll(TO_HEADS, f"U{unit}", sends, receives))
-            self._shared[key] = operations
-        return self._shared[key]
+        return self._before(unit, index) if self._degree > 1 else self._before(0, 0)
 
-    def after(self, unit: int, index: int) -> list[Operation]:
+    def _make_before(self, unit: int, index: int) -> list[Operation]:
+        operations: list[Operation] = []
+        if self._delta:
+            slots = self._head_groups[0].q_layout.slots
+            out, grad, delta = (
+                Piece(kind.value, 0, slots) for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
+            )
+            operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
+        if self._degree > 1:
+            sends = self._tokens_of(*self._cuts(unit, index))
+            receives = self._own_heads(self._needs, unit, index)
+            operations.append(AllToAll(TO_HEADS, f"U{unit}", sends, receives))
+        return operations
+
+    def _make_after(self, unit: int, index: int) -> list[Operation]:
         if self._degree == 1:
             return []
-        key = ("after", unit, index)
-        if key not in self._shared:
-            # Each member gets its own tokens of this head group's heads back.
-            receives = self._own_tokens(self._outputs, self._landing, unit, index)
-            sends = self._own_heads(self._outputs, unit, index)
-            operations: list[Operation] = [AllToAll(TO_TOKENS, f"U{unit}", sends, receives)]
-            for kind in self._outputs:
-                copies, slots = self._copies(kind), self._head_groups[0].layout(kind).slots
-                if copies > 1:
-                    parts = tuple(Piece(f"{kind.value}.copy{c}", 0, slots) for c in range(copies))
-                    end = Piece(kind.value, 0, slots)
-                    operations.append(Merge(TO_TOKENS.at("sum"), MergeRule.SUM, parts, (end,)))
-            self._shared[key] = operations
-        return self._shared[key]
+        sends = self._own_heads(self._outputs, unit, index, parted=True)
+        receives = self._results_of(*self._cuts(unit, index))
+        operations: list[Operation] = [AllToAll(TO_TOKENS, f"U{unit}", sends, receives)]
+        for kind in self._outputs:
+            slots = self._head_groups[0].layout(kind).slots
+            for total, copies in self._holders.sums if kind.is_key_side else ():
+                parts = tuple(
+                    Piece(f"{kind.value}.copy{copy}", 0, slots, heads)
+                    for copy, heads in enumerate(copies)
+                )
+                end = Piece(kind.value, 0, slots, total)
+                operations.append(Merge(TO_TOKENS.at("sum"), MergeRule.SUM, parts, (end,)))
+        return operations
 
-    def _copies(self, kind: Kind) -> int:
-        """How many head groups hold each head: above one where there are fewer KV heads."""
-        if not kind.is_key_side:
-            return 1
-        return max(1, self._degree // self._head_groups[0].problem.kv_heads)
+    def _cuts(self, unit: int, index: int) -> tuple[Spans, Spans]:
+        """The parts of a rank's own rows: of queries, and of keys."""
+        group = self._head_groups[index]
+        rank = group.rank_of(unit)
+        return group.q_layout.parts(rank), group.kv_layout.parts(rank)
 
-    def _own_tokens(
-        self, kinds: tuple[Kind, ...], name: Callable[[Kind, HeadGroup], str], unit: int, index: int
-    ) -> tuple[tuple[Piece, ...], ...]:
-        """This rank's tokens, for each head group its heads of them."""
-        rank = self._head_groups[index].rank_of(unit)
+    def _make_tokens(self, *cuts: Spans) -> Pieces:
+        """A rank's tokens, for each head group its heads of them."""
         return tuple(
             tuple(
-                Piece(name(kind, group), a, b, group.heads(kind))
-                for kind in kinds
-                for a, b in group.layout(kind).parts(rank)
+                Piece(kind.value, a, b, group.heads(kind))
+                for kind in self._needs
+                for a, b in cuts[kind.is_key_side]
+            )
+            for group in self._head_groups
+        )
+
+    def _make_results(self, *cuts: Spans) -> Pieces:
+        """Where a rank's tokens come back from each head group."""
+        return tuple(
+            tuple(
+                Piece(f"{kind.value}{copy}", a, b, heads)
+                for kind in self._outputs
+                for a, b in cuts[kind.is_key_side]
+                for copy, heads, _ in self._holders.parts(kind, group)
             )
             for group in self._head_groups
         )
 
     def _own_heads(
-        self, kinds: tuple[Kind, ...], unit: int, index: int
-    ) -> tuple[tuple[Piece, ...], ...]:
-        """This head group's heads, for each member of the unit its tokens of them."""
+        self, kinds: tuple[Kind, ...], unit: int, index: int, *, parted: bool = False
+    ) -> Pieces:
+        """This head group's heads, for each member of the unit its tokens of them; `parted` where
+        other head groups hold some of them as well."""
         group = self._head_groups[index]
-        rows = [(group.local(kind), group.member_rows(kind, unit)) for kind in kinds]
+        sources = [
+            (
+                group.local(kind),
+                group.member_rows(kind, unit),
+                [part.here for part in self._holders.parts(kind, group)] if parted else [None],
+            )
+            for kind in kinds
+        ]
         return tuple(
-            tuple(Piece(name, a, b) for name, of in rows for a, b in of[member])
+            tuple(
+                Piece(name, a, b, heads)
+                for name, rows, parts in sources
+                for a, b in rows[member]
+                for heads in parts
+            )
             for member in range(self._degree)
         )
-
-    def _landing(self, kind: Kind, source: HeadGroup) -> str:
-        copies = self._copies(kind)
-        return kind.value if copies == 1 else f"{kind.value}.copy{source.index % copies}"

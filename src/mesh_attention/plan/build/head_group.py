@@ -1,14 +1,21 @@
 """Head groups: how heads and tokens are shared out before a method begins.
 
 With Ulysses degree U, U consecutive ranks form a *unit*: they swap tokens for heads, and then rank
-i of every unit holds all of the unit's tokens for the i-th slice of heads. The ranks with equal i
+i of every unit holds all of the unit's tokens for the i-th share of heads. The ranks with equal i
 are head group i; a method runs on each head group as if its units were ranks. U = 1 is one head
 group of all.
+
+Shares are equal where the degree divides the heads and keeps KV heads whole. Otherwise nobody has
+more than the heads divided by the degree, rounded up, which is as even as the work can be; and
+where a share has room for a whole KV group shares end with a group, if one ends near: a KV head
+beyond that end is held twice, and so are its bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Role
@@ -47,6 +54,27 @@ def chosen_degree(
     return degree
 
 
+@lru_cache(maxsize=256)
+def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, int], ...]:
+    """The query heads of each of `degree` head groups.
+
+    >>> head_shares(8, 8, 3), head_shares(12, 4, 5)
+    (((0, 2), (2, 5), (5, 8)), ((0, 3), (3, 6), (6, 9), (9, 10), (10, 12)))
+    """
+    group, most = num_heads // kv_heads, -(-num_heads // degree)
+    bounds = [0]
+    for index in range(1, degree):
+        rest = degree - index
+        low = max(bounds[-1] + 1, num_heads - most * rest)
+        high = min(bounds[-1] + most, num_heads - rest)
+        even = index * num_heads // degree
+        before = even - even % group
+        ends = [e for e in (before, before + group) if low <= e <= high and most >= group]
+        nearest = min(ends, key=lambda e: abs(e * degree - index * num_heads), default=even)
+        bounds.append(min(max(nearest, low), high))
+    return tuple(pairwise([*bounds, num_heads]))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
     problem: Problem
@@ -77,6 +105,9 @@ class HeadGroup:
     ) -> tuple[Chunk, ...]:
         """`count` chunks of rows for each slice of this head group's heads, given by KV heads."""
         rows = chunks_between(self.halves(kind), count)
+        if len(self.stretches) > 1:
+            sizes = [heads[kind.is_key_side] for heads in self.stretches]
+            return by_heads(rows, sizes)
         if slices is None or len(slices) == 1:
             return rows
         first, last = self.heads(kind)
@@ -126,12 +157,23 @@ class HeadGroup:
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
-        size = self.problem.num_heads // self.degree
-        first, last = self.index * size, (self.index + 1) * size
+        problem = self.problem
+        first, last = head_shares(problem.num_heads, problem.kv_heads, self.degree)[self.index]
         if not kind.is_key_side:
             return first, last
-        group = self.problem.heads_per_kv_head
+        group = problem.heads_per_kv_head
         return first // group, -(-last // group)
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """(query heads, KV heads) of the stretches of heads in which every KV head has as many
+        query heads: what one attention can take. One, unless a share cuts a KV group unevenly."""
+        (first, last), group = self.heads(Kind.Q), self.problem.heads_per_kv_head
+        parts = [
+            min(last, (kv + 1) * group) - max(first, kv * group)
+            for kv in range(*self.heads(Kind.K))
+        ]
+        return tuple((sum(same), len(same)) for same in (tuple(x) for _, x in groupby(parts)))
 
     def local(self, kind: Kind) -> str:
         """The name of this rank's own rows of a tensor inside the method."""

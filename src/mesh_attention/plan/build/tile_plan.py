@@ -16,7 +16,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
 
@@ -121,22 +121,20 @@ class TilePlanner:
         tile: Tile,
         chunks: tuple[int, int] = (1, 1),
         slices: tuple[int, ...] = (1,),
-    ) -> list[TilePass]:
+    ) -> OnDemand[TilePass]:
         """One pass on each head group."""
         shared, nodes = self._shared, self.nodes
         by = reduce_by(self._problem, shared, tile, nodes)
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
-        groups = [
-            HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
-            for index in range(shared.ulysses)
-        ]
         kind = TileForward if direction is Direction.FORWARD else TileBackward
         out = shared.gather_out
-        return [
-            kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
-            for group in groups
-        ]
+
+        def on_group(index: int) -> TilePass:
+            group = HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
+            return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
+
+        return OnDemand(shared.ulysses, on_group)
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(
@@ -163,6 +161,10 @@ def plan_by(
 
     def build(direction: Direction) -> Pass:
         passes = planner.tile_passes(direction, tile)
-        return with_exchanges([builder(one, planner.lowerings, planner.nodes) for one in passes])
+        return with_exchanges(
+            OnDemand(
+                len(passes), lambda index: builder(passes[index], planner.lowerings, planner.nodes)
+            )
+        )
 
     return planner.plan(map(build, directions))

@@ -2,7 +2,7 @@
 
 The Q side is that of a tile (a team of `a` gathers its Q and reduces its outputs); the KV side is a
 `KeyRing` through the KV group. Tile 1 x n is Ring-Attention. Ulysses is a ring of one unit, which
-has all tokens of its heads and nothing left to fetch.
+has all tokens of its heads and nothing left to fetch (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import Unit
-from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
+from mesh_attention.plan.build.head_group import chosen_degree
 from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
 from mesh_attention.plan.build.rotate import Reach, double_ring, members_per_node, ring
 from mesh_attention.plan.build.setting import (
     DegreeSetting,
     RotationSetting,
-    Setting,
     TileSetting,
     option,
 )
@@ -58,11 +57,6 @@ class DoubleRingSetting(DegreeSetting):
 @dataclass(frozen=True)
 class AgqRingKvSetting(TileSetting, RotationSetting):
     """A mesh whose Q is gathered and whose KV rotates inside the KV group."""
-
-
-@dataclass(frozen=True)
-class UlyssesSetting(Setting):
-    """Nothing of its own: the degree is the number of ranks, which must divide the heads."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ class KeyRingBuilder(TileBuilder):
 
 def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
     shared = shared_options("ring", setting)
-    return _plan(problem, ranks, shared, directions, gradients=setting.gradients)
+    return plan_rotating(problem, ranks, shared, directions, gradients=setting.gradients)
 
 
 def plan_double_ring(
@@ -149,7 +143,7 @@ def plan_double_ring(
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
     shared = shared_options("double-ring", setting, ulysses=degree)
-    return _plan(problem, ranks, shared, directions, gradients=Reach.DIRECT, inner=inner)
+    return plan_rotating(problem, ranks, shared, directions, gradients=Reach.DIRECT, inner=inner)
 
 
 def usual_inner(units: int, degree: int, ranks_per_node: int | None) -> int:
@@ -163,28 +157,16 @@ def plan_agq_ringkv(
 ) -> Plan:
     shared = shared_options("agq-ringkv", setting)
     tile = setting.tile or squarest(ranks)
-    return _plan(problem, ranks, shared, directions, tile=tile, gradients=setting.gradients)
-
-
-def plan_ulysses(
-    problem: Problem, ranks: int, setting: UlyssesSetting, directions: Directions
-) -> Plan:
-    fits = ulysses_degrees(problem)
-    if ranks not in fits:
-        raise PlanError(
-            f"{ranks} ranks do not share out {problem.num_heads} heads ({problem.kv_heads} KV "
-            f"heads); numbers of ranks that work: {', '.join(map(str, fits))}"
-        )
-    return _plan(problem, ranks, shared_options("ulysses", setting, ulysses=ranks), directions)
+    return plan_rotating(problem, ranks, shared, directions, tile=tile, gradients=setting.gradients)
 
 
 def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
     shared = shared_options("usp", setting, ulysses=degree)
-    return _plan(problem, ranks, shared, directions, gradients=setting.gradients)
+    return plan_rotating(problem, ranks, shared, directions, gradients=setting.gradients)
 
 
-def _plan(
+def plan_rotating(
     problem: Problem,
     num_ranks: int,
     shared: SharedOptions,

@@ -13,7 +13,7 @@ from typing import Any
 from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.setting import Option, Setting, options_of
-from mesh_attention.plan.methods import mesh, ring, ring_q, startrail
+from mesh_attention.plan.methods import mesh, ring, ring_q, startrail, ulysses
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
@@ -110,7 +110,12 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         mesh.plan_all_gather_kv,
         _one,
     ),
-    "ulysses": ("ranks exchange tokens for heads", ring.UlyssesSetting, ring.plan_ulysses, _one),
+    "ulysses": (
+        "ranks exchange tokens for heads",
+        ulysses.UlyssesSetting,
+        ulysses.plan_ulysses,
+        _one,
+    ),
     "usp": ("Ulysses inside, a ring outside", ring.UspSetting, ring.plan_usp, _degrees),
     "startrail": (
         "teams gather Q and KV, team blocks rotate in sub-rings",
