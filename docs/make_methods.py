@@ -109,7 +109,10 @@ def ranks_taken(method: Method) -> str:
     taken = [n for n in range(1, UP_TO + 1) if takes(method, n)]
     if len(taken) == UP_TO:
         return "any"
-    return f"{', '.join(map(str, taken))} with {PROBE_HEADS} heads"
+    numbers = ", ".join(map(str, taken))
+    if taken == [*range(1, len(taken) + 1)]:
+        numbers = f"1 to {len(taken)}"
+    return f"{numbers} with {PROBE_HEADS} heads"
 
 
 def takes(method: Method, ranks: int) -> bool:

@@ -59,7 +59,7 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
     """The query heads of each of `degree` head groups.
 
     >>> head_shares(8, 8, 3), head_shares(12, 4, 5)
-    (((0, 2), (2, 5), (5, 8)), ((0, 3), (3, 6), (6, 9), (9, 10), (10, 12)))
+    (((0, 3), (3, 5), (5, 8)), ((0, 3), (3, 6), (6, 9), (9, 10), (10, 12)))
     """
     group, most = num_heads // kv_heads, -(-num_heads // degree)
     bounds = [0]
