@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_check import check as check_by_gloo
+from support.listed import stretches_for
 from support.pool import WorkerPool
 from support.reference import NAMES, attention, errors
 
@@ -38,8 +40,10 @@ def case_of(heads: tuple[int, int], ranks: int, **options: object) -> Case:
 def test_every_number_of_ranks_equals_the_truth_and_moves_the_counted_bytes(
     heads: tuple[int, int], ranks: int
 ) -> None:
-    layout = tuple(LayoutKind)[ranks % 3]
-    check(case_of(heads, ranks, layout=layout))
+    layout = tuple(LayoutKind)[ranks % 4]
+    case = case_of(heads, ranks, layout=layout)
+    stretches = stretches_for(layout, Random(ranks), case.q_tokens, ranks)
+    check(replace(case, options=case.options | {"stretches": stretches}))
     if ranks % 2:  # one call for all, which writes its results where they are sent from
         case = case_of(heads, ranks, gather_out=True)
         check(replace(case, kv_tokens=11, head_dims=(8, 4), mask=Mask()))
