@@ -63,6 +63,7 @@ class Block:
             num_heads=self.q.shape[2],
             num_kv_heads=self.k.shape[2],
             mask=kind_of(self.mask),
+            intervals=self.mask.num_intervals if isinstance(self.mask, RowRange) else 1,
         )
 
     def of_kernel(self, mask: BlockMask | None = None, scale: float | None = None) -> KernelBlock:
@@ -125,7 +126,25 @@ def scattered(num_queries: int, num_keys: int) -> BlockMask:
     return RowRange(lo, hi, torch.randperm(num_keys, generator=generator))
 
 
-RANGES: tuple[MaskMaker, ...] = (window, documents, striped, scattered)
+def union(num_queries: int, num_keys: int) -> BlockMask:
+    """First keys, keys about a third of the way and a window: one, two or three intervals, and of
+    some rows none. The last sixth of the keys comes first."""
+    row = torch.arange(num_queries) * num_keys // num_queries
+    first = torch.stack((torch.zeros_like(row), row.clamp(max=3) + 1))
+    middle = torch.stack((first[1] + num_keys // 6, first[1] + num_keys // 3))
+    middle[:, row % 5 == 2] = 0
+    last = torch.stack(((row - 7).clamp(min=0), row + 1))
+    last[0] = torch.maximum(last[0], torch.maximum(first[1], middle[1]))
+    ends = torch.stack((first, middle, last))
+    ends[:, :, row % 7 == 3] = 0
+    empty = ends[:, 1] <= ends[:, 0]
+    ends = ends.masked_fill(empty[:, None], 0)
+    order = empty.int().argsort(dim=0, stable=True)  # those that a row does not have come last
+    lo, hi = (ends[:, side].gather(0, order) for side in (0, 1))
+    return RowRange(lo, hi, torch.arange(num_keys).roll(num_keys // 6))
+
+
+RANGES: tuple[MaskMaker, ...] = (window, documents, striped, scattered, union)
 
 
 def make_block(

@@ -11,6 +11,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.slices import SliceKind
 from support.listed import RULES, stretches_for
 
 LAYOUTS = tuple(LayoutKind)
@@ -41,6 +42,21 @@ def random_mask(rng: Random, q_tokens: int, kv_tokens: int) -> Mask:
         window=random_window(rng) if rng.random() < 0.5 else None,
         documents=random_cuts(rng, q_tokens, documents),
         kv_documents=random_cuts(rng, kv_tokens, documents),
+    )
+
+
+def random_slices(rng: Random, q_tokens: int, kv_tokens: int) -> Mask:
+    """A union of a few slices, which may overlap, be empty and leave rows without any key."""
+
+    def some(tokens: int) -> tuple[int, int]:
+        start, stop = sorted(rng.randint(0, tokens) for _ in range(2))
+        return start, stop
+
+    kinds = tuple(SliceKind)
+    return Mask(
+        slices=tuple(
+            (some(q_tokens), some(kv_tokens), rng.choice(kinds)) for _ in range(rng.randint(0, 6))
+        )
     )
 
 

@@ -46,7 +46,8 @@ def test_segments_divide_the_queries_and_each_bound_is_one_line_on_a_segment() -
         for q in range(q_tokens):
             s = rows.segment_at(q)
             assert s.start <= q < s.stop
-            assert (s.lo + s.lo_slope * q, s.hi + s.hi_slope * q) == (lo[q], hi[q])
+            (interval,) = s.intervals
+            assert interval.at(q) == (lo[q], hi[q])
 
 
 def test_positions_past_the_end_see_nothing() -> None:

@@ -32,6 +32,7 @@ from mesh_attention.plan.plan import Direction
 class Blockwise:
     name = "blockwise"
     has_softcap = True
+    takes_unions = True
     deterministic = True
     backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 

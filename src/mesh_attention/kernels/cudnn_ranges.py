@@ -37,6 +37,7 @@ _VERSIONS = ((1, 32), (1, 33))  # from, and below
 
 class CudnnRanges:
     name = "cudnn_ranges"
+    takes_unions = True
     deterministic = True  # where PyTorch is asked for it
     backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 

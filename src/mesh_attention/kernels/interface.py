@@ -33,17 +33,23 @@ class Causal:
 
 @dataclass(frozen=True, eq=False)
 class RowRange:
-    """Query i sees the keys j with `lo[i] <= key_position[j] < hi[i]`.
+    """Query i sees the keys j with `lo[i] <= key_position[j] < hi[i]`, or where `lo` and `hi` are
+    matrices, those with `lo[n, i] <= key_position[j] < hi[n, i]` for some n: then intervals are
+    disjoint and in order, and those that a query does not have are empty and its last.
 
     Key positions need not be sorted: gathered rows lie as they came. The three tensors may live on
     the CPU while the block is on a GPU. Of one such mask many calls are made, so what a kernel
     makes of it, lists of visible blocks say, it may keep here under a key of its own.
     """
 
-    lo: Tensor  # (S,) integers >= 0
-    hi: Tensor  # (S,)
+    lo: Tensor  # (S,), or of several intervals (N, S), integers >= 0
+    hi: Tensor  # as lo
     key_position: Tensor  # (T,) integers >= 0; padding, which may hold anything, is at -1
     kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def num_intervals(self) -> int:
+        return 1 if self.lo.dim() == 1 else self.lo.shape[0]
 
 
 BlockMask = Full | Causal | RowRange
@@ -104,6 +110,7 @@ class Request:
     softcap: bool = False
     padded: bool = False  # row ranges: rows that nobody sees may hold anything, also NaN
     scattered: bool = False  # row ranges: keys lie one by one, not in runs
+    intervals: int = 1  # row ranges: of keys that a query may see, at most
     deterministic: bool = False
     lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
 
@@ -144,9 +151,10 @@ class BlockSize:
 class Kernel(Protocol):
     """Attention on one block. Results may be in a wider dtype than the inputs.
 
-    A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one whose backward pass
-    gives the same bits every time (where `torch.use_deterministic_algorithms` asks for it) by
-    `deterministic = True`; others are not asked for either.
+    A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one that takes row ranges
+    of several intervals by `takes_unions = True`, and one whose backward pass gives the same bits
+    every time (where `torch.use_deterministic_algorithms` asks for it) by `deterministic = True`;
+    others are asked for none of these.
     """
 
     @property

@@ -15,26 +15,28 @@ _FAR = 1 << 40  # behind every row
 def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     """(2 n + 1, S) int32: what a query sees as `[0, F0) u [F1, F2) u ...`, sorted.
 
-    Keys that follow each other in rows and positions form runs; a query sees at most one interval
-    of each, and those that touch are one.
+    Keys that follow each other in rows and positions form runs. What a query sees of a run are at
+    most its own intervals, in order; those that touch are one.
     """
     lo, hi, position = (x.to(device, torch.int32) for x in (mask.lo, mask.hi, mask.key_position))
     breaks = torch.ones_like(position, dtype=torch.bool)
     breaks[1:] = position[1:] != position[:-1] + 1
     first_row = breaks.nonzero().flatten()
-    if len(first_row) > _MOST_RUNS:
+    if len(first_row) * mask.num_intervals > _MOST_RUNS:
         raise MeshAttentionError(
             f"keys that lie in {len(first_row)} runs are too many intervals for cudnn_ranges"
         )
-    start = position[first_row].long()
-    length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))
-    # (S, runs): where what is seen of a run begins and ends, as rows.
-    hidden = start < 0
+    if lo.dim() == 1:
+        lo, hi = lo[None], hi[None]
+    start = position[first_row].long()[:, None]
+    length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
+    # (S, runs * intervals): where what is seen of a run begins and ends, as rows.
+    first_row = first_row[:, None]
     low, high = (
-        first_row + torch.minimum((bound[:, None] - start).clamp_(min=0), length)
+        (first_row + torch.minimum((bound.T[:, None] - start).clamp_(min=0), length)).flatten(1)
         for bound in (lo, hi)
     )
-    seen = (low < high) & ~hidden
+    seen = (low < high) & (start >= 0).expand(len(start), len(lo)).flatten()
     low, high = low.masked_fill(~seen, -1), high.masked_fill(~seen, -1)
     before = torch.cummax(high, dim=1).values.roll(1, dims=1)
     before[:, 0] = -1
@@ -42,8 +44,8 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     number = opens.cumsum(dim=1) - 1  # of the interval that a run belongs to
     most = max(int(number.max()) + 1, 1)
     target = number.clamp_(min=0)
-    begins = torch.full((len(lo), most), _FAR, device=device)
-    ends = torch.full((len(lo), most), -1, device=device)
+    begins = torch.full((len(low), most), _FAR, device=device)
+    ends = torch.full((len(low), most), -1, device=device)
     begins.scatter_reduce_(1, target, low.masked_fill(~seen, _FAR), "amin")
     ends.scatter_reduce_(1, target, high, "amax")
     # Intervals that a query does not have are empty ones behind its last.
@@ -51,7 +53,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     begins = torch.minimum(begins, ends)
     pairs = torch.stack((begins, ends), dim=2).flatten(1).int()  # b0, e0, b1, e1, ...
     if bool((begins[:, 0] > 0).any()):
-        pairs = torch.cat((pairs.new_zeros(len(lo), 1), pairs), dim=1)
+        pairs = torch.cat((pairs.new_zeros(len(low), 1), pairs), dim=1)
     else:
         pairs = pairs[:, 1:]
     return pairs.T.contiguous()

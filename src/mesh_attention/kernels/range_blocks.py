@@ -32,12 +32,18 @@ _RUNS_PAST_THE_END = 4
 class RangeBlocks(NamedTuple):
     """All int32, on the device of the block."""
 
-    lo: Tensor  # (S,)
-    hi: Tensor  # (S,)
+    lo: Tensor  # (S,), or (listed_intervals, S)
+    hi: Tensor  # as lo
     key_position: Tensor  # (T,)
     runs: Tensor  # [first, last + 1) of each run of blocks, one after another
     by_query: Tensor  # (blocks of queries, TABLE_COLUMNS), those with the most work first
     by_key: Tensor  # (blocks of keys, TABLE_COLUMNS)
+
+
+def listed_intervals(mask: BlockMask) -> int:
+    """A power of two, since a kernel is compiled for each; those too many are empty."""
+    found = mask.num_intervals if isinstance(mask, RowRange) else 1
+    return 1 << (found - 1).bit_length()
 
 
 def range_blocks(
@@ -76,6 +82,9 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
         x.to(device, non_blocking=True).clamp(max=_NEVER).to(torch.int32)
         for x in (mask.lo, mask.hi, mask.key_position)
     )
+    if lo.dim() == 2:
+        empty = listed_intervals(mask) - len(lo)
+        lo, hi = (pad(x, (0, 0, 0, empty)) for x in (lo, hi))
     all_QK, some_QK = _states(lo, hi, key_position, query_block, key_block)
     listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
     edges = [_edges(seen) for seen in listed]
@@ -106,16 +115,20 @@ def _states(
     A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
     a kernel need not look at bounds in whole blocks.
     """
-    sees = hi > lo
-    lo_QR = _cut(lo.where(sees, _NEVER), query_block, _NEVER)
-    hi_QR = _cut(hi.where(sees, -1), query_block, -1)
     low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
     high_K = _cut(key_position, key_block, -1).amax(dim=1)
     # Padding is at the end of the last block alone, and raises its largest position here.
     highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
-    seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
-    whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
-    return whole, seen & ~whole
+    found: tuple[Tensor, Tensor] | None = None
+    for lo_S, hi_S in zip(lo, hi, strict=True) if lo.dim() == 2 else ((lo, hi),):
+        sees = hi_S > lo_S
+        lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
+        hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
+        seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
+        whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
+        found = (whole, seen) if found is None else (found[0] | whole, found[1] | seen)
+    assert found is not None
+    return found[0], found[1] & ~found[0]
 
 
 def _cut(x: Tensor, block: int, padding: int) -> Tensor:

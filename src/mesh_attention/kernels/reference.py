@@ -25,6 +25,7 @@ from mesh_attention.plan.plan import Direction
 class Reference:
     name = "reference"
     has_softcap = True
+    takes_unions = True
     deterministic = True
     backward_needs = BackwardNeeds()
 

@@ -12,7 +12,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
-from mesh_attention.kernels.interface import BackwardNeeds, Kernel, Request
+from mesh_attention.kernels.interface import BackwardNeeds, Kernel, MaskKind, Request
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
 from mesh_attention.kernels.triton_ranges import TritonRanges
@@ -92,6 +92,12 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
         return "has no backward pass"
     if request.softcap and not getattr(kernel, "has_softcap", False):
         return "has no softcap (a kernel with `has_softcap = True` has)"
+    union = request.mask is MaskKind.RANGE and request.intervals > 1
+    if union and not getattr(kernel, "takes_unions", False):
+        return (
+            f"takes one interval of keys for each query, not {request.intervals} (a kernel with "
+            "`takes_unions = True` does)"
+        )
     backward = request.direction is Direction.BACKWARD
     needs = kernel.backward_needs
     if backward and request.lse_gradient and needs is not None and needs.out:

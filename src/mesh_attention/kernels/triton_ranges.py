@@ -20,7 +20,7 @@ from mesh_attention.kernels.interface import (
     Request,
 )
 from mesh_attention.kernels.probe import load, why_not_grouped
-from mesh_attention.kernels.range_blocks import RangeBlocks, range_blocks
+from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
 from mesh_attention.kernels.triton_launch import (
     InnerTensor,
     KernelLaunch,
@@ -32,6 +32,7 @@ from mesh_attention.plan.plan import Direction
 _LOG2_E = 1.4426950408889634
 _PLAIN, _SCALED, _CAPPED = range(3)  # as in fused/attention_tiles.py
 _MOST_LAUNCHES = 4096
+_MOST_INTERVALS = 32  # a kernel compares a masked block with each, one after another
 
 
 class KernelTiles(NamedTuple):
@@ -93,6 +94,7 @@ class TritonRanges:
 
     name = "triton"
     has_softcap = True
+    takes_unions = True
     deterministic = True
     backward_needs = BackwardNeeds(delta=True)
 
@@ -115,6 +117,8 @@ class TritonRanges:
             return f"head sizes must be at most 256, not {sizes}"
         if request.dtype == torch.float32 and max(request.head_dim, request.v_head_dim) > 64:
             return "in float32 its tiles of head sizes above 64 do not fit into registers"
+        if request.intervals > _MOST_INTERVALS:
+            return f"takes up to {_MOST_INTERVALS} intervals of keys for a query"
         found = load("triton", "jit")
         return found if isinstance(found, str) else why_not_grouped(request)
 
@@ -134,7 +138,7 @@ class TritonRanges:
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
         tensors = (q, k, v, out)
-        key = (False, *_kind(*tensors), *block[4:6])
+        key = (False, *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
         launches = self._launches.get(key) or self._prepare(key, block, tensors)
         blocks = self._blocks(block, launches[0].block)
         launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
@@ -154,7 +158,7 @@ class TritonRanges:
         grad_out = grad_out.to(q.dtype)
         statistics = torch.empty(2, B, H, S, dtype=torch.float32, device=q.device)
         tensors = (q, k, v, grad_out, lse, delta, dq, dk, dv)
-        key = (True, *_kind(*tensors), *block[4:6])
+        key = (True, *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
         of_queries, of_keys = self._launches.get(key) or self._prepare(key, block, tensors)
         blocks = self._blocks(block, of_queries.block)
         lists = blocks[:4]
@@ -263,7 +267,7 @@ def _programs(length: int, block: int, rows: int) -> int:
 
 
 def _constants(block: Block) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """(scale and inner scale, constants of a kernel up to the kind of its scores)"""
+    """(scale and inner scale, constants of a kernel up to the intervals of a query)"""
     _, H, D = block.q.shape[1:]
     G, E = block.v.shape[2:]
     scale, softcap = block.softmax_scale, block.softcap
@@ -273,4 +277,5 @@ def _constants(block: Block) -> tuple[tuple[float, ...], tuple[int, ...]]:
         scales, kind = (scale * _LOG2_E, 1.0), _PLAIN
     else:
         scales, kind = (_LOG2_E, scale), _SCALED
-    return scales, (H // G, D, E, padded(D), padded(E), kind)
+    intervals = listed_intervals(block.mask)
+    return scales, (H // G, D, E, padded(D), padded(E), kind, intervals)

@@ -16,6 +16,8 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
 
+_NEVER = 2**31 - 1  # a position that no key has
+
 
 class Seen(Enum):
     NONE = 0
@@ -31,11 +33,12 @@ def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
             "keys; describe it as a RowRange"
         )
     if isinstance(mask, RowRange):
-        expected = {"lo": num_queries, "hi": num_queries, "key_position": num_keys}
-        for name, length in expected.items():
+        rows = (num_queries,) if mask.lo.dim() == 1 else (len(mask.lo), num_queries)
+        expected = {"lo": rows, "hi": rows, "key_position": (num_keys,)}
+        for name, shape in expected.items():
             found = tuple(getattr(mask, name).shape)
-            if found != (length,):
-                raise MeshAttentionError(f"RowRange.{name} has shape {found}, not ({length},)")
+            if found != shape:
+                raise MeshAttentionError(f"RowRange.{name} has shape {found}, not {shape}")
 
 
 class Padding(NamedTuple):
@@ -52,6 +55,8 @@ class Padding(NamedTuple):
         key = ("padding", device)
         if key not in mask.kept:
             sees_nothing, at_no_position = mask.hi <= mask.lo, mask.key_position < 0
+            if sees_nothing.dim() == 2:
+                sees_nothing = sees_nothing.all(dim=0)
             mask.kept[key] = Padding(
                 *(x.to(device) if x.any() else None for x in (sees_nothing, at_no_position))
             )
@@ -109,19 +114,22 @@ class BlockVisibility:
         if self._bounds is None:
             return Seen.SOME
         queries, keys = self._bounds
-        lo_min, lo_max, hi_min, hi_max = queries[query_start // self._blocks[0]]
         key_min, key_max = keys[key_start // self._blocks[1]]
-        if key_max < lo_min or key_min >= hi_max:
-            return Seen.NONE
-        if lo_max <= key_min and key_max < hi_min:
-            return Seen.ALL
-        return Seen.SOME
+        seen = Seen.NONE
+        bounds = queries[query_start // self._blocks[0]]
+        for at in range(0, len(bounds), 4):  # one interval after another
+            lo_min, lo_max, hi_min, hi_max = bounds[at : at + 4]
+            if lo_max <= key_min and key_max < hi_min:
+                return Seen.ALL
+            if not (key_max < lo_min or key_min >= hi_max):
+                seen = Seen.SOME
+        return seen
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
         """(queries, keys) bool, True where visible."""
         assert self._positions is not None
         lo, hi, key_position = self._positions
-        return _visible(lo[queries], hi[queries], key_position[keys])
+        return _visible(lo[..., queries], hi[..., queries], key_position[keys])
 
 
 def _positions(
@@ -144,14 +152,28 @@ def _bounds(
     key = ("bounds", query_block, key_block)
     if key not in kept:
         lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
-        kept[key] = _extremes(query_block, lo, hi), _extremes(key_block, key_position)
+        if lo.dim() == 2:  # intervals that a query does not have widen no others
+            has = lo < hi
+            lo, hi = lo.where(has, _NEVER), hi.where(has, -1)
+        ends = (x for pair in zip(_intervals(lo), _intervals(hi), strict=True) for x in pair)
+        kept[key] = _extremes(query_block, *ends), _extremes(key_block, key_position)
     queries, keys = kept[key]
     return queries, keys
 
 
-def _visible(lo_S: Tensor, hi_S: Tensor, key_position_T: Tensor) -> Tensor:
+def _visible(lo: Tensor, hi: Tensor, key_position_T: Tensor) -> Tensor:
     key = key_position_T[None, :]
-    return (lo_S[:, None] <= key) & (key < hi_S[:, None])
+    seen: Tensor | None = None
+    for lo_S, hi_S in zip(_intervals(lo), _intervals(hi), strict=True):
+        inside = (lo_S[:, None] <= key) & (key < hi_S[:, None])
+        seen = inside if seen is None else seen.logical_or_(inside)
+    assert seen is not None
+    return seen
+
+
+def _intervals(bound: Tensor) -> tuple[Tensor, ...]:
+    """The bounds (S,) of one interval after another."""
+    return (bound,) if bound.dim() == 1 else bound.unbind(0)
 
 
 def _extremes(block: int, *positions: Tensor) -> list[tuple[int, ...]]:

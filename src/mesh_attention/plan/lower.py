@@ -5,10 +5,11 @@ fully visible rectangles, causal squares, and row ranges only where neither fits
 into blocks of consecutive positions such that every (query block, key block) cell is empty, full,
 a causal square or ragged; equal neighbours are then joined into rectangles.
 
-Bounds never fall as queries grow, so the first and the last query alone show which key blocks all
-queries see and which none does; likewise for queries. Only the few *open* blocks in between are
-looked at closely, because planning for thousands of ranks lowers tens of thousands of tasks. And
-of a ring's n^2 tasks all but a few have no open cell at all: those are told by a few comparisons.
+In most masks bounds never fall as queries grow (`lower_unions.py` is for the others), so the first
+and the last query alone show which key blocks all queries see and which none does; likewise for
+queries. Only the few *open* blocks in between are looked at closely, because planning for thousands
+of ranks lowers tens of thousands of tasks. And of a ring's n^2 tasks all but a few have no open
+cell at all: those are told by a few comparisons.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.mask import RowRanges
+from mesh_attention.plan.lower_unions import union_calls
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.rectangles import Cells, rectangles
+from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
@@ -67,6 +69,9 @@ class Blocks:
 
     def block(self, i: int) -> tuple[int, int]:
         return int(self.starts[i]), int(self.stops[i])
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,12 +133,14 @@ class Queries:
     rows: RowRanges
     some: tuple[int, int]  # the keys that some query sees, and those that all of them see
     all: tuple[int, int]
-    sight: Sight | None  # block by block
+    sight: Sight | None  # block by block; None also for masks whose bounds may fall
     few: tuple[tuple[int, int, int, int], ...] | None  # the same of few blocks without padding
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
         last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
+        if not rows.ordered:
+            return Queries(q, rows, rows.hull(q.first, last + 1), (0, 0), None, None)
         lo, hi = (x.tolist() for x in rows.bounds(np.array([q.first, last], dtype=np.int64)))
         sight = Sight.of(q.blocks.starts, q.blocks.stops - 1, rows) if q.blocks else None
         few = None
@@ -152,17 +159,21 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
         return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
     whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
     blocks = q.list.blocks
+    calls: tuple[Call, ...] | None = None
     if (
-        q.sight is None
-        or blocks is None
-        or k.blocks is None
-        or len(blocks.starts) * len(k.blocks.starts) > MAX_PAIRS
+        blocks is not None
+        and k.blocks is not None
+        and len(blocks.starts) * len(k.blocks.starts) <= MAX_PAIRS
     ):
+        if q.sight is None:
+            calls = union_calls(blocks.pairs(), k.blocks.pairs(), q.rows, MAX_PAIRS)
+        else:
+            picture = _picture(q, k.blocks)
+            if picture is not None:
+                return _full_calls(picture, blocks.first_rows, k.blocks.first_rows)
+            calls = _lower_blocks(q, blocks, q.sight, k.blocks)
+    if calls is None:
         return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
-    picture = _picture(q, k.blocks)
-    if picture is not None:
-        return _full_calls(picture, blocks.first_rows, k.blocks.first_rows)
-    calls = _lower_blocks(q, blocks, q.sight, k.blocks)
     return calls if len(calls) <= MAX_CALLS else (whole,)
 
 
@@ -225,10 +236,13 @@ def _cuts(
     )
     for s in near:
         q_cuts.update((s.start, s.stop))
-        k_cuts.update(base for base, slope in ((s.lo, s.lo_slope), (s.hi, s.hi_slope)) if not slope)
+        (one,) = s.intervals
+        ends = (one.lo, one.lo_slope), (one.hi, one.hi_slope)
+        k_cuts.update(base for base, slope in ends if not slope)
     for s in near if k_blocks else ():
-        if s.hi_slope:  # cut both sides alike along the diagonal, so that squares are square
-            diagonal = s.hi - 1
+        (one,) = s.intervals
+        if one.hi_slope:  # cut both sides alike along the diagonal, so that squares are square
+            diagonal = one.hi - 1
             low = bisect_left(q.edges, max(s.start, k_edges[0] - diagonal))
             high = bisect_right(q.edges, min(s.stop, k_edges[-1] - diagonal))
             k_cuts.update(edge + diagonal for edge in q.edges[low:high])

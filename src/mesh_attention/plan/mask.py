@@ -1,42 +1,33 @@
-"""Which keys a query may see, as piecewise-affine row ranges (algorithm.md, section 7).
+"""Which keys a query may see, as people say it (algorithm.md, section 7).
 
-Every mask here gives a query one interval of key positions, `lo(q) <= k < hi(q)`. Full, causal,
-sliding-window, packed-document and prefix-LM masks are one family: in each document the bounds
-are the largest (smallest) of a few lines of slope 0 or 1. `Mask.segments` cuts the queries into
-stretches on which each bound is a single line, so everything downstream works on intervals and
-never on single tokens.
-
-Both bounds never fall as `q` grows; `RowRanges` relies on it to bound a whole interval of queries
-by its two ends.
+Full, causal, sliding-window, packed-document and prefix-LM masks are one family: a query sees one
+interval of key positions, and in each document the bounds are the largest (smallest) of a few lines
+of slope 0 or 1, so that both never fall as `q` grows. All other masks are unions of slices
+(`slices.py`). Either becomes `RowRanges` on real token counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
+from mesh_attention.plan.row_ranges import Interval, RowRanges, Segment, joined
+from mesh_attention.plan.slices import (
+    Slice,
+    SliceKind,
+    checked_slices,
+    frame_slices,
+    segments_of,
+    slices_of,
+    tree_slices,
+)
 
 Line = tuple[int, int]  # (base, slope): the value at q is base + slope * q
-Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Queries `start <= q < stop` see keys `lo + lo_slope*q <= k < hi + hi_slope*q`."""
-
-    start: int
-    stop: int
-    lo: int
-    lo_slope: int
-    hi: int
-    hi_slope: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +40,11 @@ class Mask:
     prefix         with causal: the first `prefix` keys of each document are seen by all its queries
     documents      cumulative starts (0, ..., q_tokens) of packed documents; None = one document
     kv_documents   the same for keys; None = as `documents`
+    slices         in place of all others: ((query start, stop), (key start, stop), kind) of each,
+                   kind being "full", "causal", "inverse_causal" or "bicausal" (`SliceKind`); a
+                   query sees what one of them shows
+
+    `tree`, `with_global_tokens` and `block_causal` make slices.
     """
 
     causal: bool = False
@@ -56,15 +52,12 @@ class Mask:
     prefix: int = 0
     documents: tuple[int, ...] | None = None
     kv_documents: tuple[int, ...] | None = None
+    slices: tuple[Slice, ...] | None = None
 
     def __post_init__(self) -> None:
-        flag("causal", self.causal)
-        object.__setattr__(self, "prefix", number("prefix", self.prefix, least=None))
-        if self.window is not None:
-            object.__setattr__(self, "window", _window(self.window))
-        for name in ("documents", "kv_documents"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _cuts(name, getattr(self, name)))
+        self._normalise()
+        if self.slices is not None and replace(self, slices=None) != Mask():
+            raise PlanError("slices say all that is seen: give nothing else beside them")
         if self.prefix < 0 or (self.prefix and not self.causal):
             raise PlanError(
                 f"prefix={self.prefix} needs causal=True and a length >= 0: "
@@ -87,11 +80,68 @@ class Mask:
         if self.kv_documents and self.documents and len(self.kv_documents) != len(self.documents):
             raise PlanError("'documents' and kv_documents must have the same number of documents")
 
+    def _normalise(self) -> None:
+        flag("causal", self.causal)
+        object.__setattr__(self, "prefix", number("prefix", self.prefix, least=None))
+        if self.window is not None:
+            object.__setattr__(self, "window", _window(self.window))
+        for name in ("documents", "kv_documents"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _cuts(name, getattr(self, name)))
+        if self.slices is not None:
+            object.__setattr__(self, "slices", checked_slices(self.slices))
+
+    @staticmethod
+    def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Mask:
+        """Nodes of a forest that lie one after another, as rollouts of one prompt are packed: each
+        sees itself causally and all of its ancestors. A parent comes before its children; that of a
+        root is None (or -1).
+
+        >>> Mask.tree([None, 0, 0], [4, 2, 3]).describe()  # a prompt and two continuations
+        '4 slices'
+        """
+        sizes = [number("lengths", length, least=0) for length in lengths]
+        above = [_parent(node, parent) for node, parent in enumerate(parents)]
+        if len(above) != len(sizes):
+            raise PlanError(f"{len(above)} parents and {len(sizes)} lengths: give one of each")
+        return Mask(slices=tuple(tree_slices(above, sizes)))
+
+    @staticmethod
+    def with_global_tokens(
+        num_tokens: int,
+        num_global: int,
+        window: tuple[int | None, int | None],
+        *,
+        causal: bool = True,
+    ) -> Mask:
+        """A window, and first tokens that all see and that see all; where causal, up to their own
+        position (attention sinks of StreamingLLM), otherwise all of them (Longformer)."""
+        tokens, first = number("num_tokens", num_tokens), number("num_global", num_global, least=0)
+        if first > tokens:
+            raise PlanError(f"num_global={first} is more than the {tokens} tokens")
+        near = slices_of(Mask(causal=causal, window=window).rows(tokens, tokens))
+        seeing: Slice = (0, first), (0, tokens), SliceKind.FULL
+        if causal:
+            seeing = (0, first), (0, first), SliceKind.CAUSAL
+        seen: Slice = (first if causal else 0, tokens), (0, first), SliceKind.FULL
+        return Mask(slices=(*near, seeing, seen))
+
+    @staticmethod
+    def block_causal(num_tokens: int, frame: int, *, frames_seen: int | None = None) -> Mask:
+        """Frames of `frame` tokens, as of a video: each sees itself whole and those before it, or
+        `frames_seen` in all, its own among them."""
+        seen = None if frames_seen is None else number("frames_seen", frames_seen)
+        sizes = number("num_tokens", num_tokens), number("frame", frame)
+        return Mask(slices=tuple(frame_slices(*sizes, seen)))
+
     @property
     def is_full(self) -> bool:
-        return not self.causal and self.window is None and self.documents is None
+        plain = not self.causal and self.window is None and self.documents is None
+        return plain and self.slices is None
 
     def describe(self) -> str:
+        if self.slices is not None:
+            return "1 slice" if len(self.slices) == 1 else f"{len(self.slices)} slices"
         parts = ["causal" if self.causal else "full"]
         if self.window:
             left, right = ("inf" if s is None else str(s) for s in self.window)
@@ -125,41 +175,12 @@ class Mask:
         return lows, highs, floor
 
 
-class RowRanges:
-    """A mask on real token counts: segments, and vectorised bounds `lo(q)` and `hi(q)`."""
-
-    __slots__ = ("_lines", "_starts", "kv_tokens", "q_tokens", "segments")
-
-    def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
-        self.segments = segments
-        self.q_tokens = q_tokens
-        self.kv_tokens = kv_tokens
-        self._starts = np.array([s.start for s in segments], dtype=np.int64)
-        lines = [(s.lo, s.lo_slope, s.hi, s.hi_slope) for s in segments]
-        self._lines = tuple(np.array(lines, dtype=np.int64).reshape(-1, 4).T.copy())
-
-    def bounds(self, q: Array) -> tuple[Array, Array]:
-        """`lo` and `hi` of each query position; positions past the end (padding) see nothing."""
-        if not self.segments:
-            return np.zeros_like(q), np.zeros_like(q)
-        at: Array | int = 0
-        if len(self.segments) > 1:
-            at = np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
-        lo, lo_slope, hi, hi_slope = self.lines(at)
-        real = q < self.q_tokens
-        return np.where(real, lo + lo_slope * q, 0), np.where(real, hi + hi_slope * q, 0)
-
-    def segment_at(self, q: int) -> Segment:
-        return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
-
-    def segments_between(self, start: int, stop: int) -> range:
-        """Indices of the segments that may hold queries of `start..stop`."""
-        first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
-        return range(first, int(np.searchsorted(self._starts, stop, side="left")))
-
-    def lines(self, at: Array | int) -> tuple[Array, ...]:
-        """lo, its slope, hi and its slope of these segments."""
-        return tuple(line[at] for line in self._lines)
+def _parent(node: int, parent: Any) -> int | None:
+    if parent is None or (found := number("parents", parent, least=-1)) == -1:
+        return None
+    if found >= node:
+        raise PlanError(f"node {node} has the parent {found}: a parent comes before its children")
+    return found
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
@@ -181,13 +202,15 @@ def _cuts(name: str, cuts: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _row_ranges(mask: Mask, q_tokens: int, kv_tokens: int) -> RowRanges:
+    if mask.slices is not None:
+        return RowRanges(segments_of(mask.slices, q_tokens), q_tokens, kv_tokens)
     q_cuts = mask.documents or (0, q_tokens)
     k_cuts = mask.kv_documents or mask.documents or (0, kv_tokens)
     segments: list[Segment] = []
     for q, k in zip(pairwise(q_cuts), pairwise(k_cuts), strict=True):
         if q[0] < q[1]:
             segments += _document_segments(q, k, *mask._document_lines(q, k))
-    return RowRanges(tuple(_joined(segments)), q_tokens, kv_tokens)
+    return RowRanges(joined(segments), q_tokens, kv_tokens)
 
 
 def _document_segments(
@@ -212,26 +235,5 @@ def _document_segments(
         if key(hi)[0] <= key(lo)[0] and key(hi)[1] <= key(lo)[1]:
             edge = (k[0], 0) if key(hi)[1] <= k[0] else (k[1], 0)
             lo = hi = edge
-        segments.append(Segment(start, stop, *lo, *hi))
+        segments.append(Segment(start, stop, (Interval(*lo, *hi),)))
     return segments
-
-
-def _joined(segments: list[Segment]) -> list[Segment]:
-    """Neighbours made one where the earlier one's lines hold for both."""
-    joined: list[Segment] = []
-    for s in segments:
-        last = joined[-1] if joined else None
-        if last and _ends(last, s) == _ends(s, s):
-            joined[-1] = Segment(last.start, s.stop, last.lo, last.lo_slope, last.hi, last.hi_slope)
-        else:
-            joined.append(s)
-    return joined
-
-
-def _ends(lines: Segment, on: Segment) -> tuple[int, ...]:
-    """The bounds of one segment at the first and the last query of another."""
-    return tuple(
-        base + slope * q
-        for base, slope in ((lines.lo, lines.lo_slope), (lines.hi, lines.hi_slope))
-        for q in (on.start, on.stop - 1)
-    )

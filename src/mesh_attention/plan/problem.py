@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.mask import Mask, RowRanges
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.row_ranges import RowRanges
 
 MAX_HEADS = 1 << 16  # far beyond any model; degrees that divide them are looked for one by one
 MAX_TOKENS = 1 << 30  # pairs of more tokens than that overflow 64-bit counts
@@ -66,6 +67,14 @@ class Problem:
         ):
             if cuts is not None and cuts[-1] != tokens:
                 raise PlanError(f"{name} end at {cuts[-1]} but there are {tokens} tokens")
+        for at, (queries, keys, _) in enumerate(self.mask.slices or ()):
+            for name, (_, stop), tokens in (
+                ("queries", queries, self.q_tokens), ("keys", keys, self.keys),
+            ):  # fmt: skip
+                if stop > tokens:
+                    raise PlanError(
+                        f"slice {at} has {name} up to {stop} but there are {tokens} tokens"
+                    )
 
     @property
     def keys(self) -> int:

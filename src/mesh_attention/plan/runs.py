@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.mask import RowRanges
+from mesh_attention.plan.row_ranges import RowRanges
 
 Array = NDArray[np.int64]
 _ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
@@ -92,8 +92,10 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     most = max(1, _MOST_AT_ONCE // len(key_parts))
     for first in range(0, len(parts), most):
         q = _columns(parts[first : first + most])
-        lo, lo_slope, hi, hi_slope = rows.lines(np.array(segments[first : first + most]))
-        pairs = _below(q, k, hi, hi_slope) - _below(q, k, lo, lo_slope)
+        pairs = np.zeros((len(q[0]), len(k[0])), dtype=np.int64)
+        for lo, lo_slope, hi, hi_slope in rows.lines(np.array(segments[first : first + most])):
+            pairs += _below(q, k, hi, hi_slope)
+            pairs -= _below(q, k, lo, lo_slope)
         by_key = np.zeros((len(keys), len(q[0])), dtype=np.int64)
         np.add.at(by_key, k[0], pairs.T)
         np.add.at(result, q[0], by_key.T)

@@ -31,10 +31,10 @@ from mesh_attention.kernels.speed import predicted_seconds, takes_whole_attentio
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
 from mesh_attention.plan.layout import Layout, LayoutKind, slice_spans
-from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
+from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run
 from mesh_attention.runtime.binding import CallShape
 
@@ -71,6 +71,7 @@ def choose_kernels(
             softcap=softcap,
             padded=padded,
             scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
+            intervals=problem.rows.most_intervals,
             deterministic=deterministic,
             lse_gradient=lse_gradient,
         )
@@ -226,11 +227,10 @@ def row_range(
         nothing = torch.zeros_like(query)
         return RowRange(nothing, nothing, position)
     starts = torch.tensor([s.start for s in rows.segments], dtype=torch.int32, device=device)
-    lines = torch.tensor(
-        [(s.lo, s.lo_slope, s.hi, s.hi_slope) for s in rows.segments], dtype=torch.int32
-    ).to(device)
+    most = max(rows.intervals_between(run.start, run.stop) for run in queries)
+    lines = torch.tensor(rows.table(most), dtype=torch.int32).to(device)
     at = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
-    lo, lo_slope, hi, hi_slope = lines[at].unbind(1)
+    lo, lo_slope, hi, hi_slope = lines[..., at]
     real = query < rows.q_tokens
     return RowRange(
         (lo + lo_slope * query) * real,

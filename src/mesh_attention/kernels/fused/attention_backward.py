@@ -20,6 +20,7 @@ from mesh_attention.kernels.fused.attention_tiles import (
     load_rows,
     load_tile,
     next_piece,
+    row_bounds,
     scores_of,
     store_tile,
     tile_offsets,
@@ -80,6 +81,7 @@ def attention_backward_queries_kernel(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -127,16 +129,16 @@ def attention_backward_queries_kernel(
     acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
-        *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
+        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
         *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED, AHEAD),
+        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED, AHEAD),
         MASKED=False,
     )
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
-        *(k_row, v_row, row_lo, row_hi, key_position, num_keys, runs),
+        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
         *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED, AHEAD),
+        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED, AHEAD),
         MASKED=True,
     )
     dq += batch * dq_batch + head * dq_head + start_row * dq_row
@@ -161,6 +163,10 @@ def _add_queries(
     v_row: tl.tensor,
     row_lo: tl.tensor,
     row_hi: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    query_start: tl.tensor,
+    num_queries: tl.tensor,
     key_position: tl.tensor,
     num_keys: tl.tensor,
     runs: tl.tensor,
@@ -173,7 +179,9 @@ def _add_queries(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -205,6 +213,10 @@ def _add_queries(
         if MASKED:
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
+            for interval in tl.static_range(1, INTERVALS):
+                more_lo = row_bounds(lo, interval, query_start, num_queries, ROWS)
+                more_hi = row_bounds(hi, interval, query_start, num_queries, ROWS)
+                visible |= (more_lo[:, None] <= at_key) & (at_key < more_hi[:, None])
             p = tl.where(visible, p, 0.0)
         if not AHEAD:
             dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)

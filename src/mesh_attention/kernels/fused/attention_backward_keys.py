@@ -16,6 +16,7 @@ from mesh_attention.kernels.fused.attention_tiles import (
     load_rows,
     load_tile,
     next_piece,
+    row_bounds,
     scores_of,
     store_tile,
     tile_offsets,
@@ -70,6 +71,7 @@ def attention_backward_keys_kernel(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -112,7 +114,7 @@ def attention_backward_keys_kernel(
             *(batch, head, base, base + num_statistics, q_row, grad_row),
             *(lo, hi, position, num_queries, runs),
             *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED, AHEAD),
+            *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, DESCRIBED, AHEAD),
             MASKED=False,
         )
         dk_acc, dv_acc = _add_keys(
@@ -120,7 +122,7 @@ def attention_backward_keys_kernel(
             *(batch, head, base, base + num_statistics, q_row, grad_row),
             *(lo, hi, position, num_queries, runs),
             *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-            *(D, E, D_PADDED, E_PADDED, SCORES, BLOCK, ROWS, DESCRIBED, AHEAD),
+            *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, DESCRIBED, AHEAD),
             MASKED=True,
         )
     dk += batch * dk_batch + group * dk_head + start_key * dk_row
@@ -161,6 +163,7 @@ def _add_keys(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -199,6 +202,10 @@ def _add_keys(
         if MASKED:
             at_key = position[:, None]
             visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
+            for interval in tl.static_range(1, INTERVALS):
+                more_lo = row_bounds(lo, interval, start, num_queries, ROWS)
+                more_hi = row_bounds(hi, interval, start, num_queries, ROWS)
+                visible |= (more_lo[None, :] <= at_key) & (at_key < more_hi[None, :])
             p = tl.where(visible, p, 0.0)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
         if MASKED:

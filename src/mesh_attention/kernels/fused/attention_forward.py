@@ -16,6 +16,7 @@ from mesh_attention.kernels.fused.attention_tiles import (
     load_rows,
     load_tile,
     next_piece,
+    row_bounds,
     scores_of,
     store_tile,
     tile_offsets,
@@ -62,6 +63,7 @@ def attention_forward_kernel(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -96,15 +98,17 @@ def attention_forward_kernel(
     # No branch around either: with one ptxas lets no two matrix products overlap.
     acc, total, best = _attend(
         *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
-        *(row_lo, row_hi, key_position, num_keys, runs, tl.load(entry + 1), tl.load(entry + 2)),
-        *(scale, inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED),
+        *(row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
+        *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED),
         AHEAD=AHEAD,
         MASKED=False,
     )
     acc, total, best = _attend(
         *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
-        *(row_lo, row_hi, key_position, num_keys, runs, tl.load(entry + 3), tl.load(entry + 4)),
-        *(scale, inner_scale, D, E, D_PADDED, E_PADDED, SCORES, BLOCK, KEYS, DESCRIBED),
+        *(row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
+        *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
+        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED),
         AHEAD=False,
         MASKED=True,
     )
@@ -138,6 +142,10 @@ def _attend(
     v_row: tl.tensor,
     row_lo: tl.tensor,
     row_hi: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    query_start: tl.tensor,
+    num_queries: tl.tensor,
     key_position: tl.tensor,
     num_keys: tl.tensor,
     runs: tl.tensor,
@@ -150,7 +158,9 @@ def _attend(
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
     SCORES: tl.constexpr,
+    INTERVALS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -193,6 +203,10 @@ def _attend(
         if MASKED:
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
+            for interval in tl.static_range(1, INTERVALS):
+                more_lo = row_bounds(lo, interval, query_start, num_queries, ROWS)
+                more_hi = row_bounds(hi, interval, query_start, num_queries, ROWS)
+                visible |= (more_lo[:, None] <= at_key) & (at_key < more_hi[:, None])
             scores = tl.where(visible, scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * scale)
         base = new_best

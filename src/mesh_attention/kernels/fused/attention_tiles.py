@@ -114,6 +114,20 @@ def next_piece(
 
 
 @triton.jit
+def row_bounds(
+    bound: tl.tensor,
+    interval: tl.tensor,
+    start: tl.tensor,
+    num_queries: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Where an interval of each of some rows begins or ends."""
+    row = tl.arange(0, ROWS)
+    bound += interval * num_queries + start
+    return tl.load(bound + row, mask=row < num_queries - start, other=0)
+
+
+@triton.jit
 def scores_of(product: tl.tensor, inner_scale: tl.tensor, SCORES: tl.constexpr) -> tl.tensor:
     scores = product
     if SCORES == SCALED:

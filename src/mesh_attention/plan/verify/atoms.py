@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, Operation, ReduceScatter, reads, writes
+from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 
 

@@ -12,8 +12,8 @@ from itertools import combinations
 import numpy as np
 
 from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.mask import RowRanges
 from mesh_attention.plan.program import Call, CallKind
+from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 
 
@@ -107,6 +107,8 @@ class CallCheck:
         first_k, last_k = k.extremes(call.k_start, call.k_stop)
         if last_q >= self._rows.q_tokens:
             return "contains padding rows"
+        if not self._rows.ordered:
+            return self._check_union(q, k, call)
         lo, hi = self._rows.bounds(np.array([first_q, last_q], dtype=np.int64))
         if lo[1] > first_k:
             return "contains pairs that the mask hides"
@@ -122,6 +124,32 @@ class CallCheck:
         )
         return None if on_edge and straight and in_order else "does not lie on the mask's edge"
 
+    def _check_union(self, q: RowMap, k: RowMap, call: Call) -> str | None:
+        """Where bounds may fall, two ends say nothing of what is between: pairs are counted."""
+        (first_q, last_q), (first_k, _) = (
+            q.extremes(call.q_start, call.q_stop),
+            k.extremes(call.k_start, call.k_stop),
+        )
+        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
+        seen = self._seen(q, k, call)
+        if call.kind is CallKind.FULL:
+            return None if seen == height * width else "contains pairs that the mask hides"
+        if height != width:
+            return "is not square"
+        # The triangle of one interval, and no pair of any other.
+        segment = self._rows.segment_at(first_q)
+        in_order = q.consecutive(call.q_start, call.q_stop) and k.consecutive(
+            call.k_start, call.k_stop
+        )
+        on_edge = any(
+            one.at(first_q)[1] == first_k + 1
+            and one.at(last_q)[1] == first_k + height
+            and one.at(last_q)[0] <= first_k
+            for one in segment.intervals
+        )
+        exact = last_q < segment.stop and seen == height * (height + 1) // 2
+        return None if on_edge and exact and in_order else "does not lie on the mask's edge"
+
     def _pairs(self, q: RowMap, k: RowMap, call: Call, visible: int) -> int:
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
         if call.kind is CallKind.FULL:
@@ -130,6 +158,9 @@ class CallCheck:
             return height * (height + 1) // 2
         if height == q.num_rows and width == k.num_rows:
             return visible
+        return self._seen(q, k, call)
+
+    def _seen(self, q: RowMap, k: RowMap, call: Call) -> int:
         q_runs = q.runs(call.q_start, call.q_stop)
         k_runs = k.runs(call.k_start, call.k_stop)
         return int(visible_pairs(q_runs, k_runs, self._rows).sum())

@@ -1,0 +1,177 @@
+"""A mask on real token counts: which intervals of key positions every query sees.
+
+Queries are cut into segments. On a segment a query sees a few intervals of keys, disjoint and in
+order, and each end of each is one line of slope 0 or 1: so everything downstream works on intervals
+and never on single tokens. Most masks have one interval a query, and bounds that never fall as `q`
+grows (`ordered`): then two ends of an interval of queries bound all that is between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+
+
+class Interval(NamedTuple):
+    """Keys `lo + lo_slope*q <= k < hi + hi_slope*q`."""
+
+    lo: int
+    lo_slope: int
+    hi: int
+    hi_slope: int
+
+    def at(self, q: int) -> tuple[int, int]:
+        return self.lo + self.lo_slope * q, self.hi + self.hi_slope * q
+
+
+_NOTHING = Interval(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Queries `start <= q < stop` see these intervals of keys, which never meet. One alone may be
+    empty, or none be given, where they see nothing; of several each has keys for every query."""
+
+    start: int
+    stop: int
+    intervals: tuple[Interval, ...]
+
+
+class RowRanges:
+    """Segments, and vectorised bounds of what a query sees."""
+
+    __slots__ = (
+        "_hull", "_layers", "_starts", "kv_tokens", "most_intervals", "ordered", "q_tokens",
+        "segments",
+    )  # fmt: skip
+
+    def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
+        self.segments = segments
+        self.q_tokens = q_tokens
+        self.kv_tokens = kv_tokens
+        self._starts = np.array([s.start for s in segments], dtype=np.int64)
+        self.most_intervals = max((len(s.intervals) for s in segments), default=1) or 1
+        self._layers = tuple(
+            _columns([s.intervals[i] if i < len(s.intervals) else _NOTHING for s in segments])
+            for i in range(self.most_intervals)
+        )
+        self._hull = self._layers[0]
+        if self.most_intervals > 1:
+            self._hull = _columns([_hull(s.intervals) for s in segments])
+        self.ordered = self.most_intervals == 1 and self._never_fall()
+
+    def bounds(self, q: Array) -> tuple[Array, Array]:
+        """`lo` and `hi` of each query position: all that it sees is between, and all that is
+        between is seen if it has one interval. Positions past the end (padding) see nothing."""
+        if not self.segments:
+            return np.zeros_like(q), np.zeros_like(q)
+        return self._values(q, self._at(q), self._hull)
+
+    def intervals(self, q: Array) -> tuple[Array, Array]:
+        """`lo` and `hi` of each interval of each query position, (most_intervals, queries); where a
+        query has fewer, the last ones are empty."""
+        if not self.segments:
+            nothing = np.zeros((1, *q.shape), dtype=np.int64)
+            return nothing, nothing
+        at = self._at(q)
+        lo, hi = zip(*(self._values(q, at, layer) for layer in self._layers), strict=True)
+        return np.stack(lo), np.stack(hi)
+
+    def hull(self, start: int, stop: int) -> tuple[int, int]:
+        """An interval of keys that holds all that queries `start..stop` see; (0, 0) if nothing."""
+        at = self.segments_between(start, stop)
+        lo, lo_slope, hi, hi_slope = (x[at.start : at.stop] for x in self._hull)
+        first = np.maximum(self._starts[at.start : at.stop], start)
+        last = np.append(self._starts[at.start + 1 : at.stop], min(stop, self.q_tokens)) - 1
+        lows, highs = lo + lo_slope * first, hi + hi_slope * last
+        sees = lows < highs
+        if not sees.any():
+            return 0, 0
+        return int(lows[sees].min()), int(highs[sees].max())
+
+    def segment_at(self, q: int) -> Segment:
+        return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
+
+    def segments_between(self, start: int, stop: int) -> range:
+        """Indices of the segments that may hold queries of `start..stop`."""
+        first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
+        return range(first, int(np.searchsorted(self._starts, stop, side="left")))
+
+    def lines(self, at: Array | int) -> tuple[tuple[Array, ...], ...]:
+        """lo, its slope, hi and its slope of these segments, for one interval after another; those
+        that a segment does not have are empty."""
+        return tuple(tuple(line[at] for line in layer) for layer in self._layers)
+
+    def intervals_between(self, start: int, stop: int) -> int:
+        """The most intervals that a query of `start..stop` may have, at least one."""
+        if self.most_intervals == 1:
+            return 1
+        at = self.segments_between(start, stop)
+        return max((len(s.intervals) for s in self.segments[at.start : at.stop]), default=1) or 1
+
+    def table(self, most: int) -> Array:
+        """lo, its slope, hi and its slope of all segments, (4, segments); of the first `most`
+        intervals, where those are several, (4, most, segments)."""
+        found = np.array(self._layers[:most]).swapaxes(0, 1)
+        return found[:, 0] if most == 1 else found
+
+    def _at(self, q: Array) -> Array | int:
+        if len(self.segments) == 1:
+            return 0
+        return np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
+
+    def _values(self, q: Array, at: Array | int, lines: tuple[Array, ...]) -> tuple[Array, Array]:
+        lo, lo_slope, hi, hi_slope = (line[at] for line in lines)
+        real = q < self.q_tokens
+        return np.where(real, lo + lo_slope * q, 0), np.where(real, hi + hi_slope * q, 0)
+
+    def _never_fall(self) -> bool:
+        """Slopes are 0 or 1, so it is enough to compare neighbouring segments."""
+        lo, lo_slope, hi, hi_slope = self._hull
+        before, after = self._starts[1:] - 1, self._starts[1:]
+        return all(
+            bool((base[:-1] + slope[:-1] * before <= base[1:] + slope[1:] * after).all())
+            for base, slope in ((lo, lo_slope), (hi, hi_slope))
+        )
+
+
+def _columns(lines: Sequence[Interval]) -> tuple[Array, ...]:
+    table = np.fromiter(chain.from_iterable(lines), dtype=np.int64, count=4 * len(lines))
+    return tuple(table.reshape(-1, 4).T.copy())
+
+
+def _hull(intervals: tuple[Interval, ...]) -> Interval:
+    if not intervals:
+        return _NOTHING
+    first, last = intervals[0], intervals[-1]
+    return Interval(first.lo, first.lo_slope, last.hi, last.hi_slope)
+
+
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Neighbours made one where the lines of either hold for both."""
+    found: list[Segment] = []
+    for s in segments:
+        last = found[-1] if found else None
+        if last and _hold(last.intervals, s):
+            found[-1] = Segment(last.start, s.stop, last.intervals)
+        elif last and _hold(s.intervals, last):
+            found[-1] = Segment(last.start, s.stop, s.intervals)
+        else:
+            found.append(s)
+    return tuple(found)
+
+
+def _hold(lines: tuple[Interval, ...], on: Segment) -> bool:
+    """Whether these lines are those of a segment, at its first and its last query."""
+    return len(lines) == len(on.intervals) and all(
+        one.at(q) == other.at(q)
+        for one, other in zip(lines, on.intervals, strict=True)
+        for q in (on.start, on.stop - 1)
+    )

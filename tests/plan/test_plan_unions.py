@@ -1,0 +1,268 @@
+"""Masks of which a query sees several intervals: row ranges, counts, calls, text and checks."""
+
+from __future__ import annotations
+
+import pickle
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from dense_oracle import (
+    dense_mask,
+    padded_to,
+    pairs_of_calls,
+    positions_of,
+    visible_pairs_of,
+)
+from plan_cases import random_layouts, random_sizes, random_slices
+from test_plan_lower import calls_of, overlap, random_task_side
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.lower import MAX_CALLS
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.slices import SliceKind
+from mesh_attention.plan.text import digest, parse_plan, plan_text
+
+
+def shown(mask: Mask, q_tokens: int, kv_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    rows = mask.rows(q_tokens, kv_tokens)
+    return visible_pairs_of(rows, np.arange(q_tokens), np.arange(kv_tokens))
+
+
+def picture(mask: Mask, q_tokens: int, kv_tokens: int | None = None) -> list[str]:
+    seen = shown(mask, q_tokens, kv_tokens or q_tokens)
+    return ["".join(".#"[int(x)] for x in row) for row in seen]
+
+
+def test_row_ranges_of_slices_agree_with_the_definition_for_thousands_of_them() -> None:
+    rng = Random(1)
+    several = 0
+    for _ in range(2000):
+        sizes = random_sizes(rng, 24)
+        mask = random_slices(rng, *sizes)
+        assert (shown(mask, *sizes) == dense_mask(mask, *sizes)).all(), (mask, sizes)
+        several += mask.rows(*sizes).most_intervals > 1
+    assert several > 300
+
+
+def check_intervals(rows: RowRanges) -> None:
+    """Disjoint, in order, and of several none is empty; all queries have a segment."""
+    assert [q for s in rows.segments for q in range(s.start, s.stop)] == list(range(rows.q_tokens))
+    for s in rows.segments:
+        for q in range(s.start, s.stop):
+            ends = [end for one in s.intervals for end in one.at(q)]
+            assert ends == sorted(ends)
+            sizes = [hi - lo for lo, hi in (one.at(q) for one in s.intervals)]
+            assert len(sizes) == 1 or all(size > 0 for size in sizes)
+
+
+def test_intervals_are_disjoint_in_order_and_only_a_single_one_is_empty() -> None:
+    rng = Random(2)
+    for _ in range(500):
+        sizes = random_sizes(rng, 30)
+        rows = random_slices(rng, *sizes).rows(*sizes)
+        check_intervals(rows)
+        lo, hi = rows.bounds(np.arange(sizes[0]))
+        if rows.ordered:
+            assert (np.diff(lo) >= 0).all()
+            assert (np.diff(hi) >= 0).all()
+        seen = dense_mask_of(rows)
+        keys = np.arange(sizes[1])
+        assert not (seen & ((keys < lo[:, None]) | (keys >= hi[:, None]))).any()
+        start = rng.randrange(sizes[0])
+        stop = rng.randint(start + 1, sizes[0])
+        low, high = rows.hull(start, stop)
+        at = np.flatnonzero(seen[start:stop].any(axis=0))
+        assert (low, high) == ((0, 0) if not len(at) else (at[0], at[-1] + 1))
+
+
+def dense_mask_of(rows: RowRanges) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return visible_pairs_of(rows, np.arange(rows.q_tokens), np.arange(rows.kv_tokens))
+
+
+def test_pairs_are_counted_as_the_dense_matrix_has_them() -> None:
+    rng = Random(3)
+    for _ in range(400):
+        sizes = random_sizes(rng, 40)
+        mask = random_slices(rng, *sizes)
+        layouts = random_layouts(rng, *sizes)
+        q_runs, k_runs = (
+            [run for span in random_task_side(rng, one) for run in one.runs(*span)]
+            for one in layouts
+        )
+        seen = padded_to(dense_mask(mask, *sizes), *(one.padded_tokens for one in layouts))
+        counted = visible_pairs(q_runs, k_runs, mask.rows(*sizes))
+        for i, q in enumerate(q_runs):
+            for j, k in enumerate(k_runs):
+                assert counted[i, j] == seen[np.ix_(positions_of([q]), positions_of([k]))].sum()
+
+
+def test_calls_compute_every_visible_pair_once_and_no_other() -> None:
+    rng = Random(4)
+    kinds: set[CallKind] = set()
+    for _ in range(700):
+        sizes = random_sizes(rng, 40)
+        mask = random_slices(rng, *sizes)
+        layouts = random_layouts(rng, *sizes)
+        q, k = (random_task_side(rng, layout) for layout in layouts)
+        calls = calls_of(mask, layouts, q, k)
+        at_q, at_k = (one.positions_of(spans) for one, spans in zip(layouts, (q, k), strict=True))
+        seen = padded_to(dense_mask(mask, *sizes), *(one.padded_tokens for one in layouts))
+        computed = pairs_of_calls(calls, at_q, at_k, mask.rows(*sizes))
+        assert (computed == seen[np.ix_(at_q, at_k)]).all(), (mask, layouts, q, k, calls)
+        assert len(calls) <= MAX_CALLS
+        assert not any(overlap(a, b) for i, a in enumerate(calls) for b in calls[:i])
+        assert calls or not computed.any()
+        kinds.update(call.kind for call in calls)
+    assert kinds == set(CallKind)
+
+
+def test_the_kinds_of_slices() -> None:
+    def one(kind: str, queries: int, keys: int) -> list[str]:
+        return picture(Mask(slices=(((0, queries), (0, keys), kind),)), queries, keys)
+
+    assert one("full", 2, 3) == ["###", "###"]
+    assert one("causal", 3, 5) == ["###..", "####.", "#####"]
+    assert one("causal", 3, 2) == ["..", "#.", "##"]
+    assert one("inverse_causal", 3, 5) == ["#####", ".####", "..###"]
+    assert one("inverse_causal", 3, 2) == ["##", ".#", ".."]
+    assert one("bicausal", 3, 5) == ["###..", ".###.", "..###"]
+    assert one("bicausal", 3, 2) == ["..", "..", ".."]
+
+
+def test_kinds_have_the_words_and_numbers_of_magi_attention_too() -> None:
+    ranges = [(0, 2), (2, 4), (4, 6), (6, 8)]
+    words = ["full", "causal", "inv_causal", "bi_causal"]
+    given: list[Any] = [zip(ranges, ranges, kinds, strict=True) for kinds in (range(4), words)]
+    by_number, by_word = (Mask(slices=slices) for slices in given)
+    assert by_number == by_word
+    assert by_number.slices is not None
+    assert [kind for _, _, kind in by_number.slices] == list(SliceKind)
+
+
+def test_a_tree_shows_ancestors_and_the_own_node_causally() -> None:
+    tree = Mask.tree([None, 0, 0, 2, -1], [2, 2, 1, 2, 1])
+    assert picture(tree, 8) == [
+        "#.......",
+        "##......",
+        "###.....",
+        "####....",
+        "##..#...",
+        "##..##..",
+        "##..###.",
+        ".......#",
+    ]
+    assert tree.rows(8, 8).most_intervals == 2
+
+
+def test_a_long_chain_of_turns_is_one_causal_interval() -> None:
+    chain = Mask.tree([None, *range(99)], [3] * 100)
+    assert len(chain.rows(300, 300).segments) == 1
+    assert chain.rows(300, 300).segments == Mask(causal=True).rows(300, 300).segments
+
+
+def test_many_continuations_of_one_prompt_are_two_intervals() -> None:
+    rollouts = Mask.tree([None] + [0] * 500, [1000] + [100] * 500)
+    rows = rollouts.rows(51000, 51000)
+    assert rows.most_intervals == 2
+    prompt, own = 1000 * 1001 // 2, 100 * 101 // 2
+    everything = [Run(0, 51000)]
+    assert visible_pairs(everything, everything, rows).sum() == prompt + 500 * (own + 100000)
+
+
+def test_global_tokens_are_seen_by_all_and_see_all() -> None:
+    assert picture(Mask.with_global_tokens(6, 2, (1, 0)), 6) == [
+        "#.....",
+        "##....",
+        "###...",
+        "####..",
+        "##.##.",
+        "##..##",
+    ]
+    assert picture(Mask.with_global_tokens(5, 1, (1, 1), causal=False), 5) == [
+        "#####",
+        "###..",
+        "####.",
+        "#.###",
+        "#..##",
+    ]
+    assert picture(Mask.with_global_tokens(3, 0, (0, 0)), 3) == ["#..", ".#.", "..#"]
+    assert picture(Mask.with_global_tokens(3, 3, (0, 0)), 3) == ["#..", "##.", "###"]
+
+
+def test_frames_see_themselves_whole_and_those_before_them() -> None:
+    assert picture(Mask.block_causal(5, 2), 5) == ["##...", "##...", "####.", "####.", "#####"]
+    few = Mask.block_causal(5, 2, frames_seen=2)
+    assert picture(few, 5) == ["##...", "##...", "####.", "####.", "..###"]
+    assert few.rows(5, 5).ordered  # so it is planned as fast as a window
+
+
+@pytest.mark.parametrize(
+    ("slices", "says"),
+    [
+        (3, "give a list of slices"),
+        ([3], "slice 0 is 3: give"),
+        ([((0, 1), (0, 1))], "slice 0 is"),
+        ([((0, 1), (0, 1, 2), "full")], "slice 0 is"),
+        ([((0, 1), (0, 1), "full"), ((2, 1), (0, 1), "full")], "slice 1 has queries 2 to 1"),
+        ([((0, 1), (-1, 1), "full")], "slice 0: keys=-1"),
+        ([((0, 1.5), (0, 1), "full")], "slice 0: queries=1.5"),
+        ([((0, 1), (0, 1), "half")], "kind 'half'; valid kinds are: full, causal"),
+        ([((0, 1), (0, 1), True)], "kind True"),
+        ([((0, 1), (0, 1), [])], r"kind \[\]"),
+    ],
+)
+def test_an_impossible_slice_is_refused_by_its_number(slices: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Mask(slices=slices)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Mask(causal=True, slices=()), "nothing else beside them"),
+        (lambda: Mask(documents=(0, 3), slices=()), "nothing else beside them"),
+        (lambda: Mask.tree([None, 1], [1, 1]), "node 1 has the parent 1"),
+        (lambda: Mask.tree([None], [1, 1]), "1 parents and 2 lengths"),
+        (lambda: Mask.tree([None], [-1]), "lengths=-1"),
+        (lambda: Mask.tree([-2], [1]), "parents=-2"),
+        (lambda: Mask.with_global_tokens(3, 4, (0, 0)), "more than the 3 tokens"),
+        (lambda: Mask.block_causal(4, 0), "frame=0"),
+        (lambda: Mask.block_causal(4, 2, frames_seen=0), "frames_seen=0"),
+        (
+            lambda: Problem(4, 1, 8, mask=Mask(slices=(((0, 5), (0, 1), "full"),))),
+            "slice 0 has queries up to 5 but there are 4 tokens",
+        ),
+        (
+            lambda: Problem(9, 1, 8, kv_tokens=4, mask=Mask(slices=(((0, 5), (0, 6), "full"),))),
+            "slice 0 has keys up to 6 but there are 4 tokens",
+        ),
+    ],
+)
+def test_an_impossible_union_is_refused_with_the_values(make: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make()
+
+
+def test_unions_are_equal_hashed_pickled_described_and_printed() -> None:
+    slices = ((0, 6), (0, 2), "full"), ((2, 6), (2, 6), "causal")
+    as_lists: Any = [[list(q), list(k), kind] for q, k, kind in slices]
+    mask, other = Mask(slices=slices), Mask(slices=as_lists)
+    assert mask == other
+    assert hash(mask) == hash(other)
+    assert pickle.loads(pickle.dumps(mask)) == mask
+    assert mask.describe() == "2 slices"
+    assert Mask(slices=slices[:1]).describe() == "1 slice"
+    assert not mask.is_full
+    plan = make_plan(Problem(6, 2, 4, mask=mask), 2)
+    again = parse_plan(plan_text(plan))
+    assert again.problem == plan.problem
+    assert digest(again) == digest(plan)
+    less = make_plan(Problem(6, 2, 4, mask=Mask(slices=slices[1:])), 2)
+    assert digest(less) != digest(plan)
