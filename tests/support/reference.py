@@ -34,6 +34,16 @@ class Attention:
 def visible(mask: Mask, q_tokens: int, kv_tokens: int) -> Tensor:
     """(q_tokens, kv_tokens), true where the query sees the key."""
     seen = torch.zeros(q_tokens, kv_tokens, dtype=torch.bool)
+    if mask.slices is not None:
+        for (q0, q1), (k0, k1), kind in mask.slices:
+            row, key = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
+            shown = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+            if kind in ("causal", "bicausal"):  # the last query sees the last key
+                shown &= key <= row + (k1 - k0) - (q1 - q0)
+            if kind in ("inverse_causal", "bicausal"):  # the first query sees the first key
+                shown &= key >= row
+            seen[q0:q1, k0:k1] |= shown
+        return seen
     q_cuts = mask.documents or (0, q_tokens)
     k_cuts = mask.kv_documents or mask.documents or (0, kv_tokens)
     for (q0, q1), (k0, k1) in zip(pairwise(q_cuts), pairwise(k_cuts), strict=True):
@@ -52,12 +62,17 @@ def visible(mask: Mask, q_tokens: int, kv_tokens: int) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Mask, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    mask: Mask | Tensor,
+    scale: float | None = None,
 ) -> Attention:
     """Of whole (batch, tokens, heads, width) tensors; a query that sees no key gives 0 and -inf."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
-    shown = visible(mask, q.shape[1], k.shape[1])
+    shown = visible(mask, q.shape[1], k.shape[1]) if isinstance(mask, Mask) else mask
     scale = q.shape[3] ** -0.5 if scale is None else scale
     scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(group, 2)) * scale
     scores = scores.masked_fill(~shown, -torch.inf)
