@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def test_the_command_line_and_python_ask_the_same_question(
     problem = Problem(16384, 8, 64, mask=Mask(causal=True))
     found = json.loads(capsys.readouterr().out)["digest"]
     assert found == digest(make_plan(problem, 16, **options))
+
+
+def test_slices_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, line = tmp_path / "slices.json", "plan --ranks 4 --tokens 64 --heads 4 --head-dim 8"
+    file.write_text('[[[0, 64], [0, 8], "full"], [[8, 64], [8, 64], "causal"]]')
+    mask = Mask(slices=(((0, 64), (0, 8), "full"), ((8, 64), (8, 64), "causal")))
+    found = json.loads(run(f"{line} --slices {file} --json", capsys)[0])
+    assert found["digest"] == digest(make_plan(Problem(64, 4, 8, mask=mask), 4))
+    assert "2 slices" in run(f"{line} --slices {file}", capsys)[0]
+    for text, told in (
+        ("[[[0, 64], [0, 8]]]", "slice 0 is"),
+        ('[[[0, 65], [0, 8], "full"]]', "slice 0 has queries up to 65 but there are 64 tokens"),
+        ("[", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+    ):
+        file.write_text(text)
+        assert main([*line.split(), "--slices", str(file)]) == 2
+        assert told in capsys.readouterr().err
+    assert main([*line.split(), "--slices", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

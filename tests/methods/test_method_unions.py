@@ -21,6 +21,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.slices import SliceKind
 from mesh_attention.testing import run_local
 from support.cases import Case
+from support.listed import RULES, stretches_for
 from support.reference import NAMES, attention, errors, tolerance, visible
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "allgather-kv": {},
     "usp": {"ulysses": 2},
 }
-LAYOUTS = tuple(kind for kind in LayoutKind if kind.value != "listed")
+LAYOUTS = tuple(LayoutKind)
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,16 @@ def check_union(union: Union, method: str, layout: LayoutKind) -> None:
         mask=union.mask,
         head_dims=(4, 4),
         heads=(4, 2) if method == "usp" else (4, 4),
-        options={"method": method, "layout": layout, **METHODS[method]},
+        options={"method": method, **layout_of(layout, union), **METHODS[method]},
     )
     check(case, union.dense)
+
+
+def layout_of(layout: LayoutKind, union: Union) -> dict[str, Any]:
+    """One list is for as many queries as keys."""
+    if layout is LayoutKind.LISTED and union.kv_tokens is not None:
+        layout = LayoutKind.ZIGZAG
+    return {"layout": layout, "stretches": stretches_for(layout, Random(0), union.q_tokens, 4)}
 
 
 @pytest.mark.parametrize("name", UNIONS)
@@ -177,7 +185,7 @@ def random_union(rng: Random, ranks: int, number: int) -> Case:
         head_dims=(4, 4),
         heads=(4, 4),
         seed=number,
-        options={"method": method, "layout": rng.choice(LAYOUTS), **METHODS[method]},
+        options={"method": method, "layout": rng.choice(RULES), **METHODS[method]},
     )
 
 

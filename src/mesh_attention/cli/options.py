@@ -16,7 +16,17 @@ from enum import StrEnum
 from typing import Any, get_origin
 
 from mesh_attention.cli.command import Flag, UsageError
-from mesh_attention.cli.values import byte_size, count, fraction, one_of, pair, size, starts, window
+from mesh_attention.cli.values import (
+    byte_size,
+    count,
+    fraction,
+    json_file,
+    one_of,
+    pair,
+    size,
+    starts,
+    window,
+)
 from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
@@ -46,6 +56,11 @@ _PROBLEM = (
     Flag("--documents", "packed documents: 0,...,tokens", starts, "STARTS"),
     Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
     Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
+    Flag(
+        "--slices",
+        'in place of these: JSON, [[[query start, stop], [key start, stop], "causal"], ...]',
+        *(json_file, "FILE"),
+    ),
 )
 _PASS = Flag(
     "--pass",

@@ -6,11 +6,14 @@ Each reader takes the text of one value and raises with an example when it does 
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from mesh_attention.cli.command import did_you_mean
+from mesh_attention.files import FileError, read_text
 
 _UNITS = {"": 1, "b": 1} | {
     letter + ending: base**power
@@ -18,6 +21,7 @@ _UNITS = {"": 1, "b": 1} | {
     for ending, base in (("ib", 1024), ("b", 1000))
 }
 _MOST_DIGITS = 18  # of what fits into 64 bits
+_MOST_BYTES = 1 << 26  # of a file that is a value
 
 
 def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
@@ -98,6 +102,15 @@ def starts(text: str) -> tuple[int, ...]:
     pattern = r"[0-9]{1,18}(,[0-9]{1,18})+"
     found = _matched(text, pattern, "a list of document starts such as 0,100,400")
     return tuple(map(int, found[0].split(",")))
+
+
+def json_file(path: str) -> Any:
+    """What a file holds."""
+    try:
+        return json.loads(read_text(path, most_bytes=_MOST_BYTES))
+    except (FileError, ValueError, RecursionError) as error:
+        told = str(error) if isinstance(error, FileError) else f"{path} is not JSON: {error}"
+        raise ArgumentTypeError(told) from error
 
 
 def one_of(what: str, names: Iterable[str]) -> Callable[[str], str]:
