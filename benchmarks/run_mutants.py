@@ -40,6 +40,7 @@ FOLDERS = {
     "runtime": ("runtime", "distributed"),
 }
 SURVIVED = ("survived", "not reached")
+HARDLY_ANY = 20  # statements
 # Under the load of several mutants at a time a bound on seconds would fail by itself.
 NOT_RUN = ("test_four_by_four_chunks_take_less_than_a_second",)
 
@@ -99,7 +100,7 @@ def choose_tests(
 ) -> dict[str, float]:
     """Tests that run the innermost statement around the mutant: fast ones that run little else come
     first, as they look closest. What is outside functions runs at import: all tests that run
-    anything of the file can see it."""
+    anything of the file can see it, and those that run hardly anything and look at classes."""
     folders = tuple(f"tests/{name}/" for name in FOLDERS[mutant.folder])
     at = (mutant.line, mutant.column)
     around = [each for each in statements if each.start <= at < each.stop]
@@ -110,7 +111,10 @@ def choose_tests(
         name: float(each["seconds"])
         for name, each in touched.items()
         if name.startswith(folders)
-        and not wanted.isdisjoint(each["touched"])
+        and (
+            not wanted.isdisjoint(each["touched"])
+            or (not around and len(each["touched"]) < HARDLY_ANY)
+        )
         and not any(no in name for no in NOT_RUN)
     }
     chosen: dict[str, float] = {}
