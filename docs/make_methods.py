@@ -29,7 +29,8 @@ PAGE = Path(__file__).with_name("methods.md")
 BEGIN = "<!-- Made by docs/make_methods.py from the table of methods; edit that instead. -->"
 END = "<!-- End of the made part. -->"
 
-# Volume a rank, forward and backward, under MHA, in units of N*d elements (statistics left out).
+# Volume a rank, forward and backward, under MHA and a full mask, in units of N*d elements,
+# statistics left out; other masks change it only where what is not seen stays.
 # n ranks, a x b the tile, U the Ulysses degree, C the team. tests/methods evaluates them.
 VOLUMES = {
     "mesh": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
@@ -46,6 +47,7 @@ VOLUMES = {
     ),
     "agq-ringkv": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
     "agkv-ringqo": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
+    "seen": ("2 - 2/n", "4 - 4/n"),
 }
 
 PROBE_RANKS, PROBE_HEADS = 4, 8

@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ulysses": {},
     "allgather-kv": {},
     "usp": {"ulysses": 2},
+    "seen": {},
 }
 LAYOUTS = tuple(LayoutKind)
 
@@ -173,7 +174,9 @@ def random_union(rng: Random, ranks: int, number: int) -> Case:
         start, stop = sorted(rng.randint(0, tokens) for _ in range(2))
         return start, stop
 
-    method = rng.choice(list(METHODS)) if ranks == 4 else rng.choice(["ring", "allgather-kv"])
+    method = (
+        rng.choice(list(METHODS)) if ranks == 4 else rng.choice(["ring", "allgather-kv", "seen"])
+    )
     slices = tuple(
         (some(sizes[0]), some(sizes[1]), rng.choice(list(SliceKind)).value)
         for _ in range(rng.randint(0, 7))

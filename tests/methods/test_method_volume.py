@@ -79,7 +79,7 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
             assert set(found) == {expected}, (ranks, setting)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "seen"])
 def test_a_causal_mask_changes_no_volume(name: str) -> None:
     for ranks, direction in product((4, 8, 9), Direction):
         for setting in as_counted(name, ranks):
@@ -87,6 +87,19 @@ def test_a_causal_mask_changes_no_volume(name: str) -> None:
                 volumes(name, ranks, setting, direction, causal=masked) for masked in (False, True)
             )
             assert full == causal, (ranks, setting, direction)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9])
+def test_where_only_what_is_seen_travels_causal_ranks_receive_what_lies_before_their_queries(
+    ranks: int,
+) -> None:
+    """Zigzag rank g has blocks g and 2n-1-g of 2n, and sees those up to the second."""
+    forward, backward = (volumes("seen", ranks, {}, one, causal=True) for one in Direction)
+    seen = [F(2 * (2 * ranks - 2 - g), 2 * ranks) for g in range(ranks)]
+    # Backward each receives as well the gradients of its two blocks from all that see them.
+    viewers = [(ranks - 1) + g for g in range(ranks)]
+    assert forward == seen
+    assert backward == [s + F(2 * v, 2 * ranks) for s, v in zip(seen, viewers, strict=True)]
 
 
 PAPER: dict[str, Callable[[dict[str, Fraction]], Fraction]] = {
@@ -105,6 +118,7 @@ SAME_AS = {
     "double-ring": "usp",
     "agq-ringkv": "mesh",
     "agkv-ringqo": "mesh",
+    "seen": "ring",
 }
 
 

@@ -46,8 +46,8 @@ def _slices(one: Pass) -> str:
     sizes = one.setting.get("head_slices")
     if sizes is None:
         return ""
-    chunks = one.setting["chunks"]
-    return f"slices of {sizes} heads, each of {chunks} chunks, numbered one after another\n"
+    chunks = f", each of {one.setting['chunks']} chunks" if "chunks" in one.setting else ""
+    return f"slices of {sizes} heads{chunks}, numbered one after another\n"
 
 
 COMMAND = Command(

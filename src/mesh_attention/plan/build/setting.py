@@ -148,7 +148,19 @@ class DegreeSetting(Setting):
 
 
 @dataclass(frozen=True)
-class CutSetting(Setting):
+class SliceSetting(Setting):
+    """Options of methods that fetch what a slice of heads needs while another is computed."""
+
+    head_slices: HeadSlices | None = option(
+        None, "KV heads of the first slice of heads and of the largest (`slices.md`)", "FIRSTxMOST"
+    )
+    backward_head_slices: HeadSlices | None = option(
+        None, "the same for the backward pass, if others", "FIRSTxMOST"
+    )
+
+
+@dataclass(frozen=True)
+class CutSetting(SliceSetting):
     """Options of methods that gather: how finely what is gathered is cut, and in what order.
 
     Where neither chunks nor head slices are given, both are chosen by the size of the problem.
@@ -162,12 +174,6 @@ class CutSetting(Setting):
     )
     backward_chunks: tuple[int, int] | None = option(
         None, "the chunks of the backward pass, if others", "KQxKKV"
-    )
-    head_slices: HeadSlices | None = option(
-        None, "KV heads of the first slice of heads and of the largest (`slices.md`)", "FIRSTxMOST"
-    )
-    backward_head_slices: HeadSlices | None = option(
-        None, "the same for the backward pass, if others", "FIRSTxMOST"
     )
     scheduler: Scheduler = option(
         Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"

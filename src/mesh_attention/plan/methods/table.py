@@ -13,7 +13,7 @@ from typing import Any
 from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.setting import Option, Setting, options_of
-from mesh_attention.plan.methods import mesh, ring, ring_q, startrail, ulysses
+from mesh_attention.plan.methods import mesh, ring, ring_q, seen, startrail, ulysses
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
@@ -140,6 +140,12 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         ring_q.AgkvRingQoSetting,
         ring_q.plan_agkv_ringqo,
         _tiles,
+    ),
+    "seen": (
+        "every rank receives the keys that its queries see, and no others",
+        seen.SeenSetting,
+        seen.plan_seen,
+        _one,
     ),
 }
 METHODS: Mapping[str, Method] = {name: Method(name, *row) for name, row in _ROWS.items()}

@@ -1,0 +1,116 @@
+"""One rank's share of what is seen: what it receives, gives away, and sums, by rows of its buffers.
+
+A rank that sees rows of others gathers all that it sees, in order of position, its own rows among
+it. One that sees only its own attends to them where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.build.seen_rows import Rows, SeenRows
+from mesh_attention.plan.layout import Layout, Spans, joined
+
+Stretch = tuple[int, int]
+ByRank = dict[int, list[Stretch]]  # what is exchanged with each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """Partial gradients of own rows `start..stop`: they begin at a row of the own partials, or of
+    the stack of those that arrive."""
+
+    start: int
+    stop: int
+    row: int
+    arrives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeenShare:
+    rank: int
+    local: bool  # sees its own rows only
+    rows: Spans  # places of the keys that it attends to; none if it sees nothing
+    gathered: ByRank  # rows of them, by owner
+    given: ByRank  # own slots, by viewer
+    stacked: ByRank  # rows of the stack in which gradients of own rows arrive, by viewer
+    stack: Spans  # the places of that stack
+    summands: tuple[Summand, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    def sums(self, slots: int) -> list[tuple[Stretch, list[Summand]]]:
+        """Own slots, in stretches with the same partials; none where nobody sees them."""
+        edges = {0, slots}.union(*((one.start, one.stop) for one in self.summands))
+        cuts = sorted(edges)
+        at = {cut: i for i, cut in enumerate(cuts)}
+        found: list[list[Summand]] = [[] for _ in cuts[1:]]
+        for one in self.summands:
+            for stretch in range(at[one.start], at[one.stop]):
+                found[stretch].append(one)
+        return list(zip(pairwise(cuts), found, strict=True))
+
+
+def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
+    received, given = seen.received(rank), seen.given(rank)
+    local = not (received.ranks != rank).any()
+    own = rank * layout.slots
+    others = _only(given, given.ranks != rank)
+    arriving = _rows(others)
+    summands = [
+        Summand(slot, slot + size, row, True)
+        for slot, size, (row, _) in zip(
+            others.slots.tolist(), others.sizes.tolist(), arriving, strict=True
+        )
+    ]
+    if local:
+        gathered: ByRank = {}
+        rows: Spans = ((own, own + layout.slots),) if len(received.ranks) else ()
+        mine = [Summand(0, layout.slots, 0, False)] if rows else []
+        given = others
+    else:
+        lies = _rows(received)
+        gathered = _by_rank(received, lies)
+        places = (received.ranks * layout.slots + received.slots).tolist()
+        rows = joined(
+            (place, place + size)
+            for place, size in zip(places, received.sizes.tolist(), strict=True)
+        )
+        which = zip(received.ranks.tolist(), received.slots.tolist(), lies, strict=True)
+        mine = [
+            Summand(slot, slot + stop - start, start, False)
+            for owner, slot, (start, stop) in which
+            if owner == rank
+        ]
+    slots = list(zip(given.slots.tolist(), (given.slots + given.sizes).tolist(), strict=True))
+    return SeenShare(
+        *(rank, local, rows, gathered),
+        given=_by_rank(given, slots),
+        stacked=_by_rank(others, arriving),
+        stack=joined((own + one.start, own + one.stop) for one in summands),
+        summands=(*mine, *summands),
+    )
+
+
+def _only(rows: Rows, which: NDArray[np.bool_]) -> Rows:
+    return Rows(rows.ranks[which], rows.slots[which], rows.sizes[which])
+
+
+def _rows(rows: Rows) -> list[Stretch]:
+    """Where they lie in a buffer that holds them one after the other."""
+    ends = np.cumsum(rows.sizes)
+    return list(zip((ends - rows.sizes).tolist(), ends.tolist(), strict=True))
+
+
+def _by_rank(rows: Rows, stretches: Sequence[Stretch]) -> ByRank:
+    found: ByRank = {}
+    for rank, stretch in zip(rows.ranks.tolist(), stretches, strict=True):
+        found.setdefault(rank, []).append(stretch)
+    return found

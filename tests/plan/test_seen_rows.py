@@ -1,0 +1,131 @@
+"""Which rows travel where only what is seen does: intervals against every single pair of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from mesh_attention import Mask
+from mesh_attention.plan.build.seen_rows import Rows, SeenRows, keys_seen, stretches_of
+from mesh_attention.plan.build.seen_share import share_of
+from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.slices import SliceKind
+from support.cases import random_mask
+from support.listed import stretches_for
+
+
+def random_union(draw: random.Random, *tokens: int) -> Mask:
+    """Slices of any kind anywhere, so that a query sees several intervals, or nothing."""
+
+    def some(size: int) -> tuple[int, int]:
+        start, stop = sorted(draw.randint(0, size) for _ in range(2))
+        return start, stop
+
+    kinds = [draw.choice(list(SliceKind)) for _ in range(draw.randint(0, 7))]
+    return Mask(slices=tuple((some(tokens[0]), some(tokens[1]), kind.value) for kind in kinds))
+
+
+def drawn(seed: int) -> tuple[Layout, Layout, RowRanges]:
+    draw = random.Random(seed)
+    kind, ranks = draw.choice(list(LayoutKind)), draw.randint(1, 7)
+    block = draw.choice([1, 2, 5]) if kind is LayoutKind.STRIPED else 1
+    q_tokens = draw.randint(1, 60)
+    alike = kind is LayoutKind.LISTED or draw.random() < 0.5
+    kv_tokens = q_tokens if alike else draw.randint(1, 60)
+    mask = random_mask(draw, q_tokens, kv_tokens)
+    if seed % 3 == 0:
+        mask = random_union(draw, q_tokens, kv_tokens)
+    stretches = stretches_for(kind, draw, q_tokens, ranks)
+    q, kv = (Layout(kind, tokens, ranks, block, stretches) for tokens in (q_tokens, kv_tokens))
+    return q, kv, mask.rows(q_tokens, kv_tokens)
+
+
+def visible(rows: RowRanges, queries: np.ndarray) -> set[int]:
+    lo, hi = rows.intervals(queries)
+    pairs = zip(lo.ravel().tolist(), hi.ravel().tolist(), strict=True)
+    return {key for start, stop in pairs for key in range(start, stop)}
+
+
+def by_other(rows: Rows) -> dict[int, list[tuple[int, int]]]:
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    columns = (rows.ranks.tolist(), rows.slots.tolist(), rows.sizes.tolist())
+    for other, slot, size in zip(*columns, strict=True):
+        found[other].append((slot, size))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_rank_receives_every_key_that_its_queries_see_once_and_no_other(seed: int) -> None:
+    q, kv, rows = drawn(seed)
+    seen = SeenRows(q, kv, rows)
+    given = [by_other(seen.given(rank)) for rank in range(kv.num_ranks)]
+    foreign = False
+    for rank in range(q.num_ranks):
+        received = seen.received(rank)
+        positions = [
+            int(position)
+            for owner, slot, size in zip(
+                received.ranks, received.slots, received.sizes, strict=True
+            )
+            for position in kv.positions(int(owner))[slot : slot + size]
+        ]
+        assert positions == sorted(visible(rows, q.positions(rank)))
+        assert (received.sizes > 0).all()
+        for owner, stretches in by_other(received).items():
+            assert given[owner].pop(rank) == stretches
+            foreign |= owner != rank
+    assert not any(given)
+    assert seen.travels == foreign
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_rows_of_a_share_fit_together(seed: int) -> None:
+    """What is gathered lies where it is said to, and each partial gradient is summed once."""
+    q, kv, rows = drawn(seed)
+    seen = SeenRows(q, kv, rows)
+    shares = [share_of(seen, kv, rank) for rank in range(q.num_ranks)]
+    sees = [visible(rows, q.positions(rank)) for rank in range(q.num_ranks)]
+    for share in shares:
+        positions = kv.positions_of(share.rows)
+        for owner, stretches in share.gathered.items():
+            for (start, stop), (slot, last) in zip(
+                stretches, shares[owner].given[share.rank], strict=True
+            ):
+                assert (positions[start:stop] == kv.positions(owner)[slot:last]).all()
+        assert share.local == (sees[share.rank] <= set(kv.positions(share.rank).tolist()))
+        stack = kv.positions_of(share.stack)
+        summed: dict[int, int] = defaultdict(int)
+        for (start, stop), summands in share.sums(kv.slots):
+            for slot, position in enumerate(kv.positions(share.rank)[start:stop].tolist(), start):
+                for one in summands:
+                    buffer = stack if one.arrives else positions
+                    assert buffer[one.row + slot - one.start] == position
+                    summed[position] += 1
+        for position in kv.positions(share.rank).tolist():
+            others = sum(position in sees[g] for g in range(q.num_ranks) if g != share.rank)
+            own = position in sees[share.rank]
+            # A rank that gathers nothing has gradients of all its rows, most of them 0.
+            assert summed[position] in {others + own, others + (share.local and bool(share.rows))}
+
+
+def test_stretches_are_those_of_real_tokens_and_as_long_as_they_can_be() -> None:
+    zigzag = stretches_of(Layout(LayoutKind.ZIGZAG, 10, 2))  # 12 slots
+    assert zigzag.starts.tolist() == [0, 9, 3]
+    assert zigzag.stops.tolist() == [3, 10, 9]
+    assert zigzag.places.tolist() == [0, 3, 6]
+    striped = stretches_of(Layout(LayoutKind.STRIPED, 7, 2, block=2))
+    assert striped.starts.tolist() == [0, 4, 2, 6]
+    assert striped.stops.tolist() == [2, 6, 4, 7]
+
+
+def test_queries_of_one_stretch_see_an_interval_for_each_document() -> None:
+    mask = Mask(causal=True, documents=(0, 3, 3, 4, 10))
+    start, stop = np.array([1, 5]), np.array([6, 7])
+    index, lo, hi = keys_seen(start, stop, mask.rows(10, 10))
+    assert index.tolist() == [0, 0, 0, 1]
+    assert lo.tolist() == [0, 3, 4, 4]
+    assert hi.tolist() == [3, 4, 6, 7]
