@@ -46,7 +46,10 @@ def read_arguments(
     group: dist.ProcessGroup, given: Mapping[str, Any]
 ) -> tuple[Question | Plan, CallOptions]:
     """By name; None is not given. What no name here fits is an option of the method."""
-    given = {name: value for name, value in given.items() if value is not None}
+    fault = fault_of_unsupported(**given)
+    if fault is not None:
+        raise fault
+    given = {n: x for n, x in given.items() if x is not None and n not in _INSTEAD}
     chosen = {name: given.pop(name) for name in _CALL if name in given}
     options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
     _refuse_near_names(options)
@@ -229,6 +232,42 @@ _WAYS_OUT = {
     "DTensor": f"{_PLAIN}, x.to_local()",
     "AsyncCollectiveTensor": f"{_PLAIN}, x.wait()",
 }
+
+
+def fault_of_sinks(plan: Plan, q: Any, sinks: Any) -> MeshAttentionError | None:
+    """After `fault_of_tensors` found nothing."""
+    if sinks is None:
+        return None
+    fault = fault_of_kind(sinks=sinks)
+    if fault is not None:
+        return fault
+    heads = plan.problem.num_heads
+    if tuple(sinks.shape) != (heads,) or not sinks.dtype.is_floating_point:
+        return MeshAttentionError(
+            f"sinks is {tuple(sinks.shape)} of {sinks.dtype}; expected one floating-point number "
+            f"for each query head, ({heads},)"
+        )
+    if sinks.device != q.device:
+        return MeshAttentionError(f"sinks is on {sinks.device} but q is on {q.device}")
+    return None
+
+
+_INSTEAD = {
+    "dropout_p": "dropout of attention weights is not supported; drop elements of the output "
+    "instead, with torch.nn.functional.dropout, and leave dropout_p out",
+    "alibi_slopes": "a bias by distance (ALiBi) is not supported; rotate q and k by "
+    "ContextParallel.positions() (RoPE), or give a window, and leave alibi_slopes out",
+}
+
+
+def fault_of_unsupported(**given: Any) -> MeshAttentionError | None:
+    """What people who come from flash-attn may pass: no dropout and no slopes are fine."""
+    for name, value in given.items():
+        nothing = value is None or (isinstance(value, int | float) and value == 0)
+        if name in _INSTEAD and not nothing:
+            told = f"{name}={value}" if isinstance(value, int | float) else name
+            return MeshAttentionError(f"{told}: {_INSTEAD[name]}")
+    return None
 
 
 def fault_of_label(label: Any) -> MeshAttentionError | None:

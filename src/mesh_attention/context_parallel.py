@@ -23,7 +23,9 @@ from mesh_attention.context_arguments import (
     checked_device,
     checked_dim,
     fault_of_label,
+    fault_of_sinks,
     fault_of_tensors,
+    fault_of_unsupported,
     process_group,
     read_arguments,
 )
@@ -177,8 +179,11 @@ class ContextParallel:
         k: Tensor,
         v: Tensor,
         *,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
         label: str | int | None = None,
+        dropout_p: float = 0.0,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
@@ -186,13 +191,26 @@ class ContextParallel:
         log-sum-exp, (batch, heads, local_seq), through which backward is refused without
         `differentiable_lse`. Padding rows give 0 and -inf.
 
+        `sinks` (num_heads,), the same on all ranks, are learnable logits that take weight and have
+        no value, as in gpt-oss; softcap does not touch them. The log-sum-exp holds them too, and is
+        theirs in rows that see nothing. Their gradient is that of this rank's rows: as for any
+        parameter that all ranks hold, the sum over the group is the whole one, which DDP or FSDP
+        over the group makes (they divide by its size, as they do for all others).
+
+        `dropout_p` and `alibi_slopes` are refused, with what to use instead.
+
         Ranks compare every call before they use each other's data. Calls of one kind on one object
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of
         step by such a call are told apart too.
         """
-        fault = fault_of_tensors(self.plan, q, k, v) or fault_of_label(label)
-        tensors = (q, k, v)
-        out, lse = attention(self._share, self._source, self._options, tensors, fault, label)
+        fault = (
+            fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+            or fault_of_tensors(self.plan, q, k, v)
+            or fault_of_sinks(self.plan, q, sinks)
+            or fault_of_label(label)
+        )
+        tensors, options = (q, k, v), self._options
+        out, lse = attention(self._share, self._source, options, tensors, fault, label, sinks)
         return (out, lse) if return_lse else out
 
     # Sharding.

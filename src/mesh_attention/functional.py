@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.context_arguments import (
     fault_of_kind,
     fault_of_label,
+    fault_of_sinks,
     fault_of_tensors,
+    fault_of_unsupported,
     process_group,
     read_arguments,
 )
@@ -39,19 +41,23 @@ def mesh_attention(
     kv_seq_len: int | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     differentiable_lse: bool = False,
     window_size: tuple[int, int] | None = None,
     mask: Mask | None = None,
     layout: str | None = None,
     return_lse: bool = False,
     label: str | int | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
 
     The shards lie in `layout`: by default zigzag for a causal mask and contiguous without one, as
     `ContextParallel.shard` cuts them. `seq_len` is needed only if the last shard holds padding;
-    otherwise it is local_seq times the number of ranks. `label`: see `ContextParallel.attention`.
+    otherwise it is local_seq times the number of ranks. `sinks`, `label`, and what takes the place
+    of `dropout_p` and `alibi_slopes`: see `ContextParallel.attention`.
     """
     context = context_of(process_group(group))
     given = {
@@ -66,15 +72,23 @@ def mesh_attention(
         "layout": layout,
         **options,
     }
+    refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     share = context.share_of_function()
     source, calls = None, CallOptions()
     error: Exception | None = None
     try:
+        if refused is not None:
+            raise refused
         source, calls = _kept(context, given | _sizes(context, given, q, k, v))
-        error = fault_of_tensors(source.first.plan, q, k, v) or fault_of_label(label)
+        plan = source.first.plan
+        error = (
+            fault_of_tensors(plan, q, k, v)
+            or fault_of_sinks(plan, q, sinks)
+            or fault_of_label(label)
+        )
     except Exception as found:  # whatever it is, the others must not wait for us
         error = found
-    out, lse = attention(share, source, calls, (q, k, v), error, label)
+    out, lse = attention(share, source, calls, (q, k, v), error, label, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from mesh_attention.context_arguments import fault_of_kind
+from mesh_attention.context_arguments import fault_of_kind, fault_of_sinks
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
@@ -23,6 +23,7 @@ from mesh_attention.runtime.compute import Scores
 from mesh_attention.runtime.executor import CallShape, Executor
 from mesh_attention.runtime.modes import outside_autocast
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
+from mesh_attention.runtime.sinks import add_sinks, gradient_of_sinks
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
 from mesh_attention.runtime.workspace import Workspace
@@ -43,6 +44,7 @@ class LocalResult:
     grad_k: Tensor | None = None
     grad_v: Tensor | None = None
     traffic: dict[str, list[Counters]] = field(default_factory=dict)
+    grad_sinks: Tensor | None = None
 
 
 def run_local(
@@ -54,16 +56,18 @@ def run_local(
     *,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     grad_lse: Tensor | None = None,
     kernel: str | None = None,
     poison: bool = True,
 ) -> LocalResult:
     """Attention of whole, unsharded (batch, tokens, heads, head_dim) tensors by a plan.
 
+    `sinks` (heads,) as `ContextParallel.attention` has them; `grad_sinks` is summed over all ranks.
     `grad_lse` (batch, heads, tokens) is the gradient of lse, beside `grad_out`.
     With `poison` workspaces and outputs begin as NaN, so nothing can be read before it is written.
     """
-    _check(plan, q, k, v, grad_out)
+    _check(plan, q, k, v, grad_out, sinks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
     if grad_lse is not None and (
@@ -86,6 +90,9 @@ def run_local(
     ]
     forward = run.all_ranks(Direction.FORWARD, inputs)
     traffic = {"forward": run.counters}
+    if sinks is not None:
+        for result in forward:
+            add_sinks(*_by_batch(result), sinks)
     out, lse = run.join("out", forward), run.join("lse", forward).squeeze(-1).transpose(1, 2)
     if grad_out is None:
         return LocalResult(out, lse, traffic=traffic)
@@ -98,7 +105,29 @@ def run_local(
     backward = run.all_ranks(Direction.BACKWARD, inputs)
     traffic["backward"] = run.counters
     dq, dk, dv = (run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v"))
-    return LocalResult(out, lse, dq, dk, dv, traffic)
+    grad_sinks = None
+    if sinks is not None:
+        parts = [
+            gradient_of_sinks(
+                *_by_batch(local),
+                sinks,
+                local["grad_out"].transpose(0, 1),
+                None if grad_lse is None else _statistics(local[GRAD_LSE]),
+            )
+            for local in inputs
+        ]
+        grad_sinks = torch.stack(parts).sum(0)
+    return LocalResult(out, lse, dq, dk, dv, traffic, grad_sinks)
+
+
+def _statistics(rows: Tensor) -> Tensor:
+    """(batch, heads, rows)"""
+    return rows.squeeze(-1).permute(1, 2, 0)
+
+
+def _by_batch(rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse of a rank, as views with the batch first."""
+    return rows["out"].transpose(0, 1), _statistics(rows["lse"])
 
 
 class _Run:
@@ -168,7 +197,9 @@ def _in_turns(runs: dict[int, Generator[None, None, dict[str, Tensor]]]) -> list
     raise AssertionError
 
 
-def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None) -> None:
+def _check(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
+) -> None:
     p = a_plan(plan).problem
     given = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
     fault = fault_of_kind(**given)
@@ -191,7 +222,11 @@ def _check(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None)
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise MeshAttentionError(f"{name} differs from q in dtype or device")
-    if torch.is_grad_enabled() and any(t.requires_grad for t, _ in wanted.values()):
+    fault = fault_of_sinks(plan, q, sinks)
+    if fault is not None:
+        raise fault
+    given = given if sinks is None else given | {"sinks": sinks}
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given.values()):
         raise MeshAttentionError(
             "run_local is not differentiable; give grad_out to get gradients, or detach the inputs"
         )

@@ -1,6 +1,7 @@
 """The differentiable attention: forward and backward programs as one autograd function.
 
-Only q, k, v, out and lse are kept for the backward pass, and the call that it belongs to.
+Only q, k, v, out and lse are kept for the backward pass, the sinks where there are some, and the
+call that it belongs to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.sharding import rows_first
 from mesh_attention.runtime.share import Share
+from mesh_attention.runtime.sinks import add_sinks, gradient_of_sinks
 
 
 class _Attention(torch.autograd.Function):
@@ -32,18 +34,23 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         guard = share.context.guard
         with guard.whole_or_broken():
             inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        share.begin(call.kinds[needs_grad], Direction.FORWARD, call.options, q.device, label)
+        passed = (call.kinds[needs_grad], Direction.FORWARD, call.options, q.device, label)
+        share.begin(*passed, sinks=sinks is not None)
         with guard.whole_or_broken():
             result = share.run(call, Direction.FORWARD, inputs)
             out = result["out"].transpose(0, 1).contiguous()
-        lse = result["lse"].squeeze(-1).permute(1, 2, 0)  # a view: backward wants rows first again
+            # A view: backward wants rows first again.
+            lse = result["lse"].squeeze(-1).permute(1, 2, 0)
+            if sinks is not None:
+                add_sinks(out, lse, sinks)
         ctx.share, ctx.call = share, call
         ctx.label, ctx.place = label, share.context.guard.place
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
         return out, lse
 
@@ -64,28 +71,34 @@ class _Attention(torch.autograd.Function):
             if not call.options.differentiable_lse:
                 _refuse_gradient_of_lse(grad_lse)
             # In the caller's modes: a checkpoint computes them again, by a call.
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse, sinks = ctx.saved_tensors
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
             inputs = {name: rows_first(x) for name, x in named.items()}
             inputs["lse"] = _rows_of_statistics(lse)
+            given = None
             if call.options.differentiable_lse:
                 given = torch.zeros_like(lse) if grad_lse is None else grad_lse
-                # Nothing depends on a row that sees nothing, whatever is made of its -inf.
+                # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
+                # sink it has a number, on which nothing may depend where the row is padding.
                 given = given.masked_fill(lse == -torch.inf, 0.0)
+                if sinks is not None:
+                    given.masked_fill_(call.padding(), 0.0)
                 inputs[GRAD_LSE] = _rows_of_statistics(given)
-        ctx.share.begin(
-            *(call.kinds[True], Direction.BACKWARD, call.options, q.device, ctx.label, ctx.place)
-        )
+        passed = (call.kinds[True], Direction.BACKWARD, call.options, q.device)
+        ctx.share.begin(*passed, ctx.label, ctx.place, sinks=sinks is not None)
         with context.guard.whole_or_broken(), outside_autocast():
             result = ctx.share.run(call, Direction.BACKWARD, inputs)
+            grad_sinks = None
+            if sinks is not None and ctx.needs_input_grad[-1]:
+                grad_sinks = gradient_of_sinks(out, lse, sinks, grad_out, given)
         grads = [
             result[name].transpose(0, 1).contiguous() if needed else None
             for name, needed in zip(
-                ("grad_q", "grad_k", "grad_v"), ctx.needs_input_grad[4:], strict=True
+                ("grad_q", "grad_k", "grad_v"), ctx.needs_input_grad[4:7], strict=True
             )
         ]
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, *grads, grad_sinks)
 
 
 def attention(
@@ -95,6 +108,7 @@ def attention(
     tensors: tuple[Tensor, Tensor, Tensor],
     error: Exception | None,
     label: str | int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward, unless
     the options ask for it.
@@ -107,12 +121,13 @@ def attention(
         nothing = CallShape(0, torch.float32, torch.device("cpu"))
         context.prepare(source, options, nothing, False, error)
     q = tensors[0]
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    leaves = tensors if sinks is None else (*tensors, sinks)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
     with outside_inference_mode(), outside_autocast():
         call = context.prepare(source, options, call_shape, needs_grad)
         # Not guarded as a whole: a checkpoint ends a recomputation by an exception of its own.
-        out, lse = _Attention.apply(share, call, needs_grad, label, *tensors)  # type: ignore[no-untyped-call]
+        out, lse = _Attention.apply(share, call, needs_grad, label, *tensors, sinks)  # type: ignore[no-untyped-call]
     return out, lse
 
 

@@ -51,17 +51,19 @@ class AgreedKind:
 class Identity:
     """One call. `user` is the object it is made on, in the order in which they were made; `label`
     is what the caller calls it; a backward pass `belongs_to` a forward call, by its place among
-    the calls."""
+    the calls. `sinks`: whether it has some."""
 
     kind: AgreedKind
     direction: str
     user: int
     label: str = ""
     belongs_to: int = 0
+    sinks: bool = False
 
     @property
     def number(self) -> int:
-        text = f"{self.direction} {self.user} {self.belongs_to} {self.label} {self.kind.digest}"
+        place = f"{self.direction} {self.user} {self.belongs_to} {self.sinks}"
+        text = f"{place} {self.label} {self.kind.digest}"
         found = blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(found, "big") >> 2  # its negative is compared too
 
@@ -73,6 +75,7 @@ class Identity:
             "number of the object": self.user,
             "label": self.label,
             "number of its forward call": self.belongs_to,
+            "sinks": self.sinks,
         }
 
 

@@ -60,6 +60,12 @@ class PreparedCall:
         """The passes that all ranks have agreed on."""
         return tuple(Direction) if True in self.kinds else (Direction.FORWARD,)
 
+    def padding(self) -> Tensor:
+        """(rows), true where a row of this rank's queries holds no token."""
+        layout = self._mine.plan.q_layout
+        positions = torch.from_numpy(layout.positions(self._mine.rank))
+        return (positions >= layout.num_tokens).to(self._call_shape.device)
+
     @property
     def executors(self) -> dict[Direction, Executor]:
         return {direction: executor for direction, (executor, _) in self._executors.items()}

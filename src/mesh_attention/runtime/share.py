@@ -36,11 +36,13 @@ class Share:
         device: torch.device,
         label: str | int | None = None,
         of: int = 0,
+        *,
+        sinks: bool = False,
     ) -> None:
         """All ranks are about to make this pass, or none gets a result. `of`: the place of the
         forward call that a backward pass belongs to."""
         context = self.context
-        identity = Identity(kind, name, self._number, repr(label), of)
+        identity = Identity(kind, name, self._number, repr(label), of, sinks)
         timeout = context.groups.timeout(options.timeout)
         context.guard.begin(identity, timeout, context.transports.stream(device))
 
