@@ -99,7 +99,7 @@ def test_the_rows_of_a_share_fit_together(seed: int) -> None:
         assert share.local == (sees[share.rank] <= set(kv.positions(share.rank).tolist()))
         stack = kv.positions_of(share.stack)
         summed: dict[int, int] = defaultdict(int)
-        for (start, stop), summands in share.sums(kv.slots):
+        for (start, stop), summands in share.sums:
             for slot, position in enumerate(kv.positions(share.rank)[start:stop].tolist(), start):
                 for one in summands:
                     buffer = stack if one.arrives else positions

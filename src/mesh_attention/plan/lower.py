@@ -28,7 +28,7 @@ from mesh_attention.plan.layout import Layout, Spans
 from mesh_attention.plan.lower_unions import union_calls
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.rectangles import Cells, rectangles
-from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.row_ranges import RowRanges, Segment
 from mesh_attention.plan.runs import Run, visible_pairs
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
@@ -230,7 +230,7 @@ def _cuts(
 ) -> tuple[list[int], list[int]]:
     """Where the mask bends inside query blocks, and inside these key blocks."""
     q_cuts, k_cuts = {rows.q_tokens}, {rows.kv_tokens}
-    near = [s for s in rows.segments if s.start < q.edges[-1] and q.edges[0] < s.stop]
+    near = _near(q, rows)
     k_edges = sorted(
         {edge for block in k_blocks for edge in (*block, min(rows.kv_tokens, block[1]))}
     )
@@ -239,6 +239,7 @@ def _cuts(
         (one,) = s.intervals
         ends = (one.lo, one.lo_slope), (one.hi, one.hi_slope)
         k_cuts.update(base for base, slope in ends if not slope)
+    bends = sorted(q_cuts)
     for s in near if k_blocks else ():
         (one,) = s.intervals
         if one.hi_slope:  # cut both sides alike along the diagonal, so that squares are square
@@ -246,9 +247,17 @@ def _cuts(
             low = bisect_left(q.edges, max(s.start, k_edges[0] - diagonal))
             high = bisect_right(q.edges, min(s.stop, k_edges[-1] - diagonal))
             k_cuts.update(edge + diagonal for edge in q.edges[low:high])
-            k_cuts.update(cut + diagonal for cut in q_cuts if s.start <= cut <= s.stop)
+            inside = bends[bisect_left(bends, s.start) : bisect_right(bends, s.stop)]
+            k_cuts.update(cut + diagonal for cut in inside)
             q_cuts.update(k - diagonal for k in k_edges if s.start < k - diagonal < s.stop)
     return sorted(q_cuts), sorted(k_cuts)
+
+
+def _near(q: Blocks, rows: RowRanges) -> list[Segment]:
+    """Segments of the mask that hold queries; of many blocks, those from the first to the last."""
+    blocks = q.few or ((q.edges[0], q.edges[-1]),)
+    found = {at for block in blocks for at in rows.segments_between(*block)}
+    return [rows.segments[at] for at in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -206,9 +206,15 @@ def _row_ranges(mask: Mask, q_tokens: int, kv_tokens: int) -> RowRanges:
         return RowRanges(segments_of(mask.slices, q_tokens), q_tokens, kv_tokens)
     q_cuts = mask.documents or (0, q_tokens)
     k_cuts = mask.kv_documents or mask.documents or (0, kv_tokens)
+    plain = mask.window is None and not mask.prefix
     segments: list[Segment] = []
     for q, k in zip(pairwise(q_cuts), pairwise(k_cuts), strict=True):
-        if q[0] < q[1]:
+        size = q[1] - q[0]
+        if plain and size and (not mask.causal or size <= k[1] - k[0]):
+            # Packs of many documents come with every batch: they are a line each.
+            hi = (k[1] - q[1] + 1, 1) if mask.causal and size > 1 else (k[1], 0)
+            segments.append(Segment(*q, (Interval(k[0], 0, *hi),)))
+        elif size:
             segments += _document_segments(q, k, *mask._document_lines(q, k))
     return RowRanges(joined(segments), q_tokens, kv_tokens)
 

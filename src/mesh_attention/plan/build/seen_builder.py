@@ -10,7 +10,7 @@ Names inside a program: `k.0` are the gathered keys of slice 0, `grad_k.0` their
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
@@ -18,7 +18,7 @@ from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.seen_rows import SeenRows
-from mesh_attention.plan.build.seen_share import ByRank, SeenShare, Summand, share_of
+from mesh_attention.plan.build.seen_share import ByRank, SeenShare, Summand
 from mesh_attention.plan.build.tile_side import ALL_UNITS
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
@@ -50,6 +50,7 @@ class SeenBuilder:
         head_group: HeadGroup,
         direction: Direction,
         seen: SeenRows,
+        shares: Callable[[int], SeenShare],
         lowerings: Lowerings,
         slices: tuple[int, ...],
         *,
@@ -63,6 +64,7 @@ class SeenBuilder:
             self.needs += (Kind.GRAD_OUT, Kind.LSE, self._statistic)
         self.hold = HOLD if seen.travels else 0
         self._seen = seen
+        self._shares = shares
         self._lowerings = lowerings
         self._slices = slices
         self._q = head_group.chunks(Kind.Q, 1, slices)
@@ -95,7 +97,7 @@ class SeenBuilder:
         return follow_each_other([of_slice(part) for part in range(len(self._slices))])
 
     def unit(self, unit: int) -> Unit:
-        share = share_of(self._seen, self.head_group.kv_layout, unit)
+        share = self._shares(unit)
         calls = self._calls(share)
         operations: list[Operation] = []
         later: list[Operation] = []  # sums stand behind the attention that hides their transfer
@@ -207,7 +209,7 @@ class SeenBuilder:
         for kind in GRADIENTS:
             name, end = f"{kind}.{part}", self.head_group.local(kind)
             buffers = (self._own_partial(share, name), f"{name}.in")
-            for stretch, summands in share.sums(self.head_group.kv_layout.slots):
+            for stretch, summands in share.sums:
                 inputs = tuple(self._summand(buffers, one, stretch) for one in summands)
                 output = self._piece(end, *stretch, heads)
                 sums.append(Merge(task.at("sum"), MergeRule.SUM, inputs, (output,)))

@@ -21,9 +21,16 @@ from mesh_attention.plan.row_ranges import RowRanges
 Array = NDArray[np.int64]
 
 
+@lru_cache(maxsize=16)
+def _runs_of(layout: Layout) -> Array:
+    """Start, block, stride and count of the runs of all ranks."""
+    runs = layout.runs(0, layout.slots * layout.num_ranks)
+    return np.array([(r.start, r.block, r.stride, r.count) for r in runs], dtype=np.int64)
+
+
 def num_stretches(layout: Layout) -> int:
-    """OwnedStretches of consecutive positions that the ranks own."""
-    return sum(run.count for run in layout.runs(0, layout.slots * layout.num_ranks))
+    """Stretches of consecutive positions that the ranks own."""
+    return int(_runs_of(layout)[:, 3].sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +47,8 @@ class OwnedStretches:
 
 @lru_cache(maxsize=16)
 def stretches_of(layout: Layout) -> OwnedStretches:
-    runs = layout.runs(0, layout.slots * layout.num_ranks)
-    table = np.array([(r.start, r.block, r.stride, r.count) for r in runs], dtype=np.int64)
-    run, turn = _expanded(np.zeros(len(runs), dtype=np.int64), table[:, 3])
+    table = _runs_of(layout)
+    run, turn = _expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
     starts, block = table[run, 0] + turn * table[run, 2], table[run, 1]
     places = np.cumsum(block) - block
     # What one rank owns in one piece, as the halves in the middle of a zigzag, is one stretch.

@@ -40,22 +40,11 @@ class SeenShare:
     given: ByRank  # own slots, by viewer
     stacked: ByRank  # rows of the stack in which gradients of own rows arrive, by viewer
     stack: Spans  # the places of that stack
-    summands: tuple[Summand, ...]
+    sums: list[tuple[Stretch, list[Summand]]]  # own slots, in stretches with the same partials
 
     @property
     def num_rows(self) -> int:
         return sum(stop - start for start, stop in self.rows)
-
-    def sums(self, slots: int) -> list[tuple[Stretch, list[Summand]]]:
-        """Own slots, in stretches with the same partials; none where nobody sees them."""
-        edges = {0, slots}.union(*((one.start, one.stop) for one in self.summands))
-        cuts = sorted(edges)
-        at = {cut: i for i, cut in enumerate(cuts)}
-        found: list[list[Summand]] = [[] for _ in cuts[1:]]
-        for one in self.summands:
-            for stretch in range(at[one.start], at[one.stop]):
-                found[stretch].append(one)
-        return list(zip(pairwise(cuts), found, strict=True))
 
 
 def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
@@ -95,8 +84,19 @@ def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
         given=_by_rank(given, slots),
         stacked=_by_rank(others, arriving),
         stack=joined((own + one.start, own + one.stop) for one in summands),
-        summands=(*mine, *summands),
+        sums=_sums([*mine, *summands], layout.slots),
     )
+
+
+def _sums(summands: list[Summand], slots: int) -> list[tuple[Stretch, list[Summand]]]:
+    """Where nobody sees a stretch there are none."""
+    cuts = sorted({0, slots}.union(*((one.start, one.stop) for one in summands)))
+    at = {cut: i for i, cut in enumerate(cuts)}
+    found: list[list[Summand]] = [[] for _ in cuts[1:]]
+    for one in summands:
+        for stretch in range(at[one.start], at[one.stop]):
+            found[stretch].append(one)
+    return list(zip(pairwise(cuts), found, strict=True))
 
 
 def _only(rows: Rows, which: NDArray[np.bool_]) -> Rows:

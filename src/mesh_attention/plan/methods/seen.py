@@ -8,12 +8,14 @@ all-gather KV by other means.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.exchange import with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.seen_builder import SeenBuilder
 from mesh_attention.plan.build.seen_rows import SeenRows, num_stretches
+from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.build.setting import SliceSetting
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
 from mesh_attention.plan.build.tile_plan import layouts_of, shared_options
@@ -43,12 +45,13 @@ def plan_seen(
     head_group = HeadGroup(problem, *layouts)
     lowerings = Lowerings(*layouts, problem.rows)
     seen = SeenRows(*layouts, problem.rows)
+    shares = cache(partial(share_of, seen, layouts[1]))  # both passes exchange the same rows
 
     def build(direction: Direction) -> Pass:
         sizes = _slices(problem, ranks, setting, direction, travels=seen.travels)
         out = setting.gather_out
         return with_exchanges(
-            [SeenBuilder(head_group, direction, seen, lowerings, sizes, gather_out=out)]
+            [SeenBuilder(head_group, direction, seen, shares, lowerings, sizes, gather_out=out)]
         )
 
     return Plan(
