@@ -8,6 +8,7 @@ between two computations are left out.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mesh_attention.plan.buffers import Piece
@@ -36,7 +37,7 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
     communicates = [isinstance(op, Communication) for op in program.operations]
     for at, op in enumerate(program.operations):
         waits: set[int] = set()
-        taken, given = tuple(reads(op)), tuple(writes(op))
+        taken, given = _together(reads(op)), _together(writes(op))
         for piece in given:
             if piece.buffer in memory.offsets and piece.buffer not in history:
                 start = memory.offsets[piece.buffer]
@@ -62,6 +63,41 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
             history[piece.buffer].write(piece, at)
         result.append(tuple(sorted(i for i in waits if communicates[i] or communicates[at])))
     return tuple(result)
+
+
+def _together(pieces: Iterable[Piece]) -> list[Piece]:
+    """Those that touch made one: an exchange among many ranks has many, of few buffers.
+
+    >>> _together([Piece("q", 4, 8, (0, 2)), Piece("q", 0, 4, (0, 2)), Piece("q", 0, 8, (2, 3))])
+    [Piece(buffer='q', start=0, stop=8, heads=(0, 3))]
+    """
+    found = list(pieces)
+    if len(found) < 2:
+        return found
+    by_heads: dict[tuple[str, tuple[int, int] | None], list[tuple[int, int]]] = defaultdict(list)
+    for piece in found:
+        by_heads[piece.buffer, piece.heads].append((piece.start, piece.stop))
+    by_rows: dict[tuple[str, int, int], list[tuple[int, int]]] = defaultdict(list)
+    made: list[Piece] = []
+    for (buffer, heads), rows in by_heads.items():
+        for start, stop in _merged(rows):
+            if heads is None:
+                made.append(Piece(buffer, start, stop))
+            else:
+                by_rows[buffer, start, stop].append(heads)
+    for (buffer, start, stop), heads_of_rows in by_rows.items():
+        made += [Piece(buffer, start, stop, heads) for heads in _merged(heads_of_rows)]
+    return made
+
+
+def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _inside(one: Piece, other: Piece) -> bool:
