@@ -23,6 +23,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
@@ -69,6 +70,37 @@ def read_arguments(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
     return ask(_problem(**given), dist.get_world_size(group), **options), calls
+
+
+def layer_of_batches(
+    asked: Question | Plan, given: Mapping[str, Any], options: CallOptions
+) -> Layer | MeshAttentionError:
+    """What an object asks for, for batches that bring their own documents and length; or why it
+    cannot."""
+    if isinstance(asked, Plan):
+        return MeshAttentionError(
+            "this object was made with a plan, which is for one mask and one length; give the "
+            "sizes in place of the plan, and documents can change with every batch"
+        )
+    if asked.problem.mask.documents is not None:
+        return MeshAttentionError(
+            "the mask of this object has documents already; leave them out there, and every batch "
+            "can bring its own"
+        )
+    if options.cuda_graph:
+        return MeshAttentionError(
+            "cuda_graph=True replays the documents that it was captured with; leave it out where "
+            "they change with every batch"
+        )
+    if options.transport is TransportName.SYMMETRIC:
+        return MeshAttentionError(
+            "transport='symmetric' is not supported with documents that change with every batch; "
+            "leave it out"
+        )
+    others = ("layout", "ranks_per_node")  # that leave the method to us
+    named = [n for n in given if n in _method_options() and given[n] is not None]
+    method = (asked.method, asked.setting) if set(named) - {*others} else None
+    return Layer(asked.problem, method, asked.setting.layout)
 
 
 def _refuse_if_wrong(plan: Plan) -> None:

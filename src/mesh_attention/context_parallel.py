@@ -10,6 +10,7 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -20,29 +21,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.context_arguments import (
-    checked_device,
-    checked_dim,
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
     fault_of_unsupported,
+    layer_of_batches,
     process_group,
     read_arguments,
 )
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
+from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
-from mesh_attention.runtime.sharding import take_shard, unshard
+from mesh_attention.runtime.shards import Shards, Side
 from mesh_attention.runtime.transport.interface import Counters
-
-Side = Literal["q", "kv"]
 
 
 class ContextParallel:
@@ -110,6 +109,7 @@ class ContextParallel:
         try:
             asked, self._options = read_arguments(group, given | options)
             self._source: PlanSource = context.source(asked)
+            self._layer_of_batches = layer_of_batches(asked, given | options, self._options)
             mine = self._mine
         except Exception as found:  # whatever it is, the others must not wait for us
             error = found
@@ -181,6 +181,7 @@ class ContextParallel:
         *,
         sinks: Tensor | None = None,
         return_lse: bool = False,
+        documents: Documents | None = None,
         label: str | int | None = None,
         dropout_p: float = 0.0,
         alibi_slopes: Tensor | None = None,
@@ -189,7 +190,8 @@ class ContextParallel:
 
         Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
         log-sum-exp, (batch, heads, local_seq), through which backward is refused without
-        `differentiable_lse`. Padding rows give 0 and -inf.
+        `differentiable_lse`. Padding rows give 0 and -inf. `documents`: what `documents()` made of
+        this batch, if its documents or its length are not those of every batch.
 
         `sinks` (num_heads,), the same on all ranks, are learnable logits that take weight and have
         no value, as in gpt-oss; softcap does not touch them. The log-sum-exp holds them too, and is
@@ -203,50 +205,114 @@ class ContextParallel:
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of
         step by such a call are told apart too.
         """
-        fault = (
-            fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-            or fault_of_tensors(self.plan, q, k, v)
-            or fault_of_sinks(self.plan, q, sinks)
-            or fault_of_label(label)
-        )
-        tensors, options = (q, k, v), self._options
-        out, lse = attention(self._share, self._source, options, tensors, fault, label, sinks)
+        source = None
+        options = self._options if documents is None else self._options.of_batch()
+        fault = fault_of_unsupported(
+            dropout_p=dropout_p, alibi_slopes=alibi_slopes
+        ) or fault_of_label(label)
+        try:
+            source = self._source_of(documents)
+            plan = source.first.plan
+            fault = fault or fault_of_tensors(plan, q, k, v) or fault_of_sinks(plan, q, sinks)
+        except MeshAttentionError as error:  # the others must not wait for us
+            fault = fault or error
+        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
         return (out, lse) if return_lse else out
+
+    # Documents that change with every batch.
+
+    def documents(
+        self,
+        cu_seqlens: Any,
+        *,
+        kv_cu_seqlens: Any = None,
+        also: Sequence[ContextParallel] = (),
+    ) -> Documents:
+        """What a batch brings: the boundaries of its documents, and with them its length.
+
+        Made once a batch, and handed to every call on its tensors. `cu_seqlens` are cumulative
+        starts (0, ..., tokens) as for `flash_attn_varlen_func`, on the CPU: a list, a tensor, or a
+        list of lists, one for each row of the batch, which then is one pack of all rows; or the
+        `Pack` that a `packer` made elsewhere. `also`: other objects on this group that are called
+        with the same tensors, for instance with a window: the layout is chosen for all of them.
+
+        Nothing is sent: a rank with other documents is named by the first call that uses them.
+        """
+        self._share.refuse_if_closed()
+        pack = cu_seqlens
+        if not isinstance(pack, Pack):
+            pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
+        return Documents(self._share.context, pack)
+
+    def packer(self, *, also: Sequence[ContextParallel] = ()) -> Packer:
+        """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
+        nor other ranks, and can be pickled: a collate function in another process may call it."""
+        layers = tuple(one._layer() for one in (self, *also))
+        return Packer(layers, len(self._share.context.groups.ranks))
+
+    def _layer(self) -> Layer:
+        if isinstance(self._layer_of_batches, MeshAttentionError):
+            raise self._layer_of_batches
+        return self._layer_of_batches
+
+    def _source_of(self, documents: Documents | None) -> PlanSource:
+        if documents is None:
+            return self._source
+        return _handle(documents).source(self._share.context, self._layer())
 
     # Sharding.
 
-    def shard(self, x: Tensor, dim: int, *, side: Side = "q") -> Tensor:
+    def shard(
+        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+    ) -> Tensor:
         """This rank's slots of a whole tensor along `dim`; padding slots are zero."""
-        layout = self._layout(side)
-        dim = checked_dim(x, dim)
-        length = x.shape[dim]
-        if length != layout.num_tokens:
-            again = length == layout.slots
-            raise MeshAttentionError(
-                f"shard wants all {layout.num_tokens} tokens along dim {dim}, but it has {length}"
-                + ("; it looks sharded already" if again else "")
-            )
-        return take_shard(x, layout, self.rank, dim)
+        return self._shards(documents).shard(x, dim, side)
 
-    def unshard(self, x: Tensor, dim: int, *, side: Side = "q") -> Tensor:
+    def unshard(
+        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+    ) -> Tensor:
         """The whole tensor on every rank, in token order, without padding.
 
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
         passes on the gradient of its own slots.
         """
-        self._share.refuse_if_closed()
-        try:
-            layout = self._layout(side)
-            dim = checked_dim(x, dim)
-            if x.shape[dim] != layout.slots:
-                raise MeshAttentionError(
-                    f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
-                )
-            self._share.context.groups.check_device(x.device)
-        except MeshAttentionError as error:  # the others must not wait for us
-            self._share.context.agree_on({}, self._options, error)
-            raise
-        return unshard(self._share, self._mine, self._options, x, layout, dim)
+        return self._shards(documents).unshard(self._share, self._options, x, dim, side)
+
+    def positions(
+        self,
+        *,
+        side: Side = "q",
+        device: torch.device | str | None = None,
+        documents: Documents | None = None,
+        restart: bool = False,
+    ) -> Tensor:
+        """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`.
+
+        With `restart` counted from the start of each document, and padding is at 0.
+        """
+        return self._shards(documents).positions(side, device, restart=restart)
+
+    def padding(
+        self,
+        *,
+        side: Side = "q",
+        device: torch.device | str | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """True where a local slot holds no token."""
+        return self._shards(documents).padding(side, device)
+
+    def _shards(self, documents: Documents | None) -> Shards:
+        if documents is not None:
+            return _handle(documents).shards
+        plan, mask = self.plan, self.plan.problem.mask
+        starts = mask.documents or (0, plan.problem.q_tokens)
+        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
+        mine = self._mine
+        return Shards(
+            *(plan.q_layout, plan.kv_layout, mine.rank, plan.devices, mine.words),
+            starts=(starts, kv_starts),
+        )
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.
@@ -255,20 +321,6 @@ class ContextParallel:
         one of them has ended, the results are NaN, and this, or the next call, says why.
         """
         self._share.refuse_if_closed()
-
-    def positions(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
-        """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`."""
-        positions = torch.from_numpy(self._layout(side).positions(self.rank))
-        return positions if device is None else positions.to(checked_device(device))
-
-    def padding(self, *, side: Side = "q", device: torch.device | str | None = None) -> Tensor:
-        """True where a local slot holds no token."""
-        return self.positions(side=side, device=device) >= self._layout(side).num_tokens
-
-    def _layout(self, side: Side) -> Layout:
-        if side not in ("q", "kv"):
-            raise MeshAttentionError(f"side={side!r}: must be 'q' or 'kv'")
-        return self.plan.q_layout if side == "q" else self.plan.kv_layout
 
     # End.
 
@@ -291,3 +343,11 @@ class ContextParallel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _handle(documents: Any) -> Documents:
+    if not isinstance(documents, Documents):
+        raise MeshAttentionError(
+            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
+        )
+    return documents

@@ -149,6 +149,11 @@ class Queries:
             few = tuple(zip(*(side.tolist() for side in sides), strict=True))
         return Queries(q, rows, (lo[0], hi[1]), (lo[1], hi[0]), sight, few)
 
+    @staticmethod
+    def unseen(q: RowList, rows: RowRanges) -> Queries:
+        """Without a look at the mask."""
+        return Queries(q, rows, (0, 0), (0, 0), None, None)
+
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     """Calls for the task, with rows counted inside the two lists; empty if nothing is visible."""
@@ -313,8 +318,13 @@ def _cells_to_calls(q: _Strips, k: _Strips, rows: RowRanges) -> tuple[Call, ...]
 class Lowerings:
     """Calls of the tasks of a plan, each worked out once: passes and ranks ask for the same."""
 
-    def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
-        self.queries = cache(lambda spans: Queries.of(RowList.of(q_layout, spans), rows))
+    def __init__(
+        self, q_layout: Layout, kv_layout: Layout, rows: RowRanges, *, one_call: bool = False
+    ) -> None:
+        """`one_call`: no matter what is visible."""
+        self._one_call = one_call
+        look = Queries.unseen if one_call else Queries.of
+        self.queries = cache(lambda spans: look(RowList.of(q_layout, spans), rows))
         self.keys = cache(lambda spans: RowList.of(kv_layout, spans))
         self._calls: dict[tuple[Queries, RowList], tuple[Call, ...]] = {}
         self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
@@ -322,6 +332,7 @@ class Lowerings:
     def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
         found = self._calls.get((q, k))
         if found is None:
-            calls = lower(q, k)
+            whole = (Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows),)
+            calls = whole if self._one_call else lower(q, k)
             found = self._calls[q, k] = self._equal.setdefault(calls, calls)
         return found

@@ -6,7 +6,7 @@ and `ContextParallel` make the same plan from the same words. An option that is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -29,6 +29,16 @@ class Question:
     method: str
     setting: Setting
     directions: tuple[Direction, ...] = BOTH
+
+    @property
+    def of_any_mask(self) -> Question | None:
+        """The question whose programs answer this one too, and those of all other masks; None
+        where the mask decides what goes where."""
+        if METHODS[self.method].reads_mask or not self.setting.one_call:
+            return None
+        if self.setting.layout is None:  # it is chosen by the mask
+            return None
+        return replace(self, problem=replace(self.problem, mask=Mask()))
 
     def plan(self) -> Plan:
         build = METHODS[self.method].build

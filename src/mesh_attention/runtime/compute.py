@@ -12,6 +12,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -85,6 +86,12 @@ class ComputeOperations:
         self._scores = scores
         self._beside_transfers = beside_transfers
         self._streams = streams
+
+    def with_masks(self, masks: Masks) -> ComputeOperations:
+        """The same calls under other masks of the same kinds."""
+        other = copy(self)
+        other._masks = masks
+        return other
 
     def bind(self, at: int, views: Views) -> Work:
         op = self.operations[at]

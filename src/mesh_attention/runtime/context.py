@@ -26,7 +26,7 @@ from mesh_attention.runtime.handshake import DisagreementError, Handshake
 from mesh_attention.runtime.identity import AgreedKind, Statement
 from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
-from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.prepared_call import CallOptions, LatestCalls, PreparedCall
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transports import TransportName, Transports
@@ -37,9 +37,6 @@ NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
 # A cache, not a setting: it never changes a result. Contexts of destroyed groups are dropped.
 _CONTEXTS: dict[dist.ProcessGroup, Context] = {}
-
-# By the key of a plan.
-LatestCalls = Latest[tuple[tuple[str, str], CallOptions, CallShape], PreparedCall]
 
 
 class Context:
@@ -57,6 +54,7 @@ class Context:
         self._function: Share | None = None
         # By whether they are captured.
         self._calls = {False: LatestCalls(NUM_CALLS), True: LatestCalls(NUM_CAPTURED_CALLS)}
+        self._bases = LatestCalls(NUM_CALLS)  # of plans whose programs serve any mask
         self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
         self._agreed: Latest[str, AgreedKind] = Latest(NUM_CALLS)  # on what is no attention
         self.num_shares = 0  # that are open
@@ -68,8 +66,18 @@ class Context:
         """Plans for calls, as this rank sees them."""
         return PlanSource(self._on_rank(asked) if isinstance(asked, Plan) else asked, self._planned)
 
+    def source_of_batch(self, asked: Question) -> PlanSource:
+        """The same for one batch: its calls go when the source does."""
+        return PlanSource(asked, self._planned, LatestCalls(NUM_CALLS))
+
     def _planned(self, question: Question) -> PlanOnRank:
-        made = self.plans.find(question) or self._on_rank(question.plan())
+        made = self.plans.find(question)
+        if made is None:
+            base = question.of_any_mask
+            if base is None or base == question:
+                made = self._on_rank(question.plan())
+            else:
+                made = self._planned(base).for_mask(question.problem)
         return self.plans.keep(question, made)
 
     def _on_rank(self, plan: Plan) -> PlanOnRank:
@@ -109,14 +117,15 @@ class Context:
         """
         self.guard.refuse_if_broken()
         statement: Statement = {}
+        ahead = False  # of the others, without a word
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
-        kept = self._calls[options.cuda_graph]
         try:
             if error is not None or source is None:
                 raise error or AssertionError("neither a plan nor an error")
+            kept = self._calls[options.cuda_graph] if source.calls is None else source.calls
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
-            call = kept.find(key) or PreparedCall(self.transports, mine, options, call_shape)
+            call = kept.find(key) or self._new_call(mine, options, call_shape)
             if needs_grad in call.kinds:
                 return call
             kind = self._stated(mine, options) | {
@@ -125,24 +134,37 @@ class Context:
                 "device": call_shape.device.type,
                 "needs_grad": needs_grad,
             }
-            statement = kind | {"meetings": mine.meetings(directions)}
             # A kernel may refuse what only some ranks have to do: all must know.
             call.make_ready(directions)
             call.transport.check()
             if options.cuda_graph:
                 call.reserve()
+            ahead = source.calls is not None and call.transport.is_connected(directions)
+            statement = kind if ahead else kind | {"meetings": mine.meetings(directions)}
         except Exception as found:
             error = found
         except BaseException as ended:  # the others would wait for us in vain
             rank = self.groups.global_rank_of_self
             self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
             raise
-        self._agree(statement, options, error)
-        self._connect(call, directions)
+        if error is not None or not ahead:
+            self._agree(statement, options, error)
+            self._connect(call, directions)
         call.kinds[needs_grad] = AgreedKind(kind)
         kept.keep(key, call)
         self._living_calls.add(call)
         return call
+
+    def _new_call(
+        self, mine: PlanOnRank, options: CallOptions, call_shape: CallShape
+    ) -> PreparedCall:
+        base = None
+        if mine.base is not None:
+            key = (mine.base.key, options, call_shape)
+            base = self._bases.find(key) or self._new_call(mine.base, options, call_shape)
+            self._bases.keep(key, base)
+            self._living_calls.add(base)
+        return PreparedCall(self.transports, mine, options, call_shape, base)
 
     @contextmanager
     def refused_by_all(self, options: CallOptions) -> Iterator[None]:
@@ -200,10 +222,18 @@ class Context:
             call.transport.make_groups(directions)
 
     def agree_on(
-        self, statement: Statement, options: CallOptions, error: Exception | None = None
+        self,
+        statement: Statement,
+        options: CallOptions,
+        error: Exception | None = None,
+        *,
+        ahead: bool = False,
     ) -> AgreedKind:
-        """A kind of call that is no attention: known, or agreed on now."""
+        """A kind of call that is no attention: known, or agreed on now, unless ranks go `ahead` and
+        leave it to the call to compare."""
         self.guard.refuse_if_broken()
+        if ahead and error is None and self.groups.has_everybody():
+            return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
         known = self._agreed.find(key)
         if known is None or error is not None:
@@ -249,6 +279,7 @@ class Context:
         self._living_calls.clear()
         for kept in self._calls.values():
             kept.clear()
+        self._bases.clear()
         self._agreed.clear()
         self.transports.close(abandon=self.guard.broken)
         self.groups.close(abort=self.guard.broken)

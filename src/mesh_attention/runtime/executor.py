@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,13 @@ from mesh_attention.kernels import (
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AttendBackward, Communication, Free, Operation
+from mesh_attention.plan.program import (
+    AttendBackward,
+    Attention,
+    Communication,
+    Free,
+    Operation,
+)
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import choose_kernels, chosen, faster_calls, masks_of
@@ -115,6 +123,10 @@ class Executor:
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
+        self._base: Executor | None = None
+        self._masks_for = partial(
+            masks_of, program=program, kernels=kernels, device=call_shape.device
+        )
         masks = masks_of(plan, program, kernels, call_shape.device)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
         self.choices = {kind: chosen(choices[kind]) for kind in sorted(kinds)}
@@ -130,6 +142,15 @@ class Executor:
             program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside
         )
         self._steps = self._make_steps(program.operations, waits)
+
+    def for_mask(self, plan: Plan) -> Executor:
+        """The same program for a plan that differs in its mask alone, where all calls go by row
+        ranges. What was made ready or bound for the one serves the other, but for its attentions.
+        """
+        other = copy(self)
+        other._base = self
+        other._compute = self._compute.with_masks(self._masks_for(plan))
+        return other
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
@@ -189,8 +210,16 @@ class Executor:
 
     def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
-        kept = Views(self._bindings.workspace(block.memory))
-        works = [self._work(step, kept) if step.fixed else None for step in self._steps]
+        base = self._base
+        if base is None:
+            kept = Views(self._bindings.workspace(block.memory))
+            works = [self._work(step, kept) if step.fixed else None for step in self._steps]
+        else:
+            kept, known = block.bound.get(base) or base._bind(block)
+            works = [
+                self._work(step, kept) if step.fixed and isinstance(step.op, Attention) else work
+                for step, work in zip(self._steps, known, strict=True)
+            ]
         block.bound[self] = kept, works
         return kept, works
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.agreement import Meetings, meetings, question_digest
 from mesh_attention.plan.plan import Direction, Plan, Programs
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
+
+if TYPE_CHECKING:
+    from mesh_attention.runtime.prepared_call import LatestCalls
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class PlanOnRank:
 
     plan: Plan
     rank: int
+    base: PlanOnRank | None = None  # with the same programs, which serve any mask
 
     @staticmethod
     def on(plan: Plan, place: int, num_ranks: int) -> PlanOnRank:
@@ -57,6 +63,10 @@ class PlanOnRank:
         """Equal for equal plans."""
         return self.words, self.programs
 
+    def for_mask(self, problem: Problem) -> PlanOnRank:
+        """The plan for a problem of another mask, where programs serve any."""
+        return PlanOnRank(replace(self.plan, problem=problem), self.rank, base=self)
+
     def meetings(self, directions: Iterable[Direction]) -> dict[str, Meetings]:
         """The collectives of this rank's programs, as `plan.agreement` compares them."""
         passes = tuple(self.plan.direction(direction) for direction in directions)
@@ -69,12 +79,18 @@ AS_MADE = "as made"
 class PlanSource:
     """Plans for calls: of one question, for any size of element, or one that was given.
 
-    `find` gives the plan of a question on this rank.
+    `find` gives the plan of a question on this rank. A source with `calls` of its own comes anew
+    with every batch: ranks do not stop to agree on what it brings, and see in each call whether it
+    was the same.
     """
 
     def __init__(
-        self, asked: Question | PlanOnRank, find: Callable[[Question], PlanOnRank]
+        self,
+        asked: Question | PlanOnRank,
+        find: Callable[[Question], PlanOnRank],
+        calls: LatestCalls | None = None,
     ) -> None:
+        self.calls = calls
         self._asked = asked
         self._find = find
         self._known: dict[int, PlanOnRank] = {}

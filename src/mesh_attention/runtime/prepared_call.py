@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, current_stream
+from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
@@ -40,17 +41,28 @@ class CallOptions:
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
+    def of_batch(self) -> CallOptions:
+        """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
+        return replace(self, transport=TransportName.DISTRIBUTED)
+
 
 class PreparedCall:
     def __init__(
-        self, transports: Transports, mine: PlanOnRank, options: CallOptions, call_shape: CallShape
+        self,
+        transports: Transports,
+        mine: PlanOnRank,
+        options: CallOptions,
+        call_shape: CallShape,
+        base: PreparedCall | None = None,
     ) -> None:
+        """`base`: of a plan with the same programs, for any mask."""
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
         self.kinds: dict[bool, AgreedKind] = {}  # by needs_grad, once agreed on
         self.options = options
         self._mine = mine
+        self._base = base
         self._call_shape = call_shape
         self._executors: dict[Direction, tuple[Executor, Meter]] = {}
         self._captured: dict[Direction, CapturedCall] = {}
@@ -78,6 +90,10 @@ class PreparedCall:
 
     def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
         plan, rank = self._mine.plan, self._mine.rank
+        if self._base is not None:
+            self._base.make_ready((direction,))
+            executor, meter = self._base._executors[direction]
+            return executor.for_mask(plan), meter
         transport, meter = self.transport.make(direction)
         scale = self.options.softmax_scale
         executor = Executor(
@@ -135,6 +151,10 @@ class PreparedCall:
         """Before the process groups go: graphs hold on to communicators."""
         self._captured.clear()
         self._executors.clear()
+
+
+# By the key of a plan.
+LatestCalls = Latest[tuple[tuple[str, str], CallOptions, CallShape], PreparedCall]
 
 
 class CapturedCall:

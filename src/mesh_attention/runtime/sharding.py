@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mesh_attention.plan.layout import Layout
 from mesh_attention.runtime.context import Context
-from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.distributed import CommunicationError
@@ -54,11 +53,16 @@ def rows_first(x_BSHD: Tensor) -> Tensor:
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layout: Layout, mine: PlanOnRank, context: Context, dim: int
+        ctx: Any,
+        x: Tensor,
+        layout: Layout,
+        devices: tuple[int, ...],
+        rank: int,
+        context: Context,
+        dim: int,
     ) -> Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, mine.rank, dim
+        ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
-        devices = mine.plan.devices
         size = len(devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
@@ -75,17 +79,29 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return take_shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None
+        return take_shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None, None
 
 
 def unshard(
-    share: Share, mine: PlanOnRank, options: CallOptions, x: Tensor, layout: Layout, dim: int
+    share: Share,
+    words: str,
+    devices: tuple[int, ...],
+    rank: int,
+    options: CallOptions,
+    x: Tensor,
+    layout: Layout,
+    dim: int,
+    *,
+    of_batch: bool = False,
 ) -> Tensor:
-    """The whole tensor from the shards of all ranks, which hand in the same kind of tensor."""
+    """The whole tensor from the shards of all ranks, which hand in the same kind of tensor.
+
+    `words` say where it comes from; `devices` has the place of each partition in the group.
+    """
     context = share.context
     kind = context.agree_on(
         {
-            "plan": mine.words,
+            "plan": words,
             "unshard": layout.num_tokens,
             "dim": dim,
             "shape": list(x.shape),
@@ -93,8 +109,9 @@ def unshard(
             "device": x.device.type,
         },
         options,
+        ahead=of_batch,
     )
     share.begin(kind, "unshard", options, x.device)
     with context.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, mine, context, dim)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Unshard.apply(x, layout, devices, rank, context, dim)  # type: ignore[no-untyped-call]
     return whole

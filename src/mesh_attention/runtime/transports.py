@@ -174,6 +174,14 @@ class CallTransport:
                 plan, plan.direction(direction), rank, self._timeout, without=self._covers
             )
 
+    def is_connected(self, directions: Iterable[Direction]) -> bool:
+        """Whether there is nothing left that ranks would have to make together."""
+        plan, rank = self._mine.plan, self._mine.rank
+        return self._memory is None and all(
+            self._groups.has_all(plan, plan.direction(direction), rank, self._timeout)
+            for direction in directions
+        )
+
     def _covers(self, ranks: Sequence[int]) -> bool:
         """Do these ranks need no process group?"""
         return self._memory is not None and self._memory.covers(ranks)

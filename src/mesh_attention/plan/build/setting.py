@@ -65,7 +65,7 @@ class Option:
 def options_of(setting: type[Setting]) -> Iterator[Option]:
     """
     >>> [option.name for option in options_of(Setting)]
-    ['layout', 'stripe_block', 'stretches', 'gather_out', 'ranks_per_node']
+    ['layout', 'stripe_block', 'stretches', 'one_call', 'gather_out', 'ranks_per_node']
     """
     kinds = get_type_hints(setting)
     for one in fields(setting):
@@ -90,6 +90,11 @@ class Setting:
         "with layout=listed: the (start, stop) positions of each rank, in the order in which they "
         "lie there; only where queries and keys have as many tokens",
         "-",
+    )
+    one_call: bool = option(
+        False,
+        "every attention is one kernel call by row ranges: such programs are made without a look "
+        "at the mask, and some methods' serve any",
     )
     gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
     ranks_per_node: int | None = option(

@@ -113,7 +113,7 @@ class TilePlanner:
         per_node = shared.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: shared.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = Lowerings(*self._layouts, problem.rows)
+        self.lowerings = Lowerings(*self._layouts, problem.rows, one_call=shared.one_call)
 
     def tile_passes(
         self,

@@ -31,6 +31,7 @@ class Method:
     setting: type[Setting]
     build: Builder
     candidates: Candidates
+    reads_mask: bool = True  # False: what goes where is the same under every mask
 
     def options(self) -> dict[str, Option]:
         return {option.name: option for option in options_of(self.setting)}
@@ -89,6 +90,7 @@ def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
 
 
 DEFAULT_METHOD = "mesh"
+_ANY_MASK = ("ulysses",)
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", mesh.MeshSetting, mesh.plan_mesh, _tiles),
     "ring": ("KV rotates in a ring (Ring-Attention)", ring.RingSetting, ring.plan_ring, _one),
@@ -148,7 +150,9 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         _one,
     ),
 }
-METHODS: Mapping[str, Method] = {name: Method(name, *row) for name, row in _ROWS.items()}
+METHODS: Mapping[str, Method] = {
+    name: Method(name, *row, reads_mask=name not in _ANY_MASK) for name, row in _ROWS.items()
+}
 
 
 def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:

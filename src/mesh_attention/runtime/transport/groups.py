@@ -74,11 +74,21 @@ class Groups:
         `without`: the global ranks of a group that gets by without one, as all of them agree.
         """
         self.everybody(timeout)
+        for ranks in self._of_collectives(plan, one, rank):
+            if not without(ranks):
+                self.of(ranks, timeout)
+
+    def has_all(self, plan: Plan, one: Pass, rank: int, timeout: timedelta | None) -> bool:
+        """Whether all of them are there, and that in which ranks compare calls."""
+        needed = {(tuple(sorted(one)), timeout) for one in self._of_collectives(plan, one, rank)}
+        return needed | {(self.ranks, timeout), (self.ranks, None)} <= self._made.keys()
+
+    def _of_collectives(self, plan: Plan, one: Pass, rank: int) -> Iterator[Sequence[int]]:
         operations = one.programs[rank].operations
         used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
         for name, ranks in self.global_ranks(plan, one, rank).items():
-            if name in used and not without(ranks):
-                self.of(ranks, timeout)
+            if name in used:
+                yield ranks
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
@@ -119,6 +129,9 @@ class Groups:
     def everybody(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks, timeout)
+
+    def has_everybody(self) -> bool:
+        return (self.ranks, None) in self._made
 
     def __len__(self) -> int:
         return len(self._made)

@@ -1,0 +1,185 @@
+"""What a batch of documents is for planning: layers that share its tensors, and what was chosen.
+
+A `Packer` turns the boundaries of documents into a `Pack`: one layout for all layers, and for each
+layer a method. It imports no torch and asks no other rank, so a collate function in another process
+can call it; equal batches have equal packs on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import number
+from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import Question, ask
+from mesh_attention.plan.ways import Way, choose_ways
+
+Starts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes and mask of an attention as a model has it, without documents. `given` is the method
+    with its setting where the caller wants that one; otherwise it is chosen for each batch."""
+
+    problem: Problem
+    given: tuple[str, Setting] | None = None
+    layout: LayoutKind | None = None  # if the caller wants that one
+
+    def with_documents(self, documents: Starts, kv_documents: Starts) -> Problem:
+        apart = None if kv_documents == documents else kv_documents
+        mask = replace(self.problem.mask, documents=documents, kv_documents=apart)
+        return replace(self.problem, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A batch of documents, shared out.
+
+    num_rows   rows of the batch that are one pack here, one after the other
+    reason     what was chosen for it and why, in a line
+    """
+
+    documents: Starts
+    kv_documents: Starts
+    num_ranks: int
+    layout_kind: LayoutKind
+    stretches: Stretches | None
+    ways: tuple[tuple[Layer, Way], ...]
+    reason: str
+    num_rows: int = 1
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self._layout(self.documents[-1])
+
+    @cached_property
+    def kv_layout(self) -> Layout:
+        if self.kv_documents == self.documents:
+            return self.layout
+        return self._layout(self.kv_documents[-1])
+
+    def _layout(self, tokens: int) -> Layout:
+        return Layout(self.layout_kind, tokens, self.num_ranks, stretches=self.stretches)
+
+    @cached_property
+    def words(self) -> str:
+        """What ranks compare: a digest, and enough for people to see a difference."""
+        told = (self.documents, self.kv_documents, self.layout_kind, self.stretches, self.num_rows)
+        digest = blake2b(repr(told).encode(), digest_size=16).hexdigest()
+        return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
+
+    def question(self, layer: Layer) -> Question:
+        """What to plan for a layer: one of those it was chosen for, or any other that takes the
+        layout as it is."""
+        known = dict(self.ways)
+        way = (
+            known.get(layer)
+            or choose_ways(
+                *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
+                layout=(self.layout_kind, self.stretches),
+            ).ways[0]
+        )
+        problem = layer.with_documents(self.documents, self.kv_documents)
+        options = dict(way.options) | {"layout": self.layout_kind, "one_call": True}
+        if self.stretches is not None:
+            options["stretches"] = self.stretches
+        return ask(problem, self.num_ranks, method=way.method, **options)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Chooses for batches of documents on so many ranks; all `layers` are called with the tensors
+    of a batch, so they share its layout."""
+
+    layers: tuple[Layer, ...]
+    num_ranks: int
+
+    def __call__(self, cu_seqlens: Any, kv_cu_seqlens: Any = None) -> Pack:
+        """From cumulative starts (0, ..., tokens), or a list of them for each row of a batch."""
+        documents, num_rows = document_starts("cu_seqlens", cu_seqlens)
+        kv_documents = documents
+        if kv_cu_seqlens is not None:
+            kv_documents, kv_rows = document_starts("kv_cu_seqlens", kv_cu_seqlens)
+            if kv_rows != num_rows or len(kv_documents) != len(documents):
+                raise PlanError(
+                    "cu_seqlens and kv_cu_seqlens must have the same number of documents in as "
+                    "many rows"
+                )
+        given = [layer.given for layer in self.layers]
+        if any(one is None for one in given):
+            problems = [layer.problem for layer in self.layers]
+            wanted = next((layer.layout for layer in self.layers if layer.layout), None)
+            chosen = choose_ways(
+                *(problems, self.num_ranks, documents, kv_documents),
+                layout=None if wanted is None else (wanted, None),
+            )
+            ways = [
+                _given(layer) if layer.given else way
+                for layer, way in zip(self.layers, chosen.ways, strict=True)
+            ]
+            layout, stretches, reason = chosen.layout, chosen.stretches, chosen.reason
+        else:
+            layout, stretches = _given_layout(self.layers)
+            ways = [_given(layer) for layer in self.layers]
+            reason = "as given: " + ", ".join(dict.fromkeys(way.method for way in ways))
+        return Pack(
+            *(documents, kv_documents, self.num_ranks, layout, stretches),
+            ways=tuple(zip(self.layers, ways, strict=True)),
+            reason=reason,
+            num_rows=num_rows,
+        )
+
+
+def _given(layer: Layer) -> Way:
+    assert layer.given is not None
+    method, setting = layer.given
+    layouts = ("layout", "stretches", "stripe_block", "one_call")
+    options = {one.name: getattr(setting, one.name) for one in fields(setting)}
+    return Way(method, tuple((n, x) for n, x in options.items() if n not in layouts))
+
+
+def _given_layout(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:
+    """As the first that says one; otherwise the one that suits most methods."""
+    for layer in layers:
+        if layer.given is not None and layer.given[1].layout is not None:
+            return layer.given[1].layout, layer.given[1].stretches
+    full = all(layer.problem.mask.is_full for layer in layers)
+    return (LayoutKind.CONTIGUOUS if full else LayoutKind.ZIGZAG), None
+
+
+def document_starts(name: str, given: Any) -> tuple[Starts, int]:
+    """Cumulative starts as people write them, and of how many rows of a batch they are: of lists,
+    one for each row, one pack is made."""
+    if getattr(getattr(given, "device", None), "type", "cpu") != "cpu":
+        raise PlanError(
+            f"{name} is on {given.device}: plans are made on the host, which would have to wait "
+            "for the device; keep a copy on the CPU"
+        )
+    if hasattr(given, "tolist"):  # a tensor, or an array
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+        raise PlanError(f"{name}={given!r}: give cumulative starts (0, ..., number of tokens)")
+    rows = given if isinstance(given[0], Sequence) or hasattr(given[0], "tolist") else [given]
+    packed, tokens = [0], None
+    for at, row in enumerate(rows):
+        row = row.tolist() if hasattr(row, "tolist") else row
+        starts = [number(name, start, least=0) for start in row]
+        where = f"{name}, row {at}" if len(rows) > 1 else name
+        if len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
+            raise PlanError(f"{where}: give cumulative starts (0, ..., number of tokens)")
+        if tokens not in (None, starts[-1]):
+            raise PlanError(f"{where} ends at {starts[-1]}, and the rows before at {tokens}")
+        tokens = starts[-1]
+        packed += [at * tokens + start for start in starts[1:]]
+    if packed[-1] == 0:
+        raise PlanError(f"{name}: there is no token in the batch")
+    return tuple(packed), len(rows)

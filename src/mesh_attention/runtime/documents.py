@@ -1,0 +1,85 @@
+"""The documents of a batch: what `ContextParallel.documents` makes, once a batch, for all layers.
+
+It holds how the tensors of the batch are shared out, and the calls that were made ready for it,
+which go when it goes. Nothing in it is agreed on with other ranks: every call compares what it is
+made for, and a rank with other documents is named then.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch.distributed as dist
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.pack import Layer, Pack
+from mesh_attention.plan.question import Question
+from mesh_attention.runtime.context import Context
+from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.prepared_call import PreparedCall
+from mesh_attention.runtime.shards import Shards
+
+
+class Documents:
+    """Of one batch, for every object on the process group that it was made for. `pack` is what
+    planning alone has chosen for it; printed, it says what and why."""
+
+    def __init__(self, context: Context, pack: Pack) -> None:
+        num_ranks = len(context.groups.ranks)
+        if pack.layout.num_ranks != num_ranks:
+            raise MeshAttentionError(
+                f"the pack is for {pack.layout.num_ranks} ranks, and the process group has "
+                f"{num_ranks}"
+            )
+        self.pack = pack
+        self.shards = Shards(
+            *(pack.layout, pack.kv_layout, dist.get_rank(context.groups.parent)),
+            devices=tuple(range(num_ranks)),
+            words=pack.words,
+            starts=(pack.documents, pack.kv_documents),
+            num_rows=pack.num_rows,
+            of_batch=True,
+        )
+        self._context = context
+        self._sources: dict[Question, PlanSource] = {}
+        self._ahead: Future[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole batch: of all its rows, where each has documents of its own."""
+        return self.pack.documents[-1]
+
+    def __len__(self) -> int:
+        """How many documents."""
+        return len(self.pack.documents) - 1
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} documents of {self.num_tokens} tokens: {self.pack.reason}>"
+
+    def source(self, context: Context, layer: Layer) -> PlanSource:
+        """Plans for the calls of a layer."""
+        if context is not self._context:
+            raise MeshAttentionError(
+                "these documents were made on another process group; make them with documents() "
+                "of an object on this one"
+            )
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+        return self.source_now(layer)
+
+    def source_now(self, layer: Layer) -> PlanSource:
+        """The same for whoever makes them ready."""
+        question = self.pack.question(layer)
+        if question not in self._sources:
+            self._sources[question] = self._context.source_of_batch(question)
+        return self._sources[question]
+
+    def wait_for(self, ahead: Future[None]) -> None:
+        """Calls begin after this: something is being made ready in another thread."""
+        self._ahead = ahead
+
+    def calls(self) -> list[PreparedCall]:
+        """Those made ready so far."""
+        kept = [source.calls for source in self._sources.values() if source.calls is not None]
+        return [call for calls in kept for call in calls.values()]
