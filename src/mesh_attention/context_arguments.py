@@ -332,22 +332,3 @@ def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.
         f"the group is {group!r}; give a torch.distributed.ProcessGroup, a 1-D DeviceMesh, "
         "or None for the default group"
     )
-
-
-def checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
-        raise MeshAttentionError(
-            f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
-        )
-    if not -x.ndim <= dim < x.ndim:
-        raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
-    return dim % x.ndim
-
-
-def checked_device(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (TypeError, RuntimeError):
-        raise MeshAttentionError(
-            f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
-        ) from None

@@ -89,7 +89,7 @@ def test_the_masks_of_a_program_are_made_once_for_the_same_rows(any_mask: AnyMas
     chosen = faster_calls(program, plan, kernels, Direction.FORWARD)
     assert chosen.cut == 0
     assert f"{chosen.whole} of {chosen.whole} attentions in one call" in str(chosen)
-    masks = masks_of(plan, chosen.program, kernels, CPU)
+    masks = masks_of(plan, chosen.program, kernels, CPU, {})
     by_rows: dict[tuple[object, ...], object] = {}
     for at, (mask,) in masks.items():
         op = chosen.program.operations[at]
@@ -115,7 +115,7 @@ def test_padded_keys_are_at_no_position(any_mask: AnyMask) -> None:
     plan = Case(4, 61, 61, mask=Mask(), dtype=torch.float32).plan()
     kernels = {MaskKind.RANGE: any_mask, MaskKind.FULL: Reference(), MaskKind.CAUSAL: Reference()}
     chosen = faster_calls(plan.program(3, "forward"), plan, kernels, Direction.FORWARD)
-    masks = [mask for (mask,) in masks_of(plan, chosen.program, kernels, CPU).values()]
+    masks = [mask for (mask,) in masks_of(plan, chosen.program, kernels, CPU, {}).values()]
     lowest = [int(mask.key_position.min()) for mask in masks if isinstance(mask, RowRange)]
     assert min(lowest) == -1
 

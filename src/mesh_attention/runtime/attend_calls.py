@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from mesh_attention.runtime.binding import CallShape
 
 Kernels = Mapping[MaskKind, Kernel]
 Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by queries and keys
 
 
 def choose_kernels(
@@ -175,11 +177,14 @@ def call_size(
 # Masks.
 
 
-def masks_of(plan: Plan, program: Program, kernels: Kernels, device: torch.device) -> Masks:
+def masks_of(
+    plan: Plan, program: Program, kernels: Kernels, device: torch.device, known: KnownRanges
+) -> Masks:
     """The masks of a program's kernel calls, made once, on the device from a few numbers. Kernels
-    in plain PyTorch have them on the CPU, to skip what is hidden without asking the device."""
+    in plain PyTorch have them on the CPU, to skip what is hidden without asking the device. Those
+    of both passes may be the same, and are kept in `known`."""
     by_device = takes_whole_attentions(kernels.get(MaskKind.RANGE))
-    made = _Ranges(plan, device if by_device else torch.device("cpu"))
+    made = _Ranges(plan, device if by_device else torch.device("cpu"), known)
     table = program.buffer_table()
     return {
         at: tuple(made.mask(table, op, call) for call in op.calls)
@@ -191,11 +196,11 @@ def masks_of(plan: Plan, program: Program, kernels: Kernels, device: torch.devic
 class _Ranges:
     """Attentions with the same rows share a mask, and with it what kernels make of it."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, known: KnownRanges) -> None:
         self._plan = plan
         self._rows = plan.problem.rows
         self._device = device
-        self._known: dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange] = {}
+        self._known = known
 
     def mask(
         self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
@@ -213,7 +218,15 @@ class _Ranges:
 
 
 def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
-    return tuple(run for span in spans for run in layout.runs(*span))
+    """Consecutive ones made one: a rank may hold the tokens of many."""
+    found: list[Run] = []
+    for run in (run for span in spans for run in layout.runs(*span)):
+        before = found[-1] if found else None
+        if before and before.count == run.count == 1 and before.stop == run.start:
+            found[-1] = Run(before.start, before.block + run.block)
+        else:
+            found.append(run)
+    return tuple(found)
 
 
 def row_range(
@@ -226,17 +239,34 @@ def row_range(
     if not rows.segments:
         nothing = torch.zeros_like(query)
         return RowRange(nothing, nothing, position)
-    starts = torch.tensor([s.start for s in rows.segments], dtype=torch.int32, device=device)
     most = max(rows.intervals_between(run.start, run.stop) for run in queries)
     lines = torch.tensor(rows.table(most), dtype=torch.int32).to(device)
-    at = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
-    lo, lo_slope, hi, hi_slope = lines[..., at]
-    real = query < rows.q_tokens
-    return RowRange(
-        (lo + lo_slope * query) * real,
-        (hi + hi_slope * query) * real,
-        position.masked_fill_(position >= rows.kv_tokens, -1),
-    )
+    lo, lo_slope, hi, hi_slope = lines.index_select(-1, _segments(rows, queries, query))
+    lo, hi = torch.addcmul(lo, lo_slope, query), torch.addcmul(hi, hi_slope, query)
+    if any(run.stop > rows.q_tokens for run in queries):
+        real = query < rows.q_tokens
+        lo, hi = lo * real, hi * real
+    if any(run.stop > rows.kv_tokens for run in keys):
+        position.masked_fill_(position >= rows.kv_tokens, -1)
+    return RowRange(lo, hi, position)
+
+
+def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tensor:
+    """The segment of the mask in which each query lies."""
+    device = query.device
+    if any(run.count > 1 for run in queries):
+        starts = torch.tensor([s.start for s in rows.segments], dtype=torch.int32, device=device)
+        return (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+    # Consecutive queries: as many of each segment as the run has.
+    at: list[int] = []
+    counts: list[int] = []
+    for run in queries:
+        between = rows.segments_between(run.start, run.stop)
+        cuts = [run.start, *(rows.segments[i].start for i in between[1:]), run.stop]
+        at += between or (0,)
+        counts += [b - a for a, b in pairwise(cuts)]
+    both = torch.tensor([at, counts], dtype=torch.int64).to(device)
+    return torch.repeat_interleave(*both, output_size=len(query))
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:

@@ -39,7 +39,13 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
-from mesh_attention.runtime.attend_calls import choose_kernels, chosen, faster_calls, masks_of
+from mesh_attention.runtime.attend_calls import (
+    KnownRanges,
+    choose_kernels,
+    chosen,
+    faster_calls,
+    masks_of,
+)
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.fuse import without_copies
@@ -85,7 +91,10 @@ class Executor:
         rows: RowKernels | None = None,
         trace: Trace | None = None,
         two_streams: bool | None = None,
+        known_ranges: KnownRanges | None = None,
     ) -> None:
+        """`known_ranges`: masks made so far, by the pass that came before."""
+        known_ranges = {} if known_ranges is None else known_ranges
         program = one.programs[rank]
         # Communications without a stream of their own follow the compute stream: then it is one.
         two = transport.own_stream if two_streams is None else two_streams
@@ -127,7 +136,7 @@ class Executor:
         self._masks_for = partial(
             masks_of, program=program, kernels=kernels, device=call_shape.device
         )
-        masks = masks_of(plan, program, kernels, call_shape.device)
+        masks = self._masks_for(plan, known=known_ranges)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
         self.choices = {kind: chosen(choices[kind]) for kind in sorted(kinds)}
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
@@ -143,13 +152,13 @@ class Executor:
         )
         self._steps = self._make_steps(program.operations, waits)
 
-    def for_mask(self, plan: Plan) -> Executor:
+    def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
         ranges. What was made ready or bound for the one serves the other, but for its attentions.
         """
         other = copy(self)
         other._base = self
-        other._compute = self._compute.with_masks(self._masks_for(plan))
+        other._compute = self._compute.with_masks(self._masks_for(plan, known=known_ranges))
         return other
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:

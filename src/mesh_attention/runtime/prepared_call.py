@@ -17,6 +17,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
+from mesh_attention.runtime.attend_calls import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, current_stream
 from mesh_attention.runtime.latest import Latest
@@ -65,6 +66,7 @@ class PreparedCall:
         self._base = base
         self._call_shape = call_shape
         self._executors: dict[Direction, tuple[Executor, Meter]] = {}
+        self._known_ranges: KnownRanges = {}
         self._captured: dict[Direction, CapturedCall] = {}
 
     @property
@@ -93,7 +95,7 @@ class PreparedCall:
         if self._base is not None:
             self._base.make_ready((direction,))
             executor, meter = self._base._executors[direction]
-            return executor.for_mask(plan), meter
+            return executor.for_mask(plan, self._known_ranges), meter
         transport, meter = self.transport.make(direction)
         scale = self.options.softmax_scale
         executor = Executor(
@@ -108,6 +110,7 @@ class PreparedCall:
             lse_gradient=self.options.differentiable_lse,
             kernel=self.options.kernel,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
+            known_ranges=self._known_ranges,
         )
         return executor, meter
 

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mesh_attention.context_arguments import checked_device, checked_dim
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -48,7 +47,7 @@ class Shards:
 
     def shard(self, x: Tensor, dim: int, side: Side) -> Tensor:
         layout = self.layout(side)
-        dim = checked_dim(x, dim)
+        dim = _checked_dim(x, dim)
         length, tokens = x.shape[dim], layout.num_tokens // self.num_rows
         if length != tokens:
             again = length == layout.slots
@@ -64,7 +63,7 @@ class Shards:
         share.refuse_if_closed()
         try:
             layout = self.layout(side)
-            dim = checked_dim(x, dim)
+            dim = _checked_dim(x, dim)
             if x.shape[dim] != layout.slots:
                 raise MeshAttentionError(
                     f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
@@ -93,7 +92,7 @@ class Shards:
             at = np.searchsorted(starts[:-1], positions, side="right") - 1
             positions = np.where(positions < layout.num_tokens, positions - starts[at], 0)
         found = torch.from_numpy(positions)
-        return found if device is None else found.to(checked_device(device))
+        return found if device is None else found.to(_checked_device(device))
 
     def padding(self, side: Side, device: torch.device | str | None) -> Tensor:
         positions = self.positions(side, device, restart=False)
@@ -108,3 +107,22 @@ class Shards:
                 f"dimension before dim {dim} must be the rows, but the shape is {tuple(x.shape)}"
             )
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
+        raise MeshAttentionError(
+            f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
+        )
+    if not -x.ndim <= dim < x.ndim:
+        raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
+    return dim % x.ndim
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise MeshAttentionError(
+            f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
+        ) from None

@@ -43,7 +43,7 @@ def plan_seen(
     layouts = layouts_of(problem, ranks, shared)
     _check_stretches(layouts[1])
     head_group = HeadGroup(problem, *layouts)
-    lowerings = Lowerings(*layouts, problem.rows)
+    lowerings = Lowerings(*layouts, problem.rows, one_call=shared.one_call)
     seen = SeenRows(*layouts, problem.rows)
     shares = cache(partial(share_of, seen, layouts[1]))  # both passes exchange the same rows
 
