@@ -1,0 +1,176 @@
+"""Packs of documents shared out: every token once, tokens and work even, documents mostly whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+from time import process_time
+
+import numpy as np
+import pytest
+from plan_cases import random_window
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.balance import TOKEN_SLACK, balanced_stretches, pairs_before
+from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, joined
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.runs import Run, visible_pairs
+
+CAUSAL = Mask(causal=True)
+PACKS = [(16, 8), (64, 8), (256, 8), (16, 64), (64, 64), (256, 64)]
+SHARD = 8192
+
+
+def log_normal(rng: Random, documents: int, tokens: int) -> tuple[int, ...]:
+    sizes = np.cumsum([0.0] + [rng.lognormvariate(0, 1) for _ in range(documents)])
+    return tuple(np.round(sizes / sizes[-1] * tokens).astype(int).tolist())
+
+
+def random_pack(rng: Random) -> tuple[int, ...]:
+    """Any lengths: alike, of one token, of none, one huge among small ones."""
+    sizes = rng.choice(([7], [0, 1, 2], [0, 1, 20, 77, 300], [1, 3, 5, 2000]))
+    lengths = [rng.choice(sizes) + rng.choice((0, 0, 1)) for _ in range(rng.randint(1, 40))]
+    lengths[0] += not sum(lengths)
+    return (0, *np.cumsum(lengths).tolist())
+
+
+def random_layer(rng: Random) -> Mask:
+    match rng.randrange(4):
+        case 0:
+            return Mask()
+        case 1:
+            return Mask(causal=True, prefix=rng.choice((0, 5, 100)))
+        case 2:
+            return Mask(causal=rng.random() < 0.5, window=random_window(rng))
+    return CAUSAL
+
+
+def pairs_of_ranks(documents: tuple[int, ...], mask: Mask, stretches: Stretches) -> list[int]:
+    """Counted through the rows of the mask, without any formula of what is tested."""
+    tokens = documents[-1]
+    packed = Mask(mask.causal, mask.window, mask.prefix, documents=documents)
+    runs = [Run(a, b - a) for own in stretches for a, b in own]
+    found = visible_pairs(runs, [Run(0, tokens)], packed.rows(tokens, tokens))[:, 0].tolist()
+    counts = iter(found)
+    return [sum(next(counts) for _ in own) for own in stretches]
+
+
+def tokens_of(stretches: Stretches) -> list[int]:
+    return [sum(b - a for a, b in own) for own in stretches]
+
+
+def whole(documents: tuple[int, ...], stretches: Stretches) -> list[int]:
+    """The lengths of documents that lie on one rank."""
+    starts = np.array(documents)
+    owners: dict[int, set[int]] = {}
+    for rank, own in enumerate(stretches):
+        for a, b in own:
+            first = int(np.searchsorted(starts, a, side="right")) - 1
+            for at in range(first, int(np.searchsorted(starts, b, side="left"))):
+                owners.setdefault(at, set()).add(rank)
+    return [documents[at + 1] - documents[at] for at, of in owners.items() if len(of) == 1]
+
+
+@pytest.mark.parametrize(("documents", "ranks"), PACKS)
+def test_packs_of_natural_lengths_have_even_work_and_tokens(documents: int, ranks: int) -> None:
+    for seed in range(10):
+        pack = log_normal(Random(seed), documents, SHARD * ranks)
+        stretches = balanced_stretches(pack, ranks, [CAUSAL])
+        work = pairs_of_ranks(pack, CAUSAL, stretches)
+        assert max(work) <= 1.05 * sum(work) / ranks
+        assert max(tokens_of(stretches)) <= (1 + 2 * TOKEN_SLACK) * SHARD
+
+
+def test_documents_shorter_than_a_shard_mostly_stay_at_home() -> None:
+    for documents, ranks, most in ((64, 8, 12), (256, 8, 12), (256, 64, 75)):
+        for seed in range(5):
+            pack = log_normal(Random(seed), documents, SHARD * ranks)
+            short = [b - a for a, b in pairwise(pack) if 0 < b - a < SHARD]
+            kept = whole(pack, balanced_stretches(pack, ranks, [CAUSAL]))
+            assert len(short) - len(kept) <= most
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_any_pack_has_every_token_on_one_rank_and_even_tokens(part: int) -> None:
+    rng = Random(part)
+    for _ in range(150):
+        pack, ranks = random_pack(rng), rng.choice((1, 2, 3, 5, 8, 16, 64))
+        masks = [random_layer(rng) for _ in range(rng.randint(1, 3))]
+        stretches = balanced_stretches(pack, ranks, masks)
+        layout = Layout(LayoutKind.LISTED, pack[-1], ranks, stretches=stretches)
+        assert layout.stretches == stretches, "sorted, joined, none empty"
+        assert all(own == tuple(sorted(own)) for own in stretches)
+        shard = pack[-1] / ranks
+        tokens = tokens_of(stretches)
+        assert max(tokens) <= shard + 2 * int(TOKEN_SLACK * shard) + 1, (pack, ranks, masks)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_any_pack_of_causal_documents_has_even_work_up_to_single_tokens(part: int) -> None:
+    """A token of the longest document is the finest that can be moved; cuts of shards that are long
+    enough fall on multiples of eight."""
+    rng = Random(part)
+    for _ in range(150):
+        pack, ranks = random_pack(rng), rng.choice((1, 2, 3, 5, 8))
+        stretches = balanced_stretches(pack, ranks, [CAUSAL])
+        work = pairs_of_ranks(pack, CAUSAL, stretches)
+        longest = max(b - a for a, b in pairwise(pack))
+        assert max(work) <= 1.03 * sum(work) / ranks + 2 * longest, (pack, ranks, work)
+
+
+def test_windows_and_full_attention_on_the_same_shards_are_even_together() -> None:
+    window = Mask(causal=True, window=(1023, 0))
+    for seed in range(5):
+        for documents, ranks in PACKS[:4]:
+            pack = log_normal(Random(seed), documents, SHARD * ranks)
+            stretches = balanced_stretches(pack, ranks, [CAUSAL, window, window, window])
+            full, near = (pairs_of_ranks(pack, mask, stretches) for mask in (CAUSAL, window))
+            work = [a + 3 * b for a, b in zip(full, near, strict=True)]
+            assert max(work) <= 1.05 * sum(work) / ranks
+
+
+def test_one_document_alone_is_a_zigzag_and_without_a_mask_in_order() -> None:
+    for ranks in (1, 2, 5, 8):
+        zigzag = Layout(LayoutKind.ZIGZAG, 16 * ranks, ranks)
+        listed = balanced_stretches((0, 16 * ranks), ranks, [CAUSAL])
+        runs = [zigzag.runs(g * 16, (g + 1) * 16) for g in range(ranks)]
+        assert listed == tuple(joined((run.start, run.stop) for run in own) for own in runs)
+        plain = balanced_stretches((0, 16 * ranks), ranks, [Mask()])
+        assert plain == tuple(((16 * g, 16 * g + 16),) for g in range(ranks))
+
+
+def test_a_huge_document_is_shared_by_all_and_small_ones_fill_up() -> None:
+    pack = (0, 40_000, *range(40_100, 80_001, 100))
+    stretches = balanced_stretches(pack, 8, [CAUSAL])
+    work = pairs_of_ranks(pack, CAUSAL, stretches)
+    assert max(work) <= 1.03 * sum(work) / 8
+    assert all(own[0][0] < 40_000 for own in stretches)
+    assert len(whole(pack, stretches)) > 380
+
+
+def test_pairs_before_a_row_are_those_of_the_rows_of_the_mask() -> None:
+    rng = Random(5)
+    for _ in range(300):
+        mask, length = random_layer(rng), rng.randint(1, 30)
+        lo, hi = mask.rows(length, length).bounds(np.arange(length))
+        for row in range(length + 1):
+            assert pairs_before(mask, row, length) == (hi - lo)[:row].sum(), (mask, row, length)
+
+
+@pytest.mark.parametrize("documents", [(), (0,), (0, 0), (3, 5)])
+def test_what_is_no_pack_is_refused(documents: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="cumulative starts"):
+        balanced_stretches(documents, 2, [CAUSAL])
+    with pytest.raises(PlanError, match="ranks=0"):
+        balanced_stretches((0, 4), 0, [CAUSAL])
+
+
+def test_128_documents_on_64_ranks_take_milliseconds() -> None:
+    pack = log_normal(Random(0), 128, SHARD * 64)
+
+    def seconds() -> float:
+        start = process_time()
+        balanced_stretches(pack, 64, [CAUSAL])
+        return process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.02
