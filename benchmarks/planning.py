@@ -108,6 +108,7 @@ def cases() -> list[Case]:
         Case("ready", 1024, 1024 * K, 0.3, 5.9),
         Case("ready", 4096, 2048 * K, 1.0, 44.8),
         Case("ready", 64, 512 * K, 0.15, 2.5, documents=1000),
+        Case("ready", 64, 512 * K, 0.02, documents=128, options={"method": "seen"}),
     ]
     cut, uncut = {"chunks": (4, 4)}, {"chunks": (1, 1)}
     striped = cut | {"layout": "striped"}

@@ -60,6 +60,7 @@ WORST: dict[str, dict[str, Any]] = {
     "outputs of a ring": {"method": "agkv-ringqo", "tile": (16, 1)},
     "the same on nodes": {"method": "agkv-ringqo", "tile": (16, 1), "ranks_per_node": 4},
     "a row of a mesh on nodes": {"method": "mesh", "tile": (16, 1), "ranks_per_node": 4},
+    "only what is seen": {"method": "seen"},
     "shared KV heads": {"method": "mesh-usp", "ulysses": 4, "tile": (1, 4)},
 }
 

@@ -18,7 +18,7 @@ from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.seen_rows import SeenRows
-from mesh_attention.plan.build.seen_share import ByRank, SeenShare, Summand
+from mesh_attention.plan.build.seen_share import ByRank, SeenShare, Stretches, Summand
 from mesh_attention.plan.build.tile_side import ALL_UNITS
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
@@ -69,7 +69,7 @@ class SeenBuilder:
         self._slices = slices
         self._q = head_group.chunks(Kind.Q, 1, slices)
         self._kv = head_group.chunks(Kind.K, 1, slices)
-        self._piece = cache(Piece)  # ranks see alike rows, and slices of heads the same
+        self._pieces, self._piece = cache(_pieces), cache(Piece)  # ranks exchange alike rows
         self.schedule = self._make_schedule()
 
     @property
@@ -124,20 +124,17 @@ class SeenBuilder:
     # Operations.
 
     def _gather(self, task: Task, share: SeenShare, part: int) -> AllToAll:
-        local, heads = self.head_group.local, self._kv[part].heads
-        sends = self._by_member(share.given, [(local(kind), heads) for kind in KEYS])
-        receives = self._by_member(share.gathered, [(f"{kind}.{part}", None) for kind in KEYS])
+        own = tuple(self.head_group.local(kind) for kind in KEYS)
+        sends = self._by_member(share.given, own, self._kv[part].heads)
+        receives = self._by_member(share.gathered, tuple(f"{kind}.{part}" for kind in KEYS))
         return AllToAll(task, ALL_UNITS, sends, receives)
 
     def _by_member(
-        self, stretches: ByRank, tensors: list[tuple[str, tuple[int, int] | None]]
+        self, rows: ByRank, buffers: tuple[str, ...], heads: tuple[int, int] | None = None
     ) -> tuple[tuple[Piece, ...], ...]:
-        piece = self._piece
         pieces: list[tuple[Piece, ...]] = [()] * self._num_ranks
-        for member, rows in stretches.items():
-            pieces[member] = tuple(
-                [piece(name, *stretch, heads) for name, heads in tensors for stretch in rows]
-            )
+        for member, stretches in rows.items():
+            pieces[member] = self._pieces(buffers, stretches, heads)
         return tuple(pieces)
 
     def _attention(
@@ -193,8 +190,8 @@ class SeenBuilder:
                 whole, travels = (Piece(buffer, 0, share.num_rows) for buffer in (name, wire))
                 operations.append(Merge(task.at("cast"), MergeRule.SUM, (whole,), (travels,)))
         others = {m: rows for m, rows in share.gathered.items() if m != share.rank}
-        sends = self._by_member(others, [(wire, None) for wire in wires])
-        receives = self._by_member(share.stacked, [(f"{name}.in", None) for name in partials])
+        sends = self._by_member(others, tuple(wires))
+        receives = self._by_member(share.stacked, tuple(f"{name}.in" for name in partials))
         return [*operations, AllToAll(task, ALL_UNITS, sends, receives)]
 
     def _own_partial(self, share: SeenShare, name: str) -> str:
@@ -210,14 +207,14 @@ class SeenBuilder:
             name, end = f"{kind}.{part}", self.head_group.local(kind)
             buffers = (self._own_partial(share, name), f"{name}.in")
             for stretch, summands in share.sums:
-                inputs = tuple(self._summand(buffers, one, stretch) for one in summands)
-                output = self._piece(end, *stretch, heads)
+                inputs = tuple([self._summand(buffers, one, stretch) for one in summands])
+                output = Piece(end, *stretch, heads)
                 sums.append(Merge(task.at("sum"), MergeRule.SUM, inputs, (output,)))
         return sums
 
     def _summand(self, buffers: tuple[str, str], one: Summand, stretch: tuple[int, int]) -> Piece:
         shift = one.row - one.start
-        return self._piece(buffers[one.arrives], stretch[0] + shift, stretch[1] + shift, None)
+        return self._piece(buffers[one.arrives], stretch[0] + shift, stretch[1] + shift)
 
     # Buffers; those that a rank does not use are left out of its program.
 
@@ -247,3 +244,9 @@ class SeenBuilder:
     ) -> Buffer:
         heads = chunk.heads or self.head_group.heads(kind)
         return Buffer(name, kind, rows, heads, precision or kind.precision)
+
+
+def _pieces(
+    buffers: tuple[str, ...], stretches: Stretches, heads: tuple[int, int] | None
+) -> tuple[Piece, ...]:
+    return tuple(Piece(name, *stretch, heads) for name in buffers for stretch in stretches)

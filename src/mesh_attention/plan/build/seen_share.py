@@ -17,7 +17,8 @@ from mesh_attention.plan.build.seen_rows import Rows, SeenRows
 from mesh_attention.plan.layout import Layout, Spans, joined
 
 Stretch = tuple[int, int]
-ByRank = dict[int, list[Stretch]]  # what is exchanged with each rank
+Stretches = tuple[Stretch, ...]
+ByRank = dict[int, Stretches]  # what is exchanged with each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,12 @@ class SeenShare:
     rank: int
     local: bool  # sees its own rows only
     rows: Spans  # places of the keys that it attends to; none if it sees nothing
+    num_rows: int
     gathered: ByRank  # rows of them, by owner
     given: ByRank  # own slots, by viewer
     stacked: ByRank  # rows of the stack in which gradients of own rows arrive, by viewer
     stack: Spans  # the places of that stack
     sums: list[tuple[Stretch, list[Summand]]]  # own slots, in stretches with the same partials
-
-    @property
-    def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
 
 
 def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
@@ -80,7 +78,7 @@ def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
         ]
     slots = list(zip(given.slots.tolist(), (given.slots + given.sizes).tolist(), strict=True))
     return SeenShare(
-        *(rank, local, rows, gathered),
+        *(rank, local, rows, sum(stop - start for start, stop in rows), gathered),
         given=_by_rank(given, slots),
         stacked=_by_rank(others, arriving),
         stack=joined((own + one.start, own + one.stop) for one in summands),
@@ -110,7 +108,7 @@ def _rows(rows: Rows) -> list[Stretch]:
 
 
 def _by_rank(rows: Rows, stretches: Sequence[Stretch]) -> ByRank:
-    found: ByRank = {}
+    found: dict[int, list[Stretch]] = {}
     for rank, stretch in zip(rows.ranks.tolist(), stretches, strict=True):
         found.setdefault(rank, []).append(stretch)
-    return found
+    return {rank: tuple(own) for rank, own in found.items()}
