@@ -90,7 +90,7 @@ def random_problem(rng: Random, ranks: int) -> Problem:
         num_kv_heads=kv_heads,
         v_head_dim=rng.choice((None, 4, 16)),
         element_bytes=rng.choice((2, 2, 4, 8)),
-        mask=random_mask(rng, q_tokens, kv_tokens),
+        mask=(random_slices if rng.random() < 0.2 else random_mask)(rng, q_tokens, kv_tokens),
     )
 
 

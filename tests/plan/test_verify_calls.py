@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from dense_oracle import pairs_of_calls
+from dense_oracle import pairs_of_calls, visible_pairs_of
 from mutants import (
     MUTANTS,
     Compute,
@@ -48,9 +48,7 @@ def computed(place: Place, op: Compute) -> bool:
     q = plan.q_layout.positions_of(op.q.spans(table[op.q.buffer]))
     k = plan.kv_layout.positions_of(op.k.spans(table[op.k.buffer]))
     rows = plan.problem.rows
-    lo, hi = rows.bounds(q)
-    visible = (k[None, :] >= lo[:, None]) & (k[None, :] < hi[:, None])
-    return bool((pairs_of_calls(op.calls, q, k, rows) == visible).all())
+    return bool((pairs_of_calls(op.calls, q, k, rows) == visible_pairs_of(rows, q, k)).all())
 
 
 def resized(rng: Random, call: Call, rows: int, columns: int) -> Call | None:

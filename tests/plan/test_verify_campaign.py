@@ -17,6 +17,7 @@ import pytest
 import torch
 from damage_operands import OPERANDS
 from damage_programs import PROGRAMS
+from plan_cases import random_slices
 from torch import Tensor
 
 from mesh_attention import Mask, Plan, Problem, make_plan
@@ -94,7 +95,9 @@ def random_plan(rng: Random) -> Plan:
 
 
 def random_mask(rng: Random, tokens: int, keys: int) -> Mask:
-    match rng.randrange(5):
+    match rng.randrange(6):
+        case 5:
+            return random_slices(rng, tokens, keys)
         case 0:
             return Mask()
         case 1:
