@@ -73,7 +73,10 @@ def test_slices_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "2 slices" in run(f"{line} --slices {file}", capsys)[0]
     for text, told in (
         ("[[[0, 64], [0, 8]]]", "slice 0 is"),
-        ('[[[0, 65], [0, 8], "full"]]', "slice 0 has queries up to 65 but there are 64 tokens"),
+        (
+            '[[[0, 65], [0, 8], "full"]]',
+            "slice 0 has queries up to 65 and keys up to 8, but there are 64",
+        ),
         ("[", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
     ):

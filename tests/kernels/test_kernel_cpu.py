@@ -175,6 +175,9 @@ def test_a_row_range_must_fit_its_block() -> None:
     for kernel in kernels:
         with pytest.raises(MeshAttentionError, match="key_position has shape"):
             kernel.forward(block.of_kernel(mask))
+        several = RowRange(torch.stack((row, row)), row + 1, torch.arange(4))
+        with pytest.raises(MeshAttentionError, match=r"hi has shape \(3,\), not \(2, 3\)"):
+            kernel.forward(block.of_kernel(several))
     with pytest.raises(MeshAttentionError, match="'cpu_flash' has no row-range"):
         CpuFlash().forward(block.of_kernel(mask))
 

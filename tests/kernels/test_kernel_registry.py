@@ -56,6 +56,20 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
 
 
+def test_a_kernel_is_asked_for_several_intervals_only_if_it_says_that_it_takes_them(
+    mine: Mine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(ON_CPU, mask=MaskKind.RANGE)
+    several = replace(one, intervals=2)
+    assert choose(several).kernel is mine
+    monkeypatch.setattr(Mine, "takes_unions", False)
+    assert choose(one).kernel is mine
+    assert choose(replace(ON_CPU, intervals=2)).kernel is mine  # a rectangle has no intervals
+    choice = choose(several)
+    assert choice.kernel.name == "blockwise"
+    assert "takes one interval of keys for each query, not 2" in dict(choice.reasons)["mine"]
+
+
 def test_dense_blocks_on_a_cpu_go_to_the_flash_kernel_and_the_choice_says_why() -> None:
     choice = choose(ON_CPU)
     assert choice.kernel.name == "cpu_flash"

@@ -27,6 +27,7 @@ from block_cases import (
     make_block,
     scattered,
     truth,
+    union,
     window,
 )
 from torch import Tensor
@@ -272,6 +273,7 @@ def test_what_the_kernel_cannot_take_is_refused_with_the_reason(
         ({"head_dim": 264}, "head sizes must be at most 256, not 264 and 128"),
         ({"capability": (7, 5)}, r"needs compute capability 8.0 or later, found (7, 5)"),
         ({"num_kv_heads": 3}, "8 heads are no multiple of 3 KV heads"),
+        ({"intervals": 33}, "takes up to 32 intervals of keys for a query"),
     ):
         assert TritonRanges().refuses(replace(fits, **change)) == reason
 
@@ -312,3 +314,6 @@ def test_calls_of_one_kind_share_a_launch_and_others_do_not() -> None:
     out, _ = kernel.forward(strided.of_kernel(Full()))
     assert error(out, truth(strided).out) <= TOLERANCE[torch.float32]
     assert len(kernel._launches) == 3
+    several = make_block(TINY, torch.float32, union, device=DEVICE)
+    kernel.forward(several.of_kernel())  # compiled for so many intervals
+    assert len(kernel._launches) == 4

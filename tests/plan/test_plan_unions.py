@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -21,13 +22,15 @@ from test_plan_lower import calls_of, overlap, random_task_side
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.lower import MAX_CALLS
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.program import Attend, Call, CallKind
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.slices import SliceKind
 from mesh_attention.plan.text import digest, parse_plan, plan_text
+from mesh_attention.plan.verify import verify
 
 
 def shown(mask: Mask, q_tokens: int, kv_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -121,6 +124,67 @@ def test_calls_compute_every_visible_pair_once_and_no_other() -> None:
         assert calls or not computed.any()
         kinds.update(call.kind for call in calls)
     assert kinds == set(CallKind)
+
+
+def with_calls(plan: Plan, *calls: Call) -> Plan:
+    """The one rank's forward pass with other calls."""
+    (one,) = plan.passes
+    (program,) = one.programs
+    operations = tuple(
+        replace(op, calls=calls) if isinstance(op, Attend) else op for op in program.operations
+    )
+    changed = replace(one, programs=(replace(program, operations=operations),))
+    return replace(plan, passes=(changed,))
+
+
+@pytest.mark.parametrize(
+    ("slices", "right", "wrong", "says"),
+    [
+        (  # the ends of what all queries see, with a hole in the middle
+            (((0, 6), (0, 2), "full"), ((0, 6), (4, 6), "full")),
+            [(CallKind.FULL, 0, 6, 0, 2), (CallKind.FULL, 0, 6, 4, 6)],
+            [(CallKind.FULL, 0, 6, 0, 6)],
+            "contains pairs that the mask hides",
+        ),
+        (  # bounds that fall: the first and the last query see more than those between
+            (((0, 2), (0, 6), "full"), ((2, 4), (0, 2), "full"), ((4, 6), (0, 6), "full")),
+            [(CallKind.RANGE, 0, 6, 0, 6)],
+            [(CallKind.FULL, 0, 6, 0, 6)],
+            "contains pairs that the mask hides",
+        ),
+        (  # a square of one interval, in which a first query also sees its last key
+            (((0, 6), (0, 6), "causal"), ((0, 2), (4, 6), "full")),
+            [(CallKind.RANGE, 0, 2, 0, 6), (CallKind.RANGE, 2, 6, 0, 6)],
+            [(CallKind.CAUSAL, 0, 6, 0, 6)],
+            "does not lie on the mask's edge",
+        ),
+        (  # as many pairs as a square has, the other way round
+            (((0, 6), (0, 6), "inverse_causal"), ((6, 6), (0, 0), "full")),
+            [(CallKind.RANGE, 0, 6, 0, 6)],
+            [(CallKind.CAUSAL, 0, 6, 0, 6)],
+            "contains pairs that the mask hides",
+        ),
+        (
+            (((0, 6), (0, 6), "causal"), ((0, 1), (3, 6), "full")),
+            [
+                (CallKind.FULL, 0, 1, 0, 1),
+                (CallKind.FULL, 0, 1, 3, 6),
+                (CallKind.RANGE, 1, 6, 0, 6),
+            ],
+            [(CallKind.FULL, 0, 1, 0, 1), (CallKind.RANGE, 1, 6, 0, 6)],
+            "pairs of the task's 24 visible ones",
+        ),
+    ],
+)
+def test_calls_that_compute_what_is_hidden_or_miss_what_is_seen_are_refused(
+    slices: Any, right: list[Any], wrong: list[Any], says: str
+) -> None:
+    mask = Mask(slices=slices)
+    plan = make_plan(Problem(6, 1, 4, mask=mask), 1, method="ring", directions=(Direction.FORWARD,))
+    assert verify(plan) == []
+    assert verify(with_calls(plan, *(Call(*call) for call in right))) == []
+    findings = verify(with_calls(plan, *(Call(*call) for call in wrong)))
+    assert any(says in str(finding) for finding in findings), findings
 
 
 def test_the_kinds_of_slices() -> None:
@@ -237,11 +301,11 @@ def test_an_impossible_slice_is_refused_by_its_number(slices: Any, says: str) ->
         (lambda: Mask.block_causal(4, 2, frames_seen=0), "frames_seen=0"),
         (
             lambda: Problem(4, 1, 8, mask=Mask(slices=(((0, 5), (0, 1), "full"),))),
-            "slice 0 has queries up to 5 but there are 4 tokens",
+            "slice 0 has queries up to 5 and keys up to 1, but there are 4 and 4 tokens",
         ),
         (
             lambda: Problem(9, 1, 8, kv_tokens=4, mask=Mask(slices=(((0, 5), (0, 6), "full"),))),
-            "slice 0 has keys up to 6 but there are 4 tokens",
+            "slice 0 has queries up to 5 and keys up to 6, but there are 9 and 4 tokens",
         ),
     ],
 )

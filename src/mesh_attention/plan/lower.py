@@ -18,16 +18,16 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.layout import Layout, Spans
-from mesh_attention.plan.lower_unions import union_calls
+from mesh_attention.plan.lower_unions import SegmentPieces, union_calls
 from mesh_attention.plan.program import Call, CallKind
-from mesh_attention.plan.rectangles import Cells, rectangles
+from mesh_attention.plan.rectangles import Cells, full_calls, rectangles
 from mesh_attention.plan.row_ranges import RowRanges, Segment
 from mesh_attention.plan.runs import Run, visible_pairs
 
@@ -133,14 +133,17 @@ class Queries:
     rows: RowRanges
     some: tuple[int, int]  # the keys that some query sees, and those that all of them see
     all: tuple[int, int]
-    sight: Sight | None  # block by block; None also for masks whose bounds may fall
+    sight: Sight | None  # block by block
     few: tuple[tuple[int, int, int, int], ...] | None  # the same of few blocks without padding
+    pieces: SegmentPieces | None = None  # in place of these, of masks whose bounds may fall
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
         last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
         if not rows.ordered:
-            return Queries(q, rows, rows.hull(q.first, last + 1), (0, 0), None, None)
+            some = rows.hull(q.first, last + 1)
+            pieces = SegmentPieces.of(q.blocks.pairs(), rows) if q.blocks else None
+            return Queries(q, rows, some, (0, 0), None, None, pieces)
         lo, hi = (x.tolist() for x in rows.bounds(np.array([q.first, last], dtype=np.int64)))
         sight = Sight.of(q.blocks.starts, q.blocks.stops - 1, rows) if q.blocks else None
         few = None
@@ -164,22 +167,17 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
         return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
     whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
     blocks = q.list.blocks
-    calls: tuple[Call, ...] | None = None
-    if (
-        blocks is not None
-        and k.blocks is not None
-        and len(blocks.starts) * len(k.blocks.starts) <= MAX_PAIRS
-    ):
-        if q.sight is None:
-            calls = union_calls(blocks.pairs(), k.blocks.pairs(), q.rows, MAX_PAIRS)
-        else:
-            picture = _picture(q, k.blocks)
-            if picture is not None:
-                return _full_calls(picture, blocks.first_rows, k.blocks.first_rows)
-            calls = _lower_blocks(q, blocks, q.sight, k.blocks)
-    if calls is None:
+    if blocks is None or k.blocks is None or len(blocks.starts) * len(k.blocks.starts) > MAX_PAIRS:
         return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
-    return calls if len(calls) <= MAX_CALLS else (whole,)
+    if q.pieces is not None:
+        calls = union_calls(q.pieces, k.blocks.pairs(), k.blocks.first_rows, q.rows, MAX_PAIRS)
+    else:
+        assert q.sight is not None
+        picture = _picture(q, k.blocks)
+        if picture is not None:
+            return full_calls(picture, blocks.first_rows, k.blocks.first_rows)
+        calls = _lower_blocks(q, blocks, q.sight, k.blocks)
+    return (whole,) if calls is None or len(calls) > MAX_CALLS else calls
 
 
 def _picture(q: Queries, k_blocks: Blocks) -> bytes | None:
@@ -199,17 +197,6 @@ def _picture(q: Queries, k_blocks: Blocks) -> bytes | None:
             else:
                 return None
     return bytes(cells)
-
-
-@lru_cache(maxsize=1024)
-def _full_calls(
-    picture: bytes, q_rows: tuple[int, ...], k_rows: tuple[int, ...]
-) -> tuple[Call, ...]:
-    cells = np.frombuffer(picture, dtype=np.bool_).reshape(len(q_rows) - 1, len(k_rows) - 1)
-    return tuple(
-        Call(CallKind.FULL, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
-        for i0, i1, j0, j1 in rectangles(cells)
-    )
 
 
 def _lower_blocks(q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks) -> tuple[Call, ...]:

@@ -67,14 +67,12 @@ class Problem:
         ):
             if cuts is not None and cuts[-1] != tokens:
                 raise PlanError(f"{name} end at {cuts[-1]} but there are {tokens} tokens")
-        for at, (queries, keys, _) in enumerate(self.mask.slices or ()):
-            for name, (_, stop), tokens in (
-                ("queries", queries, self.q_tokens), ("keys", keys, self.keys),
-            ):  # fmt: skip
-                if stop > tokens:
-                    raise PlanError(
-                        f"slice {at} has {name} up to {stop} but there are {tokens} tokens"
-                    )
+        for at, ((_, q_stop), (_, k_stop), _) in enumerate(self.mask.slices or ()):
+            if q_stop > self.q_tokens or k_stop > self.keys:
+                raise PlanError(
+                    f"slice {at} has queries up to {q_stop} and keys up to {k_stop}, but there are "
+                    f"{self.q_tokens} and {self.keys} tokens"
+                )
 
     @property
     def keys(self) -> int:

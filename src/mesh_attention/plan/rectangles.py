@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mesh_attention.plan.program import Call, CallKind
 
 Cells = NDArray[np.bool_]
 
@@ -41,3 +44,15 @@ def _stretches(row: bytes) -> Iterator[tuple[int, int]]:
         stop = stop if stop >= 0 else len(row)
         yield start, stop
         start = row.find(1, stop)
+
+
+@lru_cache(maxsize=1024)
+def full_calls(
+    picture: bytes, q_rows: tuple[int, ...], k_rows: tuple[int, ...]
+) -> tuple[Call, ...]:
+    """Of cells that are seen whole (1) or not at all (0), row by row."""
+    cells = np.frombuffer(picture, dtype=np.bool_).reshape(len(q_rows) - 1, len(k_rows) - 1)
+    return tuple(
+        Call(CallKind.FULL, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
+        for i0, i1, j0, j1 in rectangles(cells)
+    )

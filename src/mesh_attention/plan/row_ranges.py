@@ -170,8 +170,10 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 def _hold(lines: tuple[Interval, ...], on: Segment) -> bool:
     """Whether these lines are those of a segment, at its first and its last query."""
-    return len(lines) == len(on.intervals) and all(
-        one.at(q) == other.at(q)
-        for one, other in zip(lines, on.intervals, strict=True)
-        for q in (on.start, on.stop - 1)
-    )
+    if len(lines) != len(on.intervals):
+        return False
+    first, last = on.start, on.stop - 1
+    for a, b in zip(lines, on.intervals, strict=True):
+        if a != b and (a.at(first) != b.at(first) or a.at(last) != b.at(last)):
+            return False
+    return True

@@ -36,8 +36,9 @@ class SliceKind(StrEnum):
 Slice = tuple[tuple[int, int], tuple[int, int], str]
 
 
-# MagiAttention's words and numbers for the same.
+# With MagiAttention's words and numbers for the same.
 _ALSO: dict[Any, SliceKind] = {
+    **{kind.value: kind for kind in SliceKind},
     **dict(enumerate((SliceKind.FULL, SliceKind.CAUSAL, SliceKind.INVERSE_CAUSAL))),
     3: SliceKind.BICAUSAL,
     "inv_causal": SliceKind.INVERSE_CAUSAL,
@@ -49,7 +50,18 @@ _FORM = "give ((query start, stop), (key start, stop), kind)"
 def checked_slices(slices: Any) -> tuple[Slice, ...]:
     if not isinstance(slices, Iterable) or isinstance(slices, str | bytes):
         raise PlanError(f"slices={slices!r}: give a list of slices, and of each {_FORM[5:]}")
-    return tuple(_checked(at, one) for at, one in enumerate(slices))
+    return tuple(_plain(one) or _checked(at, one) for at, one in enumerate(slices))
+
+
+def _plain(one: Any) -> Slice | None:
+    """A slice as it should be, told quickly: masks may have thousands, and change with batches."""
+    try:
+        (q0, q1), (k0, k1), kind = one
+        if type(q0) is type(q1) is type(k0) is type(k1) is int and type(kind) in (str, SliceKind):
+            return ((q0, q1), (k0, k1), _ALSO[kind]) if 0 <= q0 <= q1 and 0 <= k0 <= k1 else None
+    except (TypeError, ValueError, KeyError):
+        pass
+    return None
 
 
 def _checked(at: int, one: Any) -> Slice:
@@ -71,8 +83,8 @@ def _kind(at: int, kind: Any) -> SliceKind:
     try:
         if isinstance(kind, bool):
             raise ValueError
-        return _ALSO.get(kind) or SliceKind(kind)
-    except (TypeError, ValueError):
+        return _ALSO[kind]
+    except (TypeError, ValueError, KeyError):
         raise PlanError(
             f"slice {at} is of kind {kind!r}; valid kinds are: {', '.join(SliceKind)}"
         ) from None
@@ -115,6 +127,9 @@ def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
         while reached < len(pieces) and pieces[reached].start == start:
             active.append(pieces[reached])
             reached += 1
+        if len(active) < 2:
+            segments.append(Segment(start, stop, tuple(p.interval for p in active)))
+            continue
         intervals = {p.interval for p in active}
         for a, b in pairwise(_crossings(intervals, start, stop)):
             segments.append(Segment(a, b, _union(intervals, a, b)))
@@ -123,26 +138,33 @@ def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
 
 def _crossings(intervals: set[Interval], start: int, stop: int) -> list[int]:
     """Two ends can only swap places where a flat line meets a steep one: c = base + q."""
-    ends = {end for i in intervals for end in ((i.lo, i.lo_slope), (i.hi, i.hi_slope))}
-    flat = [base for base, slope in ends if not slope]
-    steep = [base for base, slope in ends if slope]
-    return sorted({start, stop, *(c - s for c in flat for s in steep if start < c - s < stop)})
+    flat: set[int] = set()
+    steep: set[int] = set()
+    for lo, lo_slope, hi, hi_slope in intervals:
+        (steep if lo_slope else flat).add(lo)
+        (steep if hi_slope else flat).add(hi)
+    inside = {c - s for s in steep for c in flat if start < c - s < stop}
+    return sorted({start, stop} | inside)
 
 
 def _union(intervals: set[Interval], start: int, stop: int) -> tuple[Interval, ...]:
     """Those that overlap or touch are one; on these queries no two ends swap places."""
     last = stop - 1
+    at_ends = sorted(
+        (i.lo + i.lo_slope * start, i.lo + i.lo_slope * last, i.hi + i.hi_slope * start, i)
+        for i in intervals
+    )
     found: list[Interval] = []
-    for one in sorted(intervals, key=lambda i: (i.at(start)[0], i.at(last)[0])):
-        before = found[-1] if found else None
-        if (
-            before is None
-            or one.at(start)[0] > before.at(start)[1]
-            or one.at(last)[0] > before.at(last)[1]
-        ):
+    hi0 = hi1 = -1  # of the last one found, at the first and the last query
+    for lo0, lo1, end0, one in at_ends:
+        end1 = one.hi + one.hi_slope * last
+        if not found or lo0 > hi0 or lo1 > hi1:
             found.append(one)
-        elif (one.at(start)[1], one.at(last)[1]) > (before.at(start)[1], before.at(last)[1]):
+            hi0, hi1 = end0, end1
+        elif (end0, end1) > (hi0, hi1):
+            before = found[-1]
             found[-1] = Interval(before.lo, before.lo_slope, one.hi, one.hi_slope)
+            hi0, hi1 = end0, end1
     return tuple(found)
 
 
