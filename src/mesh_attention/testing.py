@@ -92,7 +92,7 @@ def run_local(
     traffic = {"forward": run.counters}
     if sinks is not None:
         for result in forward:
-            add_sinks(*_by_batch(result), sinks)
+            add_sinks(result["out"].transpose(0, 1), _statistics(result["lse"]), sinks)
     out, lse = run.join("out", forward), run.join("lse", forward).squeeze(-1).transpose(1, 2)
     if grad_out is None:
         return LocalResult(out, lse, traffic=traffic)
@@ -109,9 +109,10 @@ def run_local(
     if sinks is not None:
         parts = [
             gradient_of_sinks(
-                *_by_batch(local),
-                sinks,
+                local["out"].transpose(0, 1),
                 local["grad_out"].transpose(0, 1),
+                _statistics(local["lse"]),
+                sinks,
                 None if grad_lse is None else _statistics(local[GRAD_LSE]),
             )
             for local in inputs
@@ -123,11 +124,6 @@ def run_local(
 def _statistics(rows: Tensor) -> Tensor:
     """(batch, heads, rows)"""
     return rows.squeeze(-1).permute(1, 2, 0)
-
-
-def _by_batch(rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank, as views with the batch first."""
-    return rows["out"].transpose(0, 1), _statistics(rows["lse"])
 
 
 class _Run:

@@ -99,7 +99,7 @@ def test_rows_that_see_nothing_add_nothing_whatever_their_gradient_holds() -> No
     assert (out[:, 1, 0] == 0.5).all()
     grad_out = torch.full_like(out, torch.nan)
     grad_out[:, 1] = 1.0
-    found = gradient_of_sinks(out, lse, sinks, grad_out)
+    found = gradient_of_sinks(out, grad_out, lse, sinks)
     assert found[0].item() == pytest.approx(-0.5 * 2.0)  # p * rowsum(out * grad_out)
     assert found.isfinite().all()
 

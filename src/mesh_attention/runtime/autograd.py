@@ -91,7 +91,9 @@ class _Attention(torch.autograd.Function):
             result = ctx.share.run(call, Direction.BACKWARD, inputs)
             grad_sinks = None
             if sinks is not None and ctx.needs_input_grad[-1]:
-                grad_sinks = gradient_of_sinks(out, lse, sinks, grad_out, given)
+                # As the program has them: fused kernels want whole rows, not any strides.
+                out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
+                grad_sinks = gradient_of_sinks(out, grad_out, lse, sinks, given)
         grads = [
             result[name].transpose(0, 1).contiguous() if needed else None
             for name, needed in zip(

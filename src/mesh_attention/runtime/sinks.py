@@ -12,6 +12,8 @@ zero: p * (0 - delta), with delta = rowsum(out' * grad_out), less what a loss on
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -31,15 +33,18 @@ def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
 
 def gradient_of_sinks(
     out_BSHE: Tensor,
+    grad_out_BSHE: Tensor,
     lse_BHS: Tensor,
     sinks_H: Tensor,
-    grad_out_BSHE: Tensor,
     grad_lse_BHS: Tensor | None = None,
 ) -> Tensor:
     """Of these rows alone; `out` and `lse` are those with sinks. A row that sees nothing adds
-    nothing through its out, whatever its gradient holds."""
+    nothing through its out, whatever its gradient holds. The last dim of tokens is contiguous."""
+    device = out_BSHE.device
     delta = torch.empty_like(lse_BHS, memory_format=torch.contiguous_format)
-    choose_rows(out_BSHE.device.type, out_BSHE.dtype).rows.delta(out_BSHE, grad_out_BSHE, delta)
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        choose_rows(device.type, out_BSHE.dtype).rows.delta(out_BSHE, grad_out_BSHE, delta)
     delta.masked_fill_((out_BSHE == 0).all(-1).transpose(1, 2), 0.0)
     if grad_lse_BHS is not None:
         delta -= grad_lse_BHS
