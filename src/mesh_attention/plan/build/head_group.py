@@ -75,6 +75,39 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
     return tuple(pairwise([*bounds, num_heads]))
 
 
+@lru_cache(maxsize=64)  # all tensors and head groups of a rank ask for the same
+def _unit_rows(layout: Layout, degree: int, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
+    """The places of a unit's rows, and for each member where its own lie among them.
+
+    Members come one after the other, or in order of position where that makes long stretches of
+    them: so a unit of zigzag partitions is a zigzag partition of larger blocks.
+    """
+    slots, first = layout.slots, unit * degree
+    # Alone a rank has its rows as they are; a zigzag lies in order of position.
+    by_position = layout.kind is LayoutKind.ZIGZAG or (
+        layout.kind is LayoutKind.LISTED and degree > 1
+    )
+    if not by_position:
+        members = tuple(((m * slots, (m + 1) * slots),) for m in range(degree))
+        return ((first * slots, (first + degree) * slots),), members
+    parts = [  # (first position, places), member by member
+        (layout.runs(place + a, place + a + 1)[0].start, place + a, place + b)
+        for rank in range(first, first + degree)
+        for place in (rank * slots,)
+        for a, b in layout.parts(rank)
+    ]
+    rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
+    at = 0
+    for _, start, stop in sorted(parts):
+        rows[start] = (at, at + stop - start)
+        at += stop - start
+    found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
+    for _, start, _ in parts:
+        found[start // slots - first].append(rows[start])
+    places = tuple((start, stop) for _, start, stop in sorted(parts))
+    return places, tuple(map(tuple, found))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
     problem: Problem
@@ -114,46 +147,12 @@ class HeadGroup:
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
 
     def rows(self, kind: Kind, unit: int) -> Spans:
-        """The places of a unit's rows: those of its members one after the other, or in order of
-        position where that makes long stretches of them. So a unit of zigzag partitions is a
-        zigzag partition of larger blocks."""
-        if not self._by_position(kind):
-            slots = self.layout(kind).slots
-            return ((unit * self.degree * slots, (unit + 1) * self.degree * slots),)
-        return tuple((start, stop) for _, start, stop in sorted(self._parts(kind, unit)))
+        """The places of a unit's rows."""
+        return _unit_rows(self.layout(kind), self.degree, unit)[0]
 
     def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
         """Of each member: where the parts of its own rows lie among the rows of its unit."""
-        slots = self.layout(kind).slots
-        if not self._by_position(kind):
-            return tuple(((m * slots, (m + 1) * slots),) for m in range(self.degree))
-        parts = self._parts(kind, unit)
-        rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
-        at = 0
-        for _, start, stop in sorted(parts):
-            rows[start] = (at, at + stop - start)
-            at += stop - start
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.degree)]
-        for _, start, _ in parts:
-            found[start // slots - unit * self.degree].append(rows[start])
-        return tuple(map(tuple, found))
-
-    def _by_position(self, kind: Kind) -> bool:
-        layout = self.layout(kind)
-        # Alone a rank has its rows as they are; a zigzag lies in order of position.
-        return layout.kind is LayoutKind.ZIGZAG or (
-            layout.kind is LayoutKind.LISTED and self.degree > 1
-        )
-
-    def _parts(self, kind: Kind, unit: int) -> list[tuple[int, int, int]]:
-        """(first position, places) of the parts of a unit's members, member by member."""
-        layout = self.layout(kind)
-        return [
-            (layout.runs(place + a, place + a + 1)[0].start, place + a, place + b)
-            for rank in range(unit * self.degree, (unit + 1) * self.degree)
-            for place in (rank * layout.slots,)
-            for a, b in layout.parts(rank)
-        ]
+        return _unit_rows(self.layout(kind), self.degree, unit)[1]
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
