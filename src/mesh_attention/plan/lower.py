@@ -97,6 +97,11 @@ class RowList:
         )
 
 
+@lru_cache(maxsize=64)  # rows stay where they are when a mask changes
+def _row_list(layout: Layout, spans: Spans) -> RowList:
+    return RowList.of(layout, spans)
+
+
 def _merged_blocks(runs: Iterable[Run]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for run in runs:
@@ -311,8 +316,8 @@ class Lowerings:
         """`one_call`: no matter what is visible."""
         self._one_call = one_call
         look = Queries.unseen if one_call else Queries.of
-        self.queries = cache(lambda spans: look(RowList.of(q_layout, spans), rows))
-        self.keys = cache(lambda spans: RowList.of(kv_layout, spans))
+        self.queries = cache(lambda spans: look(_row_list(q_layout, spans), rows))
+        self.keys = cache(lambda spans: _row_list(kv_layout, spans))
         self._calls: dict[tuple[Queries, RowList], tuple[Call, ...]] = {}
         self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
 
