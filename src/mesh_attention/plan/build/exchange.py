@@ -198,25 +198,25 @@ class _Exchange:
 
     def _make_tokens(self, *cuts: Spans) -> Pieces:
         """A rank's tokens, for each head group its heads of them."""
+        named = [(kind.value, kind.is_key_side) for kind in self._needs]
         return tuple(
-            tuple(
-                Piece(kind.value, a, b, group.heads(kind))
-                for kind in self._needs
-                for a, b in cuts[kind.is_key_side]
-            )
-            for group in self._head_groups
+            tuple([Piece(name, a, b, heads[side]) for name, side in named for a, b in cuts[side]])
+            for heads in ([group.heads(Kind.Q), group.heads(Kind.K)] for group in self._head_groups)
         )
 
     def _make_results(self, *cuts: Spans) -> Pieces:
         """Where a rank's tokens come back from each head group."""
+        named = [(kind.value, kind.is_key_side) for kind in self._outputs]
         return tuple(
             tuple(
-                Piece(f"{kind.value}{copy}", a, b, heads)
-                for kind in self._outputs
-                for a, b in cuts[kind.is_key_side]
-                for copy, heads, _ in self._holders.parts(kind, group)
+                [
+                    Piece(f"{name}{copy}", a, b, heads)
+                    for name, side in named
+                    for a, b in cuts[side]
+                    for copy, heads, _ in parts[side]
+                ]
             )
-            for group in self._head_groups
+            for parts in map(self._holders.parts, self._head_groups)
         )
 
     def _own_heads(
@@ -225,20 +225,23 @@ class _Exchange:
         """This head group's heads, for each member of the unit its tokens of them; `parted` where
         other head groups hold some of them as well."""
         group = self._head_groups[index]
+        parts = self._holders.parts(group)
         sources = [
             (
                 group.local(kind),
                 group.member_rows(kind, unit),
-                [part.here for part in self._holders.parts(kind, group)] if parted else [None],
+                [part.here for part in parts[kind.is_key_side]] if parted else [None],
             )
             for kind in kinds
         ]
         return tuple(
             tuple(
-                Piece(name, a, b, heads)
-                for name, rows, parts in sources
-                for a, b in rows[member]
-                for heads in parts
+                [
+                    Piece(name, a, b, heads)
+                    for name, rows, parts_of in sources
+                    for a, b in rows[member]
+                    for heads in parts_of
+                ]
             )
             for member in range(self._degree)
         )

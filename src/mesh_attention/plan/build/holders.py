@@ -49,9 +49,13 @@ class Holders:
     def _in_copies(self, first: int, stop: int) -> list[tuple[int, int] | None]:
         return [_inside((first, stop), self.copies[copy]) for copy in range(self._times[first])]
 
-    def parts(self, kind: Kind, group: HeadGroup) -> list[Part]:
-        low, high = held = group.heads(kind)
-        if not (kind.is_key_side and self.copies):
+    def parts(self, group: HeadGroup) -> tuple[list[Part], list[Part]]:
+        """Of its query heads, and of its KV heads."""
+        return [Part("", group.heads(Kind.Q), None)], self._key_parts(group)
+
+    def _key_parts(self, group: HeadGroup) -> list[Part]:
+        low, high = held = group.heads(Kind.K)
+        if not self.copies:
             return [Part("", held, None)]
         alone = -1
         copies = [
