@@ -161,3 +161,43 @@ def checkpointed(rank: int, world_size: int) -> bool:
 
 def test_a_checkpoint_computes_them_again(pool: WorkerPool) -> None:
     assert pool.run(checkpointed, 4) == [True] * 4
+
+
+def with_documents(rank: int, world_size: int) -> list[tuple[list[float], Tensor]]:
+    """Errors of out, dq, dk and dv for batches of other documents and lengths, and this rank's part
+    of the gradient of sinks."""
+    found = []
+    with context(CASE, tile=None, chunks=None) as cp:
+        for starts in DOCUMENTS:
+            case = batch_of(starts)
+            docs, whole = cp.documents(list(starts)), case.tensors()
+            q, k, v, grad_out = (cp.shard(x, 1, documents=docs) for x in whole)
+            leaves = [x.requires_grad_() for x in (q, k, v, SINKS.float())]
+            out = cp.attention(*leaves[:3], sinks=leaves[3], documents=docs)
+            assert isinstance(out, Tensor)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            truth = attention_with_sinks(whole, SINKS, case.mask)
+            errors = [
+                (a - cp.shard(truth[name], 1, documents=docs)).abs().max().item()
+                for name, a in zip(("out", *NAMES[2:]), (out, *grads), strict=False)
+            ]
+            found.append((errors, grads[-1]))
+    return found
+
+
+DOCUMENTS = ((0, 5, 45), (0, 1, 30, 61))
+
+
+def batch_of(starts: tuple[int, ...]) -> Case:
+    mask = Mask(causal=True, documents=starts)
+    return Case(4, starts[-1], starts[-1], heads=(4, 2), mask=mask, dtype=torch.float32)
+
+
+def test_documents_of_a_batch_have_sinks_too(pool: WorkerPool) -> None:
+    by_rank = pool.run(with_documents, 4)
+    for number, starts in enumerate(DOCUMENTS):
+        case = batch_of(starts)
+        assert all(max(of_rank[number][0]) < 1e-5 for of_rank in by_rank), by_rank
+        total = torch.stack([of_rank[number][1] for of_rank in by_rank]).sum(0)
+        truth = attention_with_sinks(case.tensors(), SINKS, case.mask)["grad_sinks"]
+        torch.testing.assert_close(total.double(), truth, atol=1e-4, rtol=1e-4)

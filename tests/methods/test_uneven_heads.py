@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from mesh_attention import Mask, Problem, count, make_plan, verify
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.head_group import HeadGroup, head_shares, ulysses_degrees
+from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.program import Attend, Merge, MergeRule
+from mesh_attention.plan.program import AllToAll, Attend, Merge, MergeRule
 from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
@@ -149,3 +151,27 @@ def test_a_kv_head_goes_to_the_ranks_that_need_it_and_to_no_other() -> None:
 
 def test_uneven_shares_over_real_processes(pool: WorkerPool) -> None:
     check_by_gloo(pool, [case_of((8, 2), 3), replace(case_of((7, 7), 3), dtype=torch.float32)])
+
+
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_a_new_mask_makes_no_new_exchange_and_only_the_own_head_group(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    begin = TilePass.__init__
+
+    def counting(self: TilePass, head_group: HeadGroup, *args: Any, **options: Any) -> None:
+        made.append(head_group.index)
+        begin(self, head_group, *args, **options)
+
+    monkeypatch.setattr(TilePass, "__init__", counting)
+    exchanges = []
+    for cut in (30, 41):
+        mask = Mask(causal=True, documents=(0, cut, 72))
+        problem = Problem(72, 32, 4, num_kv_heads=8, mask=mask)
+        plan = make_plan(problem, ranks, method="ulysses")
+        programs = [plan.program(3, one.direction) for one in plan.passes]
+        exchanges.append([op for p in programs for op in p.operations if isinstance(op, AllToAll)])
+    assert len(exchanges[0]) == 4
+    assert all(one is other for one, other in zip(*exchanges, strict=True))
+    assert set(made) == {0, 3}
