@@ -17,8 +17,8 @@ from torch import Tensor
 from mesh_attention import Mask, verify
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.slices import SliceKind
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.listed import RULES, stretches_for

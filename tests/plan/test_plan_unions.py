@@ -20,15 +20,16 @@ from plan_cases import random_layouts, random_sizes, random_slices
 from test_plan_lower import calls_of, overlap, random_task_side
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import MAX_CALLS
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Call, CallKind
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.slices import SliceKind
 from mesh_attention.plan.text import digest, parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 
@@ -124,6 +125,19 @@ def test_calls_compute_every_visible_pair_once_and_no_other() -> None:
         assert calls or not computed.any()
         kinds.update(call.kind for call in calls)
     assert kinds == set(CallKind)
+
+
+def test_a_tree_becomes_rectangles_and_squares_and_no_row_ranges() -> None:
+    """A prompt of 4 and continuations of 3 and 5: what both see of the prompt is one call."""
+    layout = Layout(LayoutKind.CONTIGUOUS, 12, 1)
+    everything = ((0, 12),)
+    calls = calls_of(Mask.tree([None, 0, 0], [4, 3, 5]), (layout, layout), everything, everything)
+    assert set(calls) == {
+        Call(CallKind.FULL, 4, 12, 0, 4),
+        Call(CallKind.CAUSAL, 0, 4, 0, 4),
+        Call(CallKind.CAUSAL, 4, 7, 4, 7),
+        Call(CallKind.CAUSAL, 7, 12, 7, 12),
+    }
 
 
 def with_calls(plan: Plan, *calls: Call) -> Plan:

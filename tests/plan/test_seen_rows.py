@@ -12,8 +12,8 @@ from mesh_attention import Mask
 from mesh_attention.plan.build.seen_rows import Rows, SeenRows, keys_seen, stretches_of
 from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.slices import SliceKind
 from support.cases import random_mask
 from support.listed import stretches_for
 

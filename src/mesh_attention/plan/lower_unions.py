@@ -145,7 +145,7 @@ def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, .
 
 
 def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int], list[int]]:
-    """Where diagonals meet edges of key blocks, and where the mask bends inside key blocks."""
+    """Where diagonals meet ends of keys, and where the mask bends inside key blocks."""
     q_cuts, k_cuts = set[int](), {rows.kv_tokens}
     diagonals: list[tuple[int, int, int]] = []  # first and last query, and the key of query 0
     for s in q.near:
@@ -155,7 +155,7 @@ def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int],
             if i.hi_slope:
                 diagonals.append((s.start, s.stop, i.hi - 1))
     q_edges = sorted({*q.starts.tolist(), *q.stops.tolist()})
-    k_edges = sorted({edge for block in keys for edge in block} | {rows.kv_tokens})
+    k_edges = sorted({edge for block in keys for edge in block} | k_cuts)
     for start, stop, key in diagonals:
         inside = q_edges[bisect_left(q_edges, start) : bisect_right(q_edges, stop)]
         k_cuts.update(edge + key for edge in inside)

@@ -3,7 +3,7 @@
 Full, causal, sliding-window, packed-document and prefix-LM masks are one family: a query sees one
 interval of key positions, and in each document the bounds are the largest (smallest) of a few lines
 of slope 0 or 1, so that both never fall as `q` grows. All other masks are unions of slices
-(`slices.py`). Either becomes `RowRanges` on real token counts.
+(`mask_slices.py`). Either becomes `RowRanges` on real token counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
-from mesh_attention.plan.row_ranges import Interval, RowRanges, Segment, joined
-from mesh_attention.plan.slices import (
+from mesh_attention.plan.mask_slices import (
     Slice,
     SliceKind,
     checked_slices,
@@ -26,6 +25,7 @@ from mesh_attention.plan.slices import (
     slices_of,
     tree_slices,
 )
+from mesh_attention.plan.row_ranges import Interval, RowRanges, Segment, joined
 
 Line = tuple[int, int]  # (base, slope): the value at q is base + slope * q
 
