@@ -100,7 +100,8 @@ def layer_of_batches(
     others = ("layout", "ranks_per_node")  # that leave the method to us
     named = [n for n in given if n in _method_options() and given[n] is not None]
     method = (asked.method, asked.setting) if set(named) - {*others} else None
-    return Layer(asked.problem, method, asked.setting.layout)
+    setting = asked.setting
+    return Layer(asked.problem, method, setting.layout, setting.ranks_per_node)
 
 
 def _refuse_if_wrong(plan: Plan) -> None:

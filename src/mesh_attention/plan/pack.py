@@ -20,6 +20,7 @@ from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
+from mesh_attention.plan.way_costs import Rates
 from mesh_attention.plan.ways import Way, choose_ways
 
 Starts = tuple[int, ...]
@@ -33,6 +34,7 @@ class Layer:
     problem: Problem
     given: tuple[str, Setting] | None = None
     layout: LayoutKind | None = None  # if the caller wants that one
+    ranks_per_node: int | None = None  # if the caller says it
 
     def with_documents(self, documents: Starts, kv_documents: Starts) -> Problem:
         apart = None if kv_documents == documents else kv_documents
@@ -86,6 +88,7 @@ class Pack:
             or choose_ways(
                 *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
                 layout=(self.layout_kind, self.stretches),
+                rates=_rates([layer]),
             ).ways[0]
         )
         problem = layer.with_documents(self.documents, self.kv_documents)
@@ -121,6 +124,7 @@ class Packer:
             chosen = choose_ways(
                 *(problems, self.num_ranks, documents, kv_documents),
                 layout=None if wanted is None else (wanted, None),
+                rates=_rates(self.layers),
             )
             ways = [
                 _given(layer) if layer.given else way
@@ -137,6 +141,12 @@ class Packer:
             reason=reason,
             num_rows=num_rows,
         )
+
+
+def _rates(layers: Sequence[Layer]) -> Rates:
+    """Of the usual machines, with nodes of the size that a layer says."""
+    said = [layer.ranks_per_node for layer in layers if layer.ranks_per_node is not None]
+    return Rates(ranks_per_node=said[0]) if said else Rates()
 
 
 def _given(layer: Layer) -> Way:

@@ -48,7 +48,7 @@ class OwnedStretches:
 @lru_cache(maxsize=16)
 def stretches_of(layout: Layout) -> OwnedStretches:
     table = _runs_of(layout)
-    run, turn = _expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
+    run, turn = expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
     starts, block = table[run, 0] + turn * table[run, 2], table[run, 1]
     places = np.cumsum(block) - block
     # What one rank owns in one piece, as the halves in the middle of a zigzag, is one stretch.
@@ -70,7 +70,7 @@ def keys_seen(starts: Array, stops: Array, rows: RowRanges) -> tuple[Array, Arra
     """
     edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
     first = np.searchsorted(edges[:, 1], starts, side="right")
-    index, at = _expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
+    index, at = expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
     low = np.maximum(starts[index], edges[at, 0])
     high = np.minimum(stops[index], edges[at, 1]) - 1
     layers = [
@@ -118,6 +118,16 @@ class SeenRows:
         _, _, low, high = _cut(self._lo, self._hi, starts, stops)
         return bool((high - low).sum() < (self._hi - self._lo).sum())
 
+    def tokens_between(self) -> Array:
+        """How many rows of each owner each rank sees, [viewer, owner]; own ones are among them."""
+        ranks = self._layout.num_ranks
+        viewers, lo = np.divmod(self._lo, self._stride)
+        keys = self._keys
+        index, at, low, high = _cut(lo, lo + self._hi - self._lo, keys.starts, keys.stops)
+        pairs = viewers[index] * ranks + self._owners[at]
+        found = np.bincount(pairs, weights=high - low, minlength=ranks * ranks)
+        return found.astype(np.int64).reshape(ranks, ranks)
+
     def received(self, rank: int) -> Rows:
         """What a rank sees, by owner; its own rows are among it."""
         base = rank * self._stride
@@ -138,7 +148,7 @@ class SeenRows:
         return Rows(ranks, slots, high - low)
 
 
-def _expanded(first: Array, last: Array) -> tuple[Array, Array]:
+def expanded(first: Array, last: Array) -> tuple[Array, Array]:
     """All pairs (i, j) with `first[i] <= j < last[i]`."""
     counts = np.maximum(last - first, 0)
     index = np.repeat(np.arange(len(counts)), counts)
@@ -161,5 +171,5 @@ def _cut(lo: Array, hi: Array, starts: Array, stops: Array) -> tuple[Array, Arra
     """The parts of intervals inside stretches, which are disjoint and in order: the index of the
     interval and of the stretch, and the ends of the part."""
     first = np.searchsorted(stops, lo, side="right")
-    index, at = _expanded(first, np.searchsorted(starts, hi, side="left"))
+    index, at = expanded(first, np.searchsorted(starts, hi, side="left"))
     return index, at, np.maximum(lo[index], starts[at]), np.minimum(hi[index], stops[at])

@@ -83,9 +83,13 @@ def _slices(
     return sizes_for(problem, 1, given, name)
 
 
+def most_stretches(num_ranks: int) -> int:
+    return max(MAX_STRETCHES, 2 * num_ranks)
+
+
 def _check_stretches(layout: Layout) -> None:
     found = num_stretches(layout)
-    if found > max(MAX_STRETCHES, 2 * layout.num_ranks):
+    if found > most_stretches(layout.num_ranks):
         least = -(-layout.num_tokens // MAX_STRETCHES)
         ways = f"give a stripe_block of at least {least}, or layout=zigzag or contiguous"
         if layout.kind is LayoutKind.LISTED:

@@ -1,0 +1,220 @@
+"""How long the ways to share out a batch of documents take, roughly and in closed form.
+
+Only enough to choose between them, for a new batch at every step: pairs and rows are counted by
+intervals, exactly, and become seconds by the rates of one kind of machine. Of these only the
+proportions matter.
+
+A pass lasts as long as the attention of the rank with the most work, or as its transfers where they
+take longer; and what no attention can hide comes on top: the first of about eight slices of heads
+(and the last, of gradients), or all of an exchange of tokens for heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.build.seen_rows import SeenRows, expanded, stretches_of
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.runs import visible_pairs
+
+Array = NDArray[np.float64]
+
+_MOST_SLICES = 8
+_REFERENCE_HEADS = 64  # a call with fewer heads fills a GPU as fewer rows would
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of a rank, one direction each. The defaults are HGX H200 nodes (`cluster/clusters`): a kernel
+    that takes any mask, and what NCCL reaches.
+
+    half_keys   keys that a row sees in the mean, twice, at which the kernel has half of its rate
+    peer        seconds for each other rank that a rank exchanges with
+    """
+
+    flops: tuple[float, float] = (674e12, 600e12)  # forward and backward
+    half_keys: tuple[float, float] = (510, 845)
+    half_rows: float = 60
+    inside_bytes: float = 296e9  # a second
+    between_bytes: float = 45e9
+    latency: float = 20e-6
+    peer: float = 1e-6
+    call: float = 20e-6
+    ranks_per_node: int = 8
+
+
+class Cost(NamedTuple):
+    """Of one layer, forward and backward: seconds, bytes that the worst rank receives forward, and
+    the most work of a rank over the mean."""
+
+    seconds: float
+    received_bytes: float
+    unevenness: float
+
+
+def pairs_of_ranks(layout: Layout, rows: RowRanges) -> Array:
+    """Visible pairs of the queries of each rank."""
+    own = stretches_of(layout)
+    edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
+    first = np.searchsorted(edges[:, 1], own.starts, side="right")
+    index, at = expanded(first, np.searchsorted(edges[:, 0], own.stops, side="left"))
+    low = np.maximum(own.starts[index], edges[at, 0])
+    high = np.minimum(own.stops[index], edges[at, 1])
+    twice = np.zeros(len(index))
+    for lo, lo_slope, hi, hi_slope in rows.lines(at):
+        slope = hi_slope - lo_slope
+        twice += (high - low) * np.maximum(2 * (hi - lo) + slope * (low + high - 1), 0)
+    rank = own.places[index] // layout.slots
+    return np.bincount(rank, weights=twice, minlength=layout.num_ranks) / 2
+
+
+class LayerCosts:
+    """Of one layer of a batch on so many ranks."""
+
+    def __init__(self, problem: Problem, num_ranks: int, rates: Rates) -> None:
+        self._problem = problem
+        self._ranks = num_ranks
+        self._rates = rates
+        self._rows = problem.rows
+        p = problem
+        self._kv_bytes = p.kv_heads * (p.head_dim + p.v_dim) * p.element_bytes  # of a token
+        self._slots = -(-p.q_tokens // num_ranks)
+        self._kv_slots = -(-p.keys // num_ranks)
+        self._hidden = 1 - 1 / min(_MOST_SLICES, p.kv_heads)
+        every = Layout("contiguous", p.q_tokens, 1)  # type: ignore[arg-type]
+        self._all_pairs = float(pairs_of_ranks(every, self._rows)[0])
+
+    # Ways.
+
+    def heads_first(self) -> Cost:
+        """Every rank has all tokens of its heads, so its work does not depend on the mask."""
+        p, n, slots, kv_slots = self._problem, self._ranks, self._slots, self._kv_slots
+        heads = -(-p.num_heads // n)
+        kv_heads = -(-heads // p.heads_per_kv_head)
+        width, kv_width = p.head_dim + p.v_dim, kv_heads * (p.head_dim + p.v_dim)
+        others, kv_others = (n - 1) * slots, (n - 1) * kv_slots  # tokens of other ranks
+        own = slots * (p.num_heads - heads)  # what of its tokens other ranks have
+        forward = others * heads * p.head_dim + kv_others * kv_width + own * p.v_dim
+        backward = others * heads * width + 2 * kv_others * kv_width + own * p.head_dim
+        seconds = 0.0
+        for at, volume in enumerate((forward, backward)):
+            outside = self._outside * volume
+            seconds += self._transfer(
+                (volume - outside) * p.element_bytes, outside * p.element_bytes, n - 1
+            )
+            seconds += self._attention(self._all_pairs, p.q_tokens, heads, at)
+        even = self._all_pairs * p.num_heads / n
+        uneven = self._all_pairs * heads / even if even else 1.0
+        return Cost(seconds, forward * p.element_bytes, uneven)
+
+    def seen(self, layout: Layout, kv_layout: Layout) -> Cost:
+        """Every rank has its own queries, and receives the keys that they see."""
+        n = self._ranks
+        pairs = pairs_of_ranks(layout, self._rows)
+        tokens = SeenRows(layout, kv_layout, self._rows).tokens_between()
+        np.fill_diagonal(tokens, 0)
+        node = np.arange(n) // self._rates.ranks_per_node
+        near = np.where(node[:, None] == node, tokens, 0)
+        inside, every = (np.maximum(x.sum(0), x.sum(1)) for x in (near, tokens))
+        received = float(tokens.sum(1).max()) * self._kv_bytes
+        peers = int((tokens > 0).sum(1).max())
+        moved = self._transfer(
+            float(inside.max()) * self._kv_bytes,
+            float((every - inside).max()) * self._kv_bytes,
+            peers,
+        )
+        worst, mean = float(pairs.max()), self._all_pairs / n
+        return self._overlapped(
+            (worst, layout.slots), (moved, 2 * moved), received, worst / mean if mean else 1.0
+        )
+
+    def mesh(self, layout: Layout, kv_layout: Layout, tile: tuple[int, int]) -> Cost:
+        """All keys and queries of a tile travel, whatever they see."""
+        work = self._tile_pairs(layout, kv_layout, tile)
+        mean = self._all_pairs / self._ranks
+        return self._mesh(tile, work, work / mean if mean else 1.0)
+
+    def mesh_at_best(self, tile: tuple[int, int]) -> float:
+        """Seconds if the work of the tiles were even."""
+        return self._mesh(tile, self._all_pairs / self._ranks, 1.0).seconds
+
+    def _mesh(self, tile: tuple[int, int], pairs: float, unevenness: float) -> Cost:
+        p, (a, b), per_node = self._problem, tile, self._rates.ranks_per_node
+        head, v_head = (
+            self._slots * p.num_heads * d * p.element_bytes for d in (p.head_dim, p.v_dim)
+        )
+        kv = self._kv_slots * self._kv_bytes
+        near = min(a, per_node) - 1, min(b, -(-per_node // a)) - 1  # of the peers in its node
+        seconds = []
+        for q_side, kv_side in ((head + v_head, kv), (2 * head + v_head, 2 * kv)):
+            inside = near[0] * q_side + near[1] * kv_side
+            outside = (a - 1) * q_side + (b - 1) * kv_side - inside
+            seconds.append(self._transfer(inside, outside, a + b - 2))
+        received = (a - 1) * (head + v_head) + (b - 1) * kv
+        return self._overlapped(
+            (pairs, a * self._slots), (seconds[0], seconds[1]), received, unevenness
+        )
+
+    def _tile_pairs(self, layout: Layout, kv_layout: Layout, tile: tuple[int, int]) -> float:
+        """Of the tile with the most."""
+        n, shape = self._ranks, Tile(*tile)
+        q_runs, k_runs = (one.runs(0, one.slots * n) for one in (layout, kv_layout))
+        pairs = visible_pairs(q_runs, k_runs, self._rows)
+        q_row, k_column = (
+            np.repeat(
+                [group(rank) for rank in range(n)],
+                [len(one.runs(g * one.slots, (g + 1) * one.slots)) for g in range(n)],
+            )
+            for one, group in ((layout, shape.row), (kv_layout, shape.column))
+        )
+        by_row = np.zeros((tile[1], pairs.shape[1]))
+        np.add.at(by_row, q_row, pairs)
+        by_tile = np.zeros((tile[0], tile[1]))
+        np.add.at(by_tile, k_column, by_row.T)
+        return float(by_tile.max())
+
+    # Seconds.
+
+    @property
+    def _outside(self) -> float:
+        """The part of a rank's peers that are on other nodes."""
+        n = self._ranks
+        return max(n - self._rates.ranks_per_node, 0) / (n - 1) if n > 1 else 0.0
+
+    def _transfer(self, inside: float, between: float, peers: int) -> float:
+        """Both kinds of links at once, and something for each message."""
+        if inside + between == 0:
+            return 0.0
+        rates = self._rates
+        moved = max(inside / rates.inside_bytes, between / rates.between_bytes)
+        return moved + rates.latency + peers * rates.peer
+
+    def _attention(self, pairs: float, rows: int, heads: int, backward: int) -> float:
+        if not pairs:
+            return 0.0
+        rates, p = self._rates, self._problem
+        flops = p.flops(1, backward=bool(backward)) * pairs * heads / p.num_heads
+        slower = 1 + rates.half_rows * _REFERENCE_HEADS / (rows * heads)
+        slower += rates.half_keys[backward] * rows / (2 * pairs)
+        return rates.call + flops * slower / rates.flops[backward]
+
+    def _overlapped(
+        self,
+        work: tuple[float, int],
+        transfers: tuple[float, float],
+        received_bytes: float,
+        unevenness: float,
+    ) -> Cost:
+        seconds = 0.0
+        for at, moved in enumerate(transfers):
+            attention = self._attention(*work, self._problem.num_heads, at)
+            hidden = moved * self._hidden
+            seconds += moved - hidden + max(attention, hidden)
+        return Cost(seconds, received_bytes, unevenness)
