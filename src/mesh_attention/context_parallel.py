@@ -10,7 +10,7 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -20,31 +20,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import (
-    fault_of_label,
-    fault_of_sinks,
-    fault_of_tensors,
-    fault_of_unsupported,
-    layer_of_batches,
-    process_group,
-    read_arguments,
-)
+from mesh_attention.context_arguments import layer_of_batches, process_group, read_arguments
+from mesh_attention.context_report import Reports
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.verify import verify
+from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
-from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.shards import Shards, Side
-from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.tensor_faults import (
+    fault_of_label,
+    fault_of_sinks,
+    fault_of_tensors,
+    fault_of_unsupported,
+)
 
 
-class ContextParallel:
+class ContextParallel(Reports):
     """
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
     plan            any plan for as many ranks: made, searched or parsed from text. It says the
@@ -126,50 +123,9 @@ class ContextParallel:
         return self._source.first
 
     @property
-    def plan(self) -> Plan:
-        """The plan that was given, or that for the dtype given at the start."""
-        return self._mine.plan
-
-    @property
     def rank(self) -> int:
         """The logical rank (and so the partition) of this process."""
         return self._mine.rank
-
-    def verify(self) -> None:
-        """Prove the plan; raises if anything is wrong with it."""
-        findings = verify(self.plan)
-        if findings:
-            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
-
-    def volume(self) -> dict[str, PassCount]:
-        """Bytes that the plan moves and holds, counted from its programs."""
-        return {direction.value: counted for direction, counted in count(self.plan).items()}
-
-    @property
-    def traffic(self) -> dict[str, Counters]:
-        """Bytes this rank has really handed to its transport so far, by direction."""
-        return {direction.value: c for direction, c in self._share.counters.items()}
-
-    def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For each kind of call made lately: which kernels were asked, and why one was chosen."""
-        found = {}
-        for call in self._calls():
-            for direction, executor in call.executors.items():
-                for kind, choice in executor.choices.items():
-                    found[f"{direction} {kind}"] = choice.reasons
-                found[f"{direction} calls"] = (("predicted", str(executor.faster)),)
-                found[f"{direction} rows"] = executor.row_choice.reasons
-        return found
-
-    def transports(self) -> dict[str, tuple[str, str]]:
-        """For each group of ranks in the calls made lately: its transport, and why that one."""
-        found: dict[str, tuple[str, str]] = {}
-        for call in self._calls():
-            found |= call.transport.choices(call.directions)
-        return found
-
-    def _calls(self) -> list[PreparedCall]:
-        return self._share.context.calls(self._source.plans(), self._options)
 
     # Attention.
 
@@ -243,6 +199,20 @@ class ContextParallel:
         if not isinstance(pack, Pack):
             pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
         return Documents(self._share.context, pack)
+
+    def prefetch(
+        self,
+        loader: Iterable[Batch],
+        cu_seqlens: Callable[[Batch], Any],
+        *,
+        also: Sequence[ContextParallel] = (),
+    ) -> Iterator[tuple[Batch, Documents]]:
+        """Every batch of a loader with its documents, made ready in a thread one batch ahead, for
+        the calls that the batch before was used for. `cu_seqlens` takes them from a batch.
+
+            for batch, docs in cp.prefetch(loader, lambda batch: batch["cu_seqlens"]):
+        """
+        return prefetch(loader, lambda batch: self.documents(cu_seqlens(batch), also=also))
 
     def packer(self, *, also: Sequence[ContextParallel] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch

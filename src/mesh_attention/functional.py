@@ -13,21 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import (
-    fault_of_kind,
-    fault_of_label,
-    fault_of_sinks,
-    fault_of_tensors,
-    fault_of_unsupported,
-    process_group,
-    read_arguments,
-)
+from mesh_attention.context_arguments import process_group, read_arguments
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import Context, context_of
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.tensor_faults import (
+    fault_of_kind,
+    fault_of_label,
+    fault_of_sinks,
+    fault_of_tensors,
+    fault_of_unsupported,
+)
 
 
 def mesh_attention(

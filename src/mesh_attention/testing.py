@@ -13,7 +13,6 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from mesh_attention.context_arguments import fault_of_kind, fault_of_sinks
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.layout import Layout
@@ -27,6 +26,7 @@ from mesh_attention.runtime.sinks import add_sinks, gradient_of_sinks
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
 from mesh_attention.runtime.workspace import Workspace
+from mesh_attention.tensor_faults import fault_of_kind, fault_of_sinks
 
 __all__ = ["LocalResult", "run_local"]
 

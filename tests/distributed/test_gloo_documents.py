@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention import ContextParallel
+from mesh_attention import ContextParallel, MeshAttentionError
 from support.pool import WorkerPool
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
@@ -89,3 +93,184 @@ def test_documents_and_lengths_that_change_with_every_batch_are_exact(
 ) -> None:
     for errors in pool.run(many_batches, ranks, changes):
         assert max(errors) < 1e-5
+
+
+def windows_too(rank: int, world_size: int) -> tuple[list[float], int]:
+    """Layers with and without a window on the same shards, each batch with other documents."""
+    with make() as full, make(window_size=(6, 0)) as local:
+        errors = []
+        for seed, starts in enumerate([[0, 30, 64], [0, 11, 50, 97]]):
+            docs = full.documents(starts, also=[local])
+            whole = tensors(starts, seed)
+            q, k, v, _ = (full.shard(x, 1, documents=docs) for x in whole)
+            for cp, window in ((full, None), (local, 6)):
+                out = cp.attention(q, k, v, documents=docs)
+                assert isinstance(out, Tensor)
+                wanted = one_by_one(starts, whole, window)[0]
+                found = cp.unshard(out, 1, documents=docs)
+                errors.append(float((found - wanted).abs().max()))
+        return errors, full._share.context.handshake._rounds
+
+
+def test_layers_with_and_without_a_window_share_the_shards_of_a_batch(pool: WorkerPool) -> None:
+    for errors, _ in pool.run(windows_too, 4):
+        assert max(errors) < 1e-5
+
+
+def rounds_of_agreement(rank: int, world_size: int) -> list[int]:
+    with make() as cp:
+        found = []
+        for seed, starts in enumerate([[0, 9, 64], [0, 33, 64], [0, 70], [0, 2, 3, 40]]):
+            error(cp, starts, seed)
+            found.append(cp._share.context.handshake._rounds)
+        return found
+
+
+def test_ranks_stop_for_no_agreement_on_later_documents(pool: WorkerPool) -> None:
+    for first, *later in pool.run(rounds_of_agreement, 3):
+        assert later == [first] * 3
+
+
+def rows_apart(rank: int, world_size: int) -> list[Any]:
+    """Each row of a batch has documents of its own."""
+    with make() as cp:
+        starts = [[0, 10, 40], [0, 25, 30, 40]]
+        docs = cp.documents(starts)
+        packed = [0, 10, 40, 65, 70, 80]
+        whole = tensors(packed, 1)
+        rows = [x.reshape(2, 40, *x.shape[2:]) for x in whole]
+        q, k, v, _ = (cp.shard(x, 1, documents=docs) for x in rows)
+        out = cp.attention(q, k, v, documents=docs)
+        assert isinstance(out, Tensor)
+        wanted = one_by_one(packed, whole)[0].reshape(2, 40, HEADS, DIM)
+        found = cp.unshard(out, 1, documents=docs)
+        restart = cp.positions(documents=docs, restart=True)
+        real = ~cp.padding(documents=docs)
+        at = cp.positions(documents=docs)
+        by_hand = torch.cat([torch.arange(b - a) for a, b in pairwise(packed)])
+        return [
+            tuple(found.shape),
+            float((found - wanted).abs().max()) < 1e-5,
+            torch.equal(restart[real], by_hand[at[real]]),
+            bool((restart[~real] == 0).all()),
+        ]
+
+
+def test_rows_with_documents_of_their_own_are_one_pack(pool: WorkerPool) -> None:
+    assert pool.run(rows_apart, 3) == [[(2, 40, HEADS, DIM), True, True, True]] * 3
+
+
+def other_documents(rank: int, world_size: int, warm: bool) -> tuple[str, str]:
+    with make() as cp:
+        if warm:
+            error(cp, [0, 20, 64], 0)
+        try:
+            error(cp, [0, 30, 64] if rank == 1 else [0, 31, 64], 1)
+        except MeshAttentionError as found:
+            told = str(found)
+        else:
+            told = "nothing"
+        try:
+            return told, str(error(cp, [0, 12, 64], 2))
+        except MeshAttentionError as found:
+            return told, str(found)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_rank_with_other_documents_is_named_and_nothing_is_broken(
+    pool: WorkerPool, warm: bool
+) -> None:
+    for told, later in pool.run(other_documents, 4, warm):
+        assert "rank 1" in told
+        assert "2 documents" in told
+        assert float(later) < 1e-5
+
+
+def wrong_tensors(rank: int, world_size: int) -> tuple[str, float]:
+    """All ranks hand in tensors of another batch."""
+    with make() as cp:
+        error(cp, [0, 20, 64], 0)
+        docs = cp.documents([0, 20, 90])
+        q, k, v, _ = (cp.shard(x, 1) for x in tensors([0, 64], 0))
+        try:
+            cp.attention(q, k, v, documents=docs)
+            told = "nothing"
+        except MeshAttentionError as found:
+            told = str(found)
+        return told, error(cp, [0, 20, 90], 0)
+
+
+def test_tensors_of_another_batch_are_refused_by_all_and_the_object_lives(
+    pool: WorkerPool,
+) -> None:
+    for told, later in pool.run(wrong_tensors, 3):
+        assert "q has shape" in told
+        assert later < 1e-5
+
+
+def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool]:
+    batches = [[0, 7, 64], [0, 40, 64], [0, 64], [0, 1, 90]]
+    errors, ready = [], []
+    with make() as cp:
+        for seed, (starts, docs) in enumerate(
+            cp.prefetch(batches, lambda starts: torch.tensor(starts))
+        ):
+            ready.append(len(docs.calls()))
+            whole = tensors(starts, seed)
+            q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = cp.attention(*leaves, documents=docs)
+            found = [out, *torch.autograd.grad(out, leaves, grad)]
+            wanted = one_by_one(starts, whole)
+            errors += [
+                float((a - cp.shard(b, 1, documents=docs)).detach().abs().max())  # type: ignore[operator]
+                for a, b in zip(found, wanted, strict=True)
+            ]
+    alive = any("prefetch" in thread.name for thread in threading.enumerate())
+    return errors, ready, alive
+
+
+def test_prefetch_makes_the_next_batch_ready_and_leaves_no_thread(pool: WorkerPool) -> None:
+    for errors, ready, alive in pool.run(prefetched, 3):
+        assert max(errors) < 1e-5
+        assert ready[0] == 0  # what it will be used for is not known yet
+        assert all(ready[2:])  # the second may have been taken before the first was used
+        assert not alive
+
+
+def held(rank: int, world_size: int, times: int) -> tuple[dict[str, int], dict[str, int], int]:
+    def resources() -> dict[str, int]:
+        gc.collect()
+        dist.barrier()
+        found = {
+            "groups": len(dist.distributed_c10d._world.pg_map),
+            "threads": len(os.listdir("/proc/self/task")),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "keys": dist.distributed_c10d._get_default_store().num_keys(),
+        }
+        dist.barrier()
+        return found
+
+    with make() as cp:
+        for number in range(4):
+            error(cp, [0, 5 + number, 70 + number], number)
+        begin = resources()
+        for number in range(4, times):
+            error(cp, [0, 5 + number % 60, 70 + number % 97], number)
+        end = resources()
+        return begin, end, len(cp._share.context._living_calls)
+
+
+def check_held(pool: WorkerPool, times: int, seconds: float) -> None:
+    for begin, end, living in pool.run(held, 2, times, seconds=seconds):
+        assert end == begin
+        assert living <= 64  # bases of plans that serve any mask
+
+
+def test_100_different_masks_leave_nothing_behind(pool: WorkerPool) -> None:
+    check_held(pool, 100, 60)
+
+
+@pytest.mark.slow
+def test_1_000_different_masks_leave_nothing_behind(pool: WorkerPool) -> None:
+    check_held(pool, 1000, 600)

@@ -25,8 +25,10 @@ import mesh_attention.plan
 LAYERS = (
     ("__main__", "cli"),
     ("demo",),
-    ("__init__", "context_arguments", "context_parallel", "functional", "testing"),
+    ("__init__", "context_parallel", "functional", "testing"),
+    ("context_arguments", "context_report"),
     ("runtime",),
+    ("tensor_faults",),
     ("kernels",),
     ("cluster",),
     ("plan",),

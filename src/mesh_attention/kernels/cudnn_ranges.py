@@ -76,6 +76,10 @@ class CudnnRanges:
             own += keys * block.num_kv_heads * (D + E) * 4
         return results + own
 
+    def prepare(self, direction: Direction, block: Block) -> None:
+        if block.q.numel() and block.k.numel():
+            _prepared(block.mask, *block[:3], backward=direction is Direction.BACKWARD)
+
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in block[:3])
         B, S, H, _ = q.shape

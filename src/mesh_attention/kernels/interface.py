@@ -154,7 +154,9 @@ class Kernel(Protocol):
     A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one that takes row ranges
     of several intervals by `takes_unions = True`, and one whose backward pass gives the same bits
     every time (where `torch.use_deterministic_algorithms` asks for it) by `deterministic = True`;
-    others are asked for none of these.
+    others are asked for none of these. One that makes something of a mask, and waits for the device
+    meanwhile, may do so in `prepare(direction, block)`, which is called ahead of a block's first
+    call where there is time: its tensors have the shapes and hold nothing.
     """
 
     @property

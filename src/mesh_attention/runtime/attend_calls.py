@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels import (
+    Block,
     BlockMask,
     BlockSize,
     Causal,
@@ -172,6 +173,20 @@ def call_size(
         *(problem.head_dim, problem.v_dim),
         *(problem.element_bytes, problem.accumulate_bytes),
     )
+
+
+def stand_in_block(call_shape: CallShape, size: BlockSize, mask: BlockMask) -> Block:
+    """A block with the shapes of a call, and nothing behind them."""
+    nothing = torch.empty((), dtype=call_shape.dtype, device=call_shape.device)
+
+    def stand_in(rows: int, heads: int, width: int) -> Tensor:
+        whole = (call_shape.batch, rows, heads, width)
+        return nothing.new_empty(1, 1, heads, width).expand(whole)
+
+    q = stand_in(size.num_queries, size.num_heads, size.head_dim)
+    k = stand_in(size.num_keys, size.num_kv_heads, size.head_dim)
+    v = stand_in(size.num_keys, size.num_kv_heads, size.v_head_dim)
+    return Block(q, k, v, mask, softmax_scale=1.0)
 
 
 # Masks.

@@ -79,7 +79,7 @@ class ComputeOperations:
         """`beside_transfers`: the places of operations during which a transfer is in flight."""
         self.operations = program.operations
         self._follow = must_follow(program.operations, memory)
-        self._masks = masks
+        self.masks = masks
         self._coverage = {at: _coverage(program.operations[at]) for at in masks}
         self._kernels = kernels
         self._rows = rows
@@ -90,7 +90,7 @@ class ComputeOperations:
     def with_masks(self, masks: Masks) -> ComputeOperations:
         """The same calls under other masks of the same kinds."""
         other = copy(self)
-        other._masks = masks
+        other.masks = masks
         return other
 
     def bind(self, at: int, views: Views) -> Work:
@@ -110,7 +110,7 @@ class ComputeOperations:
         lse = views.statistics(op.lse)
         (covered,) = self._coverage[at]
         calls = []
-        for call, mask, stretches in zip(op.calls, self._masks[at], covered.stretches, strict=True):
+        for call, mask, stretches in zip(op.calls, self.masks[at], covered.stretches, strict=True):
             target = MergedRows(self._rows, out, lse, stretches)
             block = self._block(at, call, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
             kernel = self._kernels[kind_of(mask)]
@@ -141,7 +141,7 @@ class ComputeOperations:
             (views.tokens(op.grad_v), by_key),
         ]
         calls = []
-        for i, (call, mask) in enumerate(zip(op.calls, self._masks[at], strict=True)):
+        for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
             targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
             into = tuple(wanted(target, q.dtype) for target in targets)
             block = self._block(at, call, q, k, v, mask)._replace(into=into)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
+from mesh_attention.runtime.ahead_streams import AheadStreams
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.guard import Guard
 from mesh_attention.runtime.handshake import DisagreementError, Handshake
@@ -48,6 +50,8 @@ class Context:
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
         self.guard = Guard(self.groups, self.handshake, self._drop)
+        self._ahead = AheadStreams()
+        self._making = RLock()  # batches are made ready by another thread
         self.plans: Latest[Question, PlanOnRank] = Latest(NUM_PLANS)
         # What `mesh_attention()` was asked for, by its arguments.
         self.asked: Latest[Hashable, tuple[PlanSource, CallOptions]] = Latest(NUM_CALLS)
@@ -71,14 +75,15 @@ class Context:
         return PlanSource(asked, self._planned, LatestCalls(NUM_CALLS))
 
     def _planned(self, question: Question) -> PlanOnRank:
-        made = self.plans.find(question)
-        if made is None:
-            base = question.of_any_mask
-            if base is None or base == question:
-                made = self._on_rank(question.plan())
-            else:
-                made = self._planned(base).for_mask(question.problem)
-        return self.plans.keep(question, made)
+        with self._making:
+            made = self.plans.find(question)
+            if made is None:
+                base = question.of_any_mask
+                if base is None or base == question:
+                    made = self._on_rank(question.plan())
+                else:
+                    made = self._planned(base).for_mask(question.problem)
+            return self.plans.keep(question, made)
 
     def _on_rank(self, plan: Plan) -> PlanOnRank:
         return PlanOnRank.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
@@ -123,6 +128,7 @@ class Context:
             if error is not None or source is None:
                 raise error or AssertionError("neither a plan nor an error")
             kept = self._calls[options.cuda_graph] if source.calls is None else source.calls
+            source.kinds.add((options, call_shape, needs_grad))
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
             call = kept.find(key) or self._new_call(mine, options, call_shape)
@@ -155,15 +161,30 @@ class Context:
         self._living_calls.add(call)
         return call
 
+    def make_ready(
+        self, source: PlanSource, options: CallOptions, call_shape: CallShape, needs_grad: bool
+    ) -> None:
+        """Ahead of the call, in a thread of its own: nothing here is told to other ranks."""
+        assert source.calls is not None
+        mine = source.of(call_shape.dtype.itemsize)
+        call = self._new_call(mine, options, call_shape)
+        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
+        with self._ahead.making(call, call_shape.device):
+            call.make_ready(directions)
+            call.make_kernels_ready()
+        source.calls.keep((mine.key, options, call_shape), call)
+        self._living_calls.add(call)
+
     def _new_call(
         self, mine: PlanOnRank, options: CallOptions, call_shape: CallShape
     ) -> PreparedCall:
         base = None
         if mine.base is not None:
             key = (mine.base.key, options, call_shape)
-            base = self._bases.find(key) or self._new_call(mine.base, options, call_shape)
-            self._bases.keep(key, base)
-            self._living_calls.add(base)
+            with self._making:
+                base = self._bases.find(key) or self._new_call(mine.base, options, call_shape)
+                self._bases.keep(key, base)
+                self._living_calls.add(base)
         return PreparedCall(self.transports, mine, options, call_shape, base)
 
     @contextmanager

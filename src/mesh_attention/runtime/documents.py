@@ -7,13 +7,10 @@ made for, and a rank with other documents is named then.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch.distributed as dist
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.pack import Layer, Pack
-from mesh_attention.plan.question import Question
 from mesh_attention.runtime.context import Context
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import PreparedCall
@@ -41,8 +38,7 @@ class Documents:
             of_batch=True,
         )
         self._context = context
-        self._sources: dict[Question, PlanSource] = {}
-        self._ahead: Future[None] | None = None
+        self._sources: dict[Layer, PlanSource] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -63,21 +59,17 @@ class Documents:
                 "these documents were made on another process group; make them with documents() "
                 "of an object on this one"
             )
-        if self._ahead is not None:
-            self._ahead.result()
-            self._ahead = None
-        return self.source_now(layer)
+        if layer not in self._sources:
+            question = self.pack.question(layer)
+            self._sources[layer] = self._context.source_of_batch(question)
+        return self._sources[layer]
 
-    def source_now(self, layer: Layer) -> PlanSource:
-        """The same for whoever makes them ready."""
-        question = self.pack.question(layer)
-        if question not in self._sources:
-            self._sources[question] = self._context.source_of_batch(question)
-        return self._sources[question]
-
-    def wait_for(self, ahead: Future[None]) -> None:
-        """Calls begin after this: something is being made ready in another thread."""
-        self._ahead = ahead
+    def make_ready_like(self, other: Documents) -> None:
+        """For the kinds of call that another batch was used for."""
+        for layer, source in list(other._sources.items()):
+            mine = self.source(self._context, layer)
+            for kind in list(source.kinds):
+                self._context.make_ready(mine, *kind)
 
     def calls(self) -> list[PreparedCall]:
         """Those made ready so far."""

@@ -41,10 +41,12 @@ from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import (
     KnownRanges,
+    call_size,
     choose_kernels,
     chosen,
     faster_calls,
     masks_of,
+    stand_in_block,
 )
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.compute import ComputeOperations, Scores
@@ -133,6 +135,8 @@ class Executor:
         self._workspace = workspace
         self._trace = trace
         self._base: Executor | None = None
+        self._program, self._problem, self._direction = program, plan.problem, one.direction
+        self._kernels = kernels
         self._masks_for = partial(
             masks_of, program=program, kernels=kernels, device=call_shape.device
         )
@@ -160,6 +164,17 @@ class Executor:
         other._base = self
         other._compute = self._compute.with_masks(self._masks_for(plan, known=known_ranges))
         return other
+
+    def prepare_kernels(self) -> None:
+        """What kernels make of masks, where they can do so ahead of a call."""
+        for at, masks in self._compute.masks.items():
+            op = self._program.operations[at]
+            assert isinstance(op, Attention)
+            for call, mask in zip(op.calls, masks, strict=True):
+                prepare = getattr(self._kernels[kind_of(mask)], "prepare", None)
+                if prepare is not None:
+                    size = call_size(self._problem, self._program.buffer_table(), op, call)
+                    prepare(self._direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""

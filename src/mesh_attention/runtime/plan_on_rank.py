@@ -19,7 +19,8 @@ from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
 
 if TYPE_CHECKING:
-    from mesh_attention.runtime.prepared_call import LatestCalls
+    from mesh_attention.runtime.binding import CallShape
+    from mesh_attention.runtime.prepared_call import CallOptions, LatestCalls
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class PlanSource:
         calls: LatestCalls | None = None,
     ) -> None:
         self.calls = calls
+        # Options, shape and need of gradients, of the calls made.
+        self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
         self._asked = asked
         self._find = find
         self._known: dict[int, PlanOnRank] = {}

@@ -6,10 +6,12 @@ it was made by, so its backward pass runs although the context has long let that
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -67,6 +69,8 @@ class PreparedCall:
         self._call_shape = call_shape
         self._executors: dict[Direction, tuple[Executor, Meter]] = {}
         self._known_ranges: KnownRanges = {}
+        self._made: torch.cuda.Event | None = None
+        self._last_stream: list[torch.cuda.Stream] = []
         self._captured: dict[Direction, CapturedCall] = {}
 
     @property
@@ -89,6 +93,17 @@ class PreparedCall:
         for direction in directions:
             if direction not in self._executors:
                 self._executors[direction] = self._executor(direction)
+
+    def make_kernels_ready(self) -> None:
+        for executor in self.executors.values():
+            executor.prepare_kernels()
+
+    def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
+        """Made ahead there: the first run waits for it, and what it read there stays until the last
+        run is over."""
+        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._made.record(stream)
+        finalize(self, _retire, retired, self._known_ranges, self._last_stream)
 
     def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
         plan, rank = self._mine.plan, self._mine.rank
@@ -128,6 +143,10 @@ class PreparedCall:
         """`counters`: of whoever makes the call."""
         executor, meter = self._executors[direction]
         meter.counters = counters
+        if self._made is not None:
+            stream = torch.cuda.current_stream(self._call_shape.device)
+            stream.wait_event(self._made)
+            self._last_stream[:] = [stream]
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.cuda.device(self._call_shape.device) if self._on_cuda else nullcontext():
             if self.options.cuda_graph:
@@ -154,6 +173,17 @@ class PreparedCall:
         """Before the process groups go: graphs hold on to communicators."""
         self._captured.clear()
         self._executors.clear()
+
+
+# What calls that are gone may still be reading on the device, with an event that says when not.
+Retired = deque[tuple[torch.cuda.Event, KnownRanges]]
+
+
+def _retire(retired: Retired, ranges: KnownRanges, last_stream: list[torch.cuda.Stream]) -> None:
+    for stream in last_stream:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        retired.append((event, ranges))
 
 
 # By the key of a plan.

@@ -1,0 +1,59 @@
+"""What a `ContextParallel` tells of itself: bytes, kernels and transports, planned and real."""
+
+from __future__ import annotations
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.count import PassCount, count
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.verify import verify
+from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.share import Share
+from mesh_attention.runtime.transport.interface import Counters
+
+
+class Reports:
+    _share: Share
+    _source: PlanSource
+    _options: CallOptions
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was given, or that for the dtype given at the start."""
+        return self._source.first.plan
+
+    def verify(self) -> None:
+        """Prove the plan; raises if anything is wrong with it."""
+        findings = verify(self.plan)
+        if findings:
+            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
+
+    def volume(self) -> dict[str, PassCount]:
+        """Bytes that the plan moves and holds, counted from its programs."""
+        return {direction.value: counted for direction, counted in count(self.plan).items()}
+
+    @property
+    def traffic(self) -> dict[str, Counters]:
+        """Bytes this rank has really handed to its transport so far, by direction."""
+        return {direction.value: c for direction, c in self._share.counters.items()}
+
+    def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """For each kind of call made lately: which kernels were asked, and why one was chosen."""
+        found = {}
+        for call in self._calls():
+            for direction, executor in call.executors.items():
+                for kind, choice in executor.choices.items():
+                    found[f"{direction} {kind}"] = choice.reasons
+                found[f"{direction} calls"] = (("predicted", str(executor.faster)),)
+                found[f"{direction} rows"] = executor.row_choice.reasons
+        return found
+
+    def transports(self) -> dict[str, tuple[str, str]]:
+        """For each group of ranks in the calls made lately: its transport, and why that one."""
+        found: dict[str, tuple[str, str]] = {}
+        for call in self._calls():
+            found |= call.transport.choices(call.directions)
+        return found
+
+    def _calls(self) -> list[PreparedCall]:
+        return self._share.context.calls(self._source.plans(), self._options)
