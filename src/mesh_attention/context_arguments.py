@@ -85,6 +85,11 @@ def layer_of_batches(
             "the mask of this object has documents already; leave them out there, and every batch "
             "can bring its own"
         )
+    if asked.problem.mask.slices is not None:
+        return MeshAttentionError(
+            "the mask of this object is made of slices, which say all that is seen; make an object "
+            "for the slices of each batch: on one group a new mask costs a plan and nothing else"
+        )
     if options.cuda_graph:
         return MeshAttentionError(
             "cuda_graph=True replays the documents that it was captured with; leave it out where "

@@ -14,11 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention import Mask, verify
+from mesh_attention import Mask, Problem, verify
+from mesh_attention.context_arguments import layer_of_batches
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.question import ask
+from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.listed import RULES, stretches_for
@@ -165,6 +169,13 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity() -> None:
     assert (result.lse[:, :, unseen] == -torch.inf).all()
     assert result.grad_q is not None
     assert (result.grad_q[:, unseen] == 0).all()
+
+
+def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
+    asked = ask(Problem(38, 4, 4, mask=UNIONS["video"].mask), 2)
+    found = layer_of_batches(asked, {}, CallOptions())
+    assert isinstance(found, MeshAttentionError)
+    assert "make an object for the slices of each batch" in str(found)
 
 
 def random_union(rng: Random, ranks: int, number: int) -> Case:
