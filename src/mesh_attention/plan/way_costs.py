@@ -17,12 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.build.seen_rows import SeenRows, expanded, stretches_of
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import visible_pairs
+from mesh_attention.plan.runs import Run, visible_pairs
 
 Array = NDArray[np.float64]
 
@@ -88,7 +87,7 @@ class LayerCosts:
         self._slots = -(-p.q_tokens // num_ranks)
         self._kv_slots = -(-p.keys // num_ranks)
         self._hidden = 1 - 1 / min(_MOST_SLICES, p.kv_heads)
-        every = Layout("contiguous", p.q_tokens, 1)  # type: ignore[arg-type]
+        every = Layout(LayoutKind.CONTIGUOUS, p.q_tokens, 1)
         self._all_pairs = float(pairs_of_ranks(every, self._rows)[0])
 
     # Ways.
@@ -163,22 +162,15 @@ class LayerCosts:
         )
 
     def _tile_pairs(self, layout: Layout, kv_layout: Layout, tile: tuple[int, int]) -> float:
-        """Of the tile with the most."""
-        n, shape = self._ranks, Tile(*tile)
-        q_runs, k_runs = (one.runs(0, one.slots * n) for one in (layout, kv_layout))
+        """Of the tile with the most; as if they were even where shards lie in no order."""
+        if layout.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
+            return self._all_pairs / self._ranks
+        a, b = tile
+        q_runs = [run for row in range(b) for run in _runs(layout, row * a, 1, a)]
+        k_runs = [run for column in range(a) for run in _runs(kv_layout, column, a, b)]
         pairs = visible_pairs(q_runs, k_runs, self._rows)
-        q_row, k_column = (
-            np.repeat(
-                [group(rank) for rank in range(n)],
-                [len(one.runs(g * one.slots, (g + 1) * one.slots)) for g in range(n)],
-            )
-            for one, group in ((layout, shape.row), (kv_layout, shape.column))
-        )
-        by_row = np.zeros((tile[1], pairs.shape[1]))
-        np.add.at(by_row, q_row, pairs)
-        by_tile = np.zeros((tile[0], tile[1]))
-        np.add.at(by_tile, k_column, by_row.T)
-        return float(by_tile.max())
+        parts = len(q_runs) // b
+        return float(pairs.reshape(b, parts, a, parts).sum((1, 3)).max())
 
     # Seconds.
 
@@ -218,3 +210,12 @@ class LayerCosts:
             hidden = moved * self._hidden
             seconds += moved - hidden + max(attention, hidden)
         return Cost(seconds, received_bytes, unevenness)
+
+
+def _runs(layout: Layout, first: int, step: int, count: int) -> list[Run]:
+    """The positions of ranks `first`, `first + step` and so on, of a contiguous or zigzag layout:
+    as few runs as there are blocks of a rank."""
+    if layout.kind is LayoutKind.CONTIGUOUS:
+        return [Run(first * layout.slots, layout.slots, step * layout.slots, count)]
+    half, last = layout.slots // 2, 2 * layout.num_ranks - 1 - first - (count - 1) * step
+    return [Run(block * half, half, step * half, count) for block in (first, last)]
