@@ -5,9 +5,10 @@ front and from its end, {[a, b), [L-b, L-a)}, holds f of its tokens and f of its
 rank after rank leaves over always has the mean density (work per token), so there are always
 tokens denser and tokens sparser than what a rank still needs, and a share of each makes it even.
 
-Ranks are filled one after the other: with whole documents, the longest first that leave a rest
-which others can fill; then, where the rest is more than the slack, with shares of two documents.
-Targets are cumulative: what one rank is short of the next one has, and nothing adds up.
+Ranks are filled one after the other with whole documents: the longest that leaves a rest which
+others can fill, then ones as dense as that rest, and at last two that make it even. Where no whole
+documents do, up to the slack, shares of two documents do. Targets are cumulative: what one rank is
+short of the next one has, and nothing adds up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.document_work import DocumentWork
 from mesh_attention.plan.layout import Stretches, joined
 from mesh_attention.plan.mask import Mask
 
@@ -31,30 +33,7 @@ WORK_SLACK = 0.015
 # where shards are so long that the balance does not feel it.
 ALIGN = 8
 _LONG_SHARD = 4096
-
-
-def pairs_before(mask: Mask, row: int, length: int) -> int:
-    """Visible pairs of the rows before `row` of a document, whose keys are its own tokens.
-
-    >>> pairs_before(Mask(causal=True), 4, 10)
-    10
-    >>> pairs_before(Mask(causal=True, window=(1, 0)), 4, 10)
-    7
-    """
-    left, right = mask.window or (None, None)
-    ahead = length if right is None else right + 1  # row p sees keys before p + ahead
-    if mask.causal:
-        ahead = 1
-    growing = min(max(length - ahead, 0), row)  # so many rows do not see the last key
-    pairs = growing * (growing - 1) // 2 + ahead * growing + (row - growing) * length
-    if mask.prefix:
-        prefix = min(mask.prefix, length)
-        inside = min(row, prefix)
-        pairs += inside * prefix - inside * (inside + 1) // 2
-    if left is not None:
-        hidden = max(row - left, 0)  # row p does not see the first p - left keys
-        pairs -= hidden * (hidden - 1) // 2
-    return pairs
+_ENOUGH = 24  # of fewer documents no two are likely to make a rank even
 
 
 def balanced_stretches(
@@ -130,21 +109,11 @@ class _Left:
         masks: Sequence[Mask],
         weights: Sequence[float] | None,
     ) -> None:
-        costs: dict[Mask, float] = {}  # layers with equal masks are counted once
-        for mask, weight in zip(masks, weights or [1.0] * len(masks), strict=True):
-            costs[mask] = costs.get(mask, 0.0) + weight
-        self._costs = tuple(costs.items())
-        # Windows have even work anyway, and see less of other ranks' tokens in one stretch.
-        self._folded = any(m.causal and (m.window or (None,))[0] is None for m in costs)
-        # The same as `pairs_before` of all masks, in fewer steps: it is asked thousands of times.
-        self._causal = all(m.causal and not m.prefix for m in costs)
-        self._weight = sum(costs.values())
-        sides = [(m.window[0] if m.window else None, w) for m, w in self._costs]
-        self._windows = [(left, weight) for left, weight in sides if left is not None]
-        self._even = all(not m.window and not m.prefix and m.causal == self._folded for m in costs)
+        self._rows = DocumentWork(masks, weights)
         spans = sorted((a - b, a) for a, b in pairwise(documents) if a < b)
-        lengths = {-size for size, _ in spans}
-        work = {length: self._before(length, length) for length in lengths}
+        work = {
+            length: self._rows.before(length, length) for length in {-size for size, _ in spans}
+        }
         self._whole = [
             _Document(start, -size, work[-size], -size, work[-size] / -size)
             for size, start in spans
@@ -159,7 +128,7 @@ class _Left:
         self._token_slack = int(TOKEN_SLACK * self._tokens / num_ranks)
         self._work_slack = WORK_SLACK * self._work / num_ranks
         long = self._tokens >= _LONG_SHARD * num_ranks
-        self._align = ALIGN * (2 if self._folded else 1) if long else 1
+        self._align = ALIGN * (2 if self._rows.folded else 1) if long else 1
         self._known_fewest: _Front | None = None
         self._known_most: _Front | None = None
 
@@ -174,17 +143,6 @@ class _Left:
         if self._known_most is None:
             self._known_most = _Front(self._whole, self._need_tokens)
         return self._known_most
-
-    def _before(self, row: int, length: int) -> float:
-        """Work of the rows before this one of a document."""
-        if not self._causal:
-            return sum([weight * pairs_before(mask, row, length) for mask, weight in self._costs])
-        work = self._weight * row * (row + 1) / 2
-        for left, weight in self._windows:
-            hidden = row - left
-            if hidden > 1:
-                work -= weight * hidden * (hidden - 1) / 2
-        return work
 
     def next_rank(self) -> list[tuple[int, int]]:
         self._own = []
@@ -217,8 +175,8 @@ class _Left:
         return self._fewest.work(rest) - slack <= work <= self._most.work(rest) + slack
 
     def _take_whole(self) -> None:
-        """The longest that fits, again and again."""
-        while not self._is_met():
+        first = True
+        while not self._is_met() and not self._finish():
             tokens, work = self._need_tokens, self._need_work + self._work_slack
             low = bisect_left(self._shorter, -tokens - self._token_slack)
             high = len(self._whole)
@@ -230,9 +188,44 @@ class _Left:
                     low = middle + 1
                 else:
                     high = middle
+            if not first and tokens > 0:
+                near = bisect_left(self._sparser, -self._need_work / tokens)
+                low = max(low, min(near, len(self._whole) - 1))
+            first = False
             if low == len(self._whole) or not self._fits(self._whole[low]):
                 return
             self._take(self._whole[low], self._whole[low].tokens)
+
+    def _finish(self) -> bool:
+        """With two documents that together are what is needed, if there are such."""
+        whole, tokens, work = self._whole, self._need_tokens, self._need_work
+        if len(whole) < _ENOUGH or tokens > 2 * whole[len(whole) // 8].length:
+            return False
+        low = bisect_left(self._shorter, -tokens)
+        high = bisect_right(self._shorter, -tokens / 2)  # the longer of the two is before
+        while low < high:  # the longer the one, the more work both have
+            middle = (low + high) // 2
+            one = whole[middle]
+            at = bisect_left(self._shorter, one.length - tokens)
+            both = one.work + (whole[at].work if at < len(whole) else 0.0)
+            if both > work:
+                low = middle + 1
+            else:
+                high = middle
+        for near in range(max(low - 2, 0), min(low + 3, len(whole))):
+            one = whole[near]
+            at = bisect_left(self._shorter, one.length - tokens)
+            for other in whole[max(at - 1, 0) : at + 1]:
+                rest, left = tokens - one.length - other.length, work - one.work - other.work
+                if (
+                    other is not one
+                    and abs(rest) <= self._token_slack
+                    and abs(left) <= self._work_slack
+                ):
+                    self._take(one, one.tokens)
+                    self._take(other, other.tokens)
+                    return True
+        return False
 
     def _take_share(self) -> bool:
         """From a document denser than the rest that is needed and from a sparser one, such that
@@ -262,7 +255,9 @@ class _Left:
             self._take(one, one.tokens)
             return True
         some = min(self._aligned(share), dense.tokens, tokens)
-        for _ in range(0 if self._even else 2):  # they may be less dense than all of the document
+        for _ in range(
+            0 if self._rows.even else 2
+        ):  # they may be less dense than all of the document
             high = self._first_density(dense, some)
             low = self._first_density(sparse, min(tokens - some, sparse.tokens))
             if high > low:
@@ -279,26 +274,23 @@ class _Left:
         """The next tokens of a document, counted from its start."""
         length = one.length
         first, last = length - one.tokens, length - one.tokens + tokens
-        if not self._folded or tokens == length:
+        if not self._rows.folded or tokens == length:
             return [(first, last)]
         # Tokens of even numbers count from the front, those of odd ones from the end.
         front = ((first + 1) // 2, (last + 1) // 2)
         return [front, (length - last // 2, length - first // 2)]
 
-    def _work_of(self, spans: list[tuple[int, int]], length: int) -> float:
-        return sum([self._before(b, length) - self._before(a, length) for a, b in spans])
-
     def _first_density(self, one: _Document, tokens: int) -> float:
         """Of the next tokens; of few ones, and where that is the same, of all."""
-        if self._even or tokens <= self._align:
+        if self._rows.even or tokens <= self._align:
             return one.density
-        return self._work_of(self._spans(one, tokens), one.length) / tokens
+        return self._rows.of(self._spans(one, tokens), one.length) / tokens
 
     def _take(self, one: _Document, tokens: int) -> None:
         if tokens == 0:
             return
         spans = self._spans(one, tokens)
-        work = one.work if tokens == one.tokens else self._work_of(spans, one.length)
+        work = one.work if tokens == one.tokens else self._rows.of(spans, one.length)
         length = one.length
         first, last = length - one.tokens, length - one.tokens + tokens
         self._own += [(one.start + a, one.start + b) for a, b in spans]
