@@ -130,6 +130,14 @@ def test_windows_and_full_attention_on_the_same_shards_are_even_together() -> No
             assert max(work) <= 1.05 * sum(work) / ranks
 
 
+@pytest.mark.parametrize("window", [(None, 2), (1, None), (0, None)])
+def test_windows_without_an_end_on_one_side_are_even_too(window: tuple[int | None, int]) -> None:
+    mask = Mask(window=window)
+    for pack, ranks in (((0, SHARD * 8), 8), (log_normal(Random(0), 64, SHARD * 8), 8)):
+        work = pairs_of_ranks(pack, mask, balanced_stretches(pack, ranks, [mask]))
+        assert max(work) <= 1.05 * sum(work) / ranks
+
+
 def test_one_document_alone_is_a_zigzag_and_without_a_mask_in_order() -> None:
     for ranks in (1, 2, 5, 8):
         zigzag = Layout(LayoutKind.ZIGZAG, 16 * ranks, ranks)

@@ -255,9 +255,7 @@ class _Left:
             self._take(one, one.tokens)
             return True
         some = min(self._aligned(share), dense.tokens, tokens)
-        for _ in range(
-            0 if self._rows.even else 2
-        ):  # they may be less dense than all of the document
+        for _ in range(0 if self._rows.even else 2):  # they may be less dense than others
             high = self._first_density(dense, some)
             low = self._first_density(sparse, min(tokens - some, sparse.tokens))
             if high > low:

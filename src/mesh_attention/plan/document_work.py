@@ -44,8 +44,8 @@ class DocumentWork:
     """Pairs of all layers, each by its weight.
 
     folded   late rows of a long document have more to do than early ones (or less), so its tokens
-             are dealt out from both ends. Windows have even work anyway, and see less of other ranks' tokens
-             if they are in one stretch.
+             are dealt out from both ends. Windows have even work anyway, and see less of other
+             ranks' tokens if they are in one stretch.
     even     dealt out like that, any tokens have as much to do as any others
     """
 
