@@ -1,0 +1,245 @@
+"""What a new mask costs one rank, and what attention under it runs at: documents of every batch.
+
+    python benchmarks/new_masks.py                        # host time, on any computer
+    python benchmarks/new_masks.py --gpu --json out.json  # the same beside a GPU, and its speed
+
+One rank of many, with new log-normal documents at every step: the choice of a way, the plan and
+this rank's programs for both passes, and what executors and kernels make of the mask. In
+milliseconds of one core without a GPU; with one by the clock, the device idle before. Nothing is
+sent: communication is silent, so what is measured on the GPU is attention with what is around it,
+beside the bare kernel on tensors of the same shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels_on_masks import by_kernel, log_normal_pack, milliseconds
+from provenance import taken
+
+from mesh_attention import Mask, Problem
+from mesh_attention.kernels import RowRange
+from mesh_attention.plan.pack import Layer, Packer
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.question import Question
+from mesh_attention.runtime.attend_calls import KnownRanges
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.transport.local import AloneTransport
+from mesh_attention.runtime.workspace import Workspace
+
+K = 1024
+DIM = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    ranks: int
+    means: tuple[int, ...]
+    window: int | None = None
+
+    @property
+    def problem(self) -> Problem:
+        window = None if self.window is None else (self.window - 1, 0)
+        mask = Mask(causal=True, window=window)
+        return Problem(self.tokens, self.heads, DIM, num_kv_heads=self.kv_heads, mask=mask)
+
+
+CASES = (
+    Case("64 heads on 64 ranks", 512 * K, 64, 64, 64, (32 * K, 8 * K, 4 * K, 2 * K)),
+    Case("64:8 heads on 8 ranks", 128 * K, 64, 8, 8, (32 * K, 8 * K, 2 * K)),
+    Case("64:8 heads on 64 ranks", 512 * K, 64, 8, 64, (4 * K,)),
+    Case("window of 4,096 on 64 ranks", 512 * K, 64, 8, 64, (32 * K,), window=4096),
+)
+RANK = 3
+
+
+class Maker:
+    """Makes one rank ready for masks, and keeps what the context of a process group would."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case = case
+        self.layer = Layer(case.problem)
+        self.packer = Packer((self.layer,), case.ranks)
+        self.shape = CallShape(1, torch.bfloat16, device)
+        self.bases: dict[Question, tuple[PlanOnRank, dict[Direction, Executor]]] = {}
+        self.reason = ""
+
+    def choose(self, documents: tuple[int, ...]) -> Question:
+        pack = self.packer(documents)
+        self.reason = pack.reason
+        return pack.question(self.layer)
+
+    def plan(self, question: Question) -> PlanOnRank:
+        base = question.of_any_mask
+        if base is None:
+            mine = PlanOnRank(question.plan(), RANK)
+        else:
+            if base not in self.bases:
+                self.bases[base] = PlanOnRank(base.plan(), RANK), {}
+            mine = self.bases[base][0].for_mask(question.problem)
+        for direction in Direction:
+            mine.plan.program(RANK, direction)
+        assert mine.key
+        return mine
+
+    def executors(self, question: Question, mine: PlanOnRank) -> dict[Direction, Executor]:
+        known: KnownRanges = {}
+        base = question.of_any_mask
+        found = {}
+        for direction in Direction:
+            if base is None:
+                found[direction] = self._executor(mine.plan, direction, known)
+            else:
+                made = self.bases[base][1]
+                if direction not in made:
+                    made[direction] = self._executor(self.bases[base][0].plan, direction, {})
+                found[direction] = made[direction].for_mask(mine.plan, known)
+            found[direction].prepare_kernels()
+        return found
+
+    def _executor(self, plan: Plan, direction: Direction, known: KnownRanges) -> Executor:
+        one = plan.direction(direction)
+        return Executor(
+            *(plan, one, RANK, AloneTransport(one.programs[RANK]), Workspace(), self.shape),
+            softmax_scale=DIM**-0.5,
+            known_ranges=known,
+        )
+
+
+def host_times(case: Case, mean: int, device: torch.device, steps: int) -> tuple[Any, Maker]:
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    maker = Maker(case, device)
+    found: list[tuple[float, ...]] = []
+    last: dict[Direction, Executor] = {}
+    for step in range(steps + 1):
+        documents = log_normal_pack(case.tokens, mean, seed=1000 * step + mean)
+        times = []
+
+        def timed(work: Callable[..., Any], *given: Any, times: list[float] = times) -> Any:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = clock()
+            made = work(*given)
+            times.append(1e3 * (clock() - begin))
+            return made
+
+        question = timed(maker.choose, documents)
+        mine = timed(maker.plan, question)
+        last = timed(maker.executors, question, mine)
+        if step:  # the first one makes what all others share
+            found.append(tuple(times))
+    middle = [statistics.median(column) for column in zip(*found, strict=True)]
+    row = dict(zip(("choice", "plan", "executors"), middle, strict=True))
+    row["all"] = statistics.median(sum(times) for times in found)
+    return row | {"documents": len(documents) - 1, "reason": maker.reason, "last": last}, maker
+
+
+def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> dict[str, Any]:
+    """Milliseconds of both passes through the executor, and of the bare kernel."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    slots = -(-case.tokens // case.ranks)
+    widths = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "grad_out": case.heads}
+    inputs = {
+        name: torch.randn(slots, 1, heads, DIM, device=device, dtype=dtype)
+        for name, heads in widths.items()
+    }
+    found: dict[str, Any] = {}
+    for direction in Direction:
+        executor = executors[direction]
+
+        made = run_to_end(executor.run(inputs))
+        found[f"{direction} ms"] = milliseconds(
+            lambda executor=executor: run_to_end(executor.run(inputs)),  # type: ignore[misc]
+            repeats,
+        )
+        inputs.update(made if direction is Direction.FORWARD else {})
+        found[f"{direction} kernels"] = sorted(
+            {choice.kernel.name for choice in executor.choices.values()}
+        )
+    executor = executors[Direction.FORWARD]
+    masks = [mask for of_call in executor._compute.masks.values() for mask in of_call]
+    if len(masks) == 1 and isinstance(masks[0], RowRange):
+        bare = _bare(case, executors, masks[0], repeats)
+        found |= bare
+    return found
+
+
+def _bare(
+    case: Case, executors: dict[Direction, Executor], mask: RowRange, repeats: int
+) -> dict[str, Any]:
+    heads = -(-case.heads // case.ranks)
+    kv_heads = max(1, case.kv_heads // case.ranks)
+    tokens = len(mask.key_position)
+    tensors = [
+        torch.randn(1, tokens, h, DIM, device="cuda", dtype=torch.bfloat16)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+    flops = 4.0 * DIM * heads * int((mask.hi - mask.lo).clamp(min=0).sum(dtype=torch.int64))
+    found: dict[str, Any] = {}
+    for at, direction in enumerate(Direction):
+        kernel = next(iter(executors[direction].choices.values())).kernel
+        fresh = replace(mask, kept={})
+        work = by_kernel(kernel, tensors, fresh)[at]
+        ms = found[f"bare {direction} ms"] = milliseconds(work, repeats)
+        found[f"bare {direction} TFLOP/s"] = (2.5 if at else 1.0) * flops / ms / 1e9
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="make masks there, and run them")
+    parser.add_argument("--steps", type=int, default=10, help="masks of each kind")
+    parser.add_argument("--match", default="", help="only cases with this in their name")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if given.gpu else "cpu")
+    if given.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: there is no CUDA device here")
+    machine = torch.cuda.get_device_name() if given.gpu else platform.processor() or "CPU"
+    rows: list[dict[str, Any]] = []
+    for case in (one for one in CASES if given.match in one.name):
+        for mean in case.means:
+            times, _ = host_times(case, mean, device, given.steps)
+            last = times.pop("last")
+            row = {"case": case.name, "tokens": case.tokens, "mean": mean} | times
+            if given.gpu:
+                row |= speeds(case, last, 10)
+            rows.append(row)
+            print(_line(row), flush=True)
+            if given.json:
+                what = "host ms of one rank for a new mask; medians"
+                report = taken() | {"machine": machine, "what": what, "rows": rows}
+                given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _line(row: dict[str, Any]) -> str:
+    words = f"{row['case']}, {row['documents']} documents of {row['mean']:,}: "
+    words += ", ".join(f"{name} {row[name]:.1f}" for name in ("choice", "plan", "executors"))
+    words += f", all {row['all']:.1f} ms"
+    for direction in Direction:
+        ms, bare = row.get(f"{direction} ms"), row.get(f"bare {direction} ms")
+        if ms is not None:
+            words += f"; {direction} {ms:.2f} ms"
+        if ms is not None and bare is not None:
+            rate = row[f"bare {direction} TFLOP/s"]
+            words += f", bare {bare:.2f} ({rate:.0f} TFLOP/s, {100 * bare / ms:.0f} %)"
+    return f"{words} [{row['reason'][:90]}]"
+
+
+if __name__ == "__main__":
+    main()
