@@ -127,7 +127,7 @@ def host_times(case: Case, mean: int, device: torch.device, steps: int) -> tuple
     last: dict[Direction, Executor] = {}
     for step in range(steps + 1):
         documents = log_normal_pack(case.tokens, mean, seed=1000 * step + mean)
-        times = []
+        times: list[float] = []
 
         def timed(work: Callable[..., Any], *given: Any, times: list[float] = times) -> Any:
             if device.type == "cuda":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -216,6 +217,7 @@ class _Ranges:
         self._rows = plan.problem.rows
         self._device = device
         self._known = known
+        self._runs = cache(_runs)  # slices of heads have the same rows
 
     def mask(
         self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
@@ -226,7 +228,7 @@ class _Ranges:
             return Causal()
         queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
         keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
-        key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
+        key = self._runs(self._plan.q_layout, queries), self._runs(self._plan.kv_layout, keys)
         if key not in self._known:
             self._known[key] = row_range(self._rows, *key, self._device)
         return self._known[key]
