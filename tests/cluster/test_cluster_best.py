@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from simulated_cases import problem_of
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
-from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.best import Best, find_best
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS
@@ -18,7 +19,14 @@ from mesh_attention.plan.plan import Direction
 
 PAPER = load_cluster("paper")
 # Two nodes are enough to have links of two kinds, and small ones enough to have two.
-SMALL = replace(PAPER, node=replace(PAPER.node, ranks=4), network=replace(PAPER.network, nics=4))
+SMALL = replace(PAPER, node=replace(PAPER.node, ranks=2), network=replace(PAPER.network, nics=2))
+RANKS = 4
+PROBLEM = problem_of(65536)
+
+
+@cache
+def best_of(method: str, direction: Direction) -> Best:
+    return find_best(PROBLEM, RANKS, SMALL, method=method, direction=direction)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -26,24 +34,22 @@ SMALL = replace(PAPER, node=replace(PAPER.node, ranks=4), network=replace(PAPER.
 def test_the_best_is_at_least_as_fast_as_the_methods_own_choice(
     method: str, direction: Direction
 ) -> None:
-    problem = problem_of(65536)
-    default = plan_on(SMALL, problem, 8, method=method, directions=(direction,))
+    default = plan_on(SMALL, PROBLEM, RANKS, method=method, directions=(direction,))
     usual = simulate(default, SMALL, direction).runtime_seconds
-    best = find_best(problem, 8, SMALL, method=method, direction=direction)
+    best = best_of(method, direction)
     assert best.timeline.runtime_seconds <= usual
-    plan = plan_on(SMALL, problem, 8, method=method, directions=(direction,), **best.options)
+    plan = plan_on(SMALL, PROBLEM, RANKS, method=method, directions=(direction,), **best.options)
     again = simulate(plan, SMALL, direction)
     assert again.runtime_seconds == best.timeline.runtime_seconds
 
 
 def test_the_climb_finds_what_trying_everything_finds() -> None:
-    problem = problem_of(65536)
-    best = find_best(problem, 8, SMALL)
+    best = best_of("mesh", Direction.FORWARD)
     everything = []
-    for shape in METHODS["mesh"].candidates(problem, 8, 4):
-        for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4))):
+    for shape in METHODS["mesh"].candidates(PROBLEM, RANKS, SMALL.node.ranks):
+        for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4), (2, 8))):
             cut: dict[str, Any] = {"chunks": (kq, kkv)} | ({"head_slices": heads} if heads else {})
-            plan = plan_on(SMALL, problem, 8, directions=(Direction.FORWARD,), **cut, **shape)
+            plan = plan_on(SMALL, PROBLEM, RANKS, directions=(Direction.FORWARD,), **cut, **shape)
             everything.append(simulate(plan, SMALL).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)
     assert best.tried < len(everything) / 2
@@ -70,13 +76,13 @@ def with_memory(num_bytes: float) -> Cluster:
 
 
 def test_what_fits_into_memory_wins() -> None:
-    problem = problem_of(65536)
-    free = find_best(problem, 8, SMALL).timeline
+    free = best_of("mesh", Direction.FORWARD).timeline
     smaller = with_memory(free.peak_bytes - 1)
-    fitting = find_best(problem, 8, smaller).timeline
+    fitting = find_best(PROBLEM, RANKS, smaller).timeline
     assert fitting.peak_bytes < free.peak_bytes
     assert fitting.runtime_seconds >= free.runtime_seconds
-    assert find_best(problem, 8, with_memory(1)).timeline.runtime_seconds > 0  # still an answer
+    none = find_best(PROBLEM, RANKS, with_memory(1)).timeline
+    assert none.runtime_seconds > 0  # still an answer
 
 
 def test_a_refusal_of_everything_is_the_methods_own() -> None:

@@ -25,7 +25,7 @@ ALL_SHAPES = 7
 ALL_METHODS = 40
 MOST = 64
 QUICK = ["mesh", "allgather-kv", "mesh-usp", "agq-ringkv"]
-NEAR_NODES = [(8, 2), (12, 4), (16, 4), (16, 8), (18, 6)]
+NEAR_NODES = [(6, 3), (8, 2), (8, 4), (12, 4), (16, 4)]
 
 
 def prove(name: str, problem: Problem, ranks: int, setting: Setting) -> Plan:

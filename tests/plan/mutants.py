@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
-from plan_cases import random_plan
+from plan_cases import random_problem, random_setting
 
+from mesh_attention.plan.methods.mesh import plan_mesh
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 MUTANTS = 120  # of each kind
+MOST_RANKS = 6  # groups of three, and of six; the work grows with the square
 Collective = AllGather | ReduceScatter | AllToAll
 Compute = Attend | AttendBackward
 
@@ -79,10 +81,12 @@ def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tu
     rng = Random(seed)
     found = 0
     while found < MUTANTS:
-        plan = random_plan(rng, most_ranks=9)
-        if plan.problem.q_tokens > 500 or plan.problem.keys > 500:
+        ranks = rng.randint(1, MOST_RANKS)
+        problem = random_problem(rng, ranks)
+        setting = random_setting(rng, problem, ranks)
+        if problem.q_tokens > 500 or problem.keys > 500:
             continue
-        here = places(plan, wanted)
+        here = places(plan_mesh(problem, ranks, setting), wanted)
         for place in rng.sample(here, min(8, len(here))):
             yield rng, place
             found += 1

@@ -147,9 +147,10 @@ def test_the_balance_counts_visible_pairs_of_the_calls() -> None:
 
 
 def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> None:
-    for ranks, chunks, layout, rotation, combine in product(
-        (1, 6), ((1, 1), (3, 2), (4, 4)), LayoutKind, (True, False), list(Combine)
-    ):
+    choices = product((1, 6), ((1, 1), (3, 2), (4, 4)), LayoutKind, (True, False))
+    for number, (ranks, chunks, layout, rotation) in enumerate(choices):
+        # In turn, and in another one for every layout and rotation.
+        combine = list(Combine)[(number + number // 8) % len(Combine)]
         plan = plan_for(
             ranks, mask=CAUSAL, chunks=chunks, layout=layout, rotation=rotation, combine=combine
         )

@@ -63,7 +63,7 @@ def peaks(plan: Plan) -> list[int]:
 def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) -> None:
     problem = Problem(4096, 16, 8, num_kv_heads=8, mask=Mask(causal=causal))
     whole, sliced = (
-        make_plan(problem, 16, tile=(4, 4), head_slices=heads) for heads in (None, (1, 1))
+        make_plan(problem, 4, tile=(2, 2), head_slices=heads) for heads in (None, (1, 1))
     )
     assert verify(sliced) == []
     for one, other in zip(count(whole).values(), count(sliced).values(), strict=True):
@@ -154,20 +154,20 @@ def test_where_a_cut_is_given_nothing_is_chosen(name: str) -> None:
 
 
 def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
-    problem = Problem(1 << 16, 32, 64)
-    free = make_plan(problem, 16, tile=(4, 4))
+    problem = Problem(1 << 15, 32, 64)
+    free = make_plan(problem, 4, tile=(2, 2))
     largest = max(peaks(free))
     for share in (2, 3):
-        plan = make_plan(problem, 16, tile=(4, 4), max_memory_bytes=largest // share)
+        plan = make_plan(problem, 4, tile=(2, 2), max_memory_bytes=largest // share)
         assert max(peaks(plan)) <= largest // share
         assert verify(plan) == []
         assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
-    tight = peaks(make_plan(problem, 16, tile=(4, 4), head_slices=(1, 1)))
-    under = make_plan(problem, 16, tile=(4, 4), max_memory_bytes=max(tight) * 9 // 10)
+    tight = peaks(make_plan(problem, 4, tile=(2, 2), head_slices=(1, 1)))
+    under = make_plan(problem, 4, tile=(2, 2), max_memory_bytes=max(tight) * 9 // 10)
     assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
     assert max(peaks(under)) <= max(tight) * 9 // 10
     with pytest.raises(PlanError, match="smallest cap"):
-        make_plan(problem, 16, tile=(4, 4), max_memory_bytes=1 << 20)
+        make_plan(problem, 4, tile=(2, 2), max_memory_bytes=1 << 20)
 
 
 def test_the_option_that_is_wrong_is_named() -> None:

@@ -102,10 +102,13 @@ def test_a_capped_plan_holds_no_more_than_the_cap_and_is_proven(
     problem = Problem(6 * 24, 2, 8, mask=Mask(causal=causal))
     for setting in CASES:
         least = smallest_cap(problem, 6, setting, direction)
+        proven: list[Plan] = []  # larger caps often change nothing
         for cap in (least, least + least // 4, 2 * least):
             plan = capped(problem, 6, setting, direction, cap)
             assert peak(plan) <= cap
-            assert verify(plan) == []
+            if plan not in proven:
+                assert verify(plan) == []
+                proven.append(plan)
 
 
 @pytest.mark.parametrize("direction", Direction)

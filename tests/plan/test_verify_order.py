@@ -2,12 +2,12 @@
 
 A proven plan is changed in one place, chosen at random among all places where the change means
 something (`mutants.py`); the files beside this one break kernel calls, transfers, merges and frees.
+That such plans are proven as they are is what test_verify_every_mesh.py shows, for 500 of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from mutants import (
@@ -20,7 +20,6 @@ from mutants import (
     places,
     random_places,
 )
-from plan_cases import random_plan
 
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
@@ -29,12 +28,6 @@ from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.verify import verify
-
-
-def test_the_plans_are_proven_before_they_are_broken() -> None:
-    rng = Random(0)
-    for _ in range(60):
-        assert verify(random_plan(rng, most_ranks=9)) == []
 
 
 def test_a_dropped_compute_task_is_caught() -> None:
