@@ -47,7 +47,7 @@ VOLUMES = {
     ),
     "agq-ringkv": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
     "agkv-ringqo": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
-    "seen": ("2 - 2/n", "4 - 4/n"),
+    "seen": ("(2*a + 2*b - 4)/n", "(3*(a-1) + 4*(b-1))/n"),
 }
 
 PROBE_RANKS, PROBE_HEADS = 4, 8

@@ -118,7 +118,7 @@ SAME_AS = {
     "double-ring": "usp",
     "agq-ringkv": "mesh",
     "agkv-ringqo": "mesh",
-    "seen": "ring",
+    "seen": "mesh",
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask, count, verify
+from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.testing import run_local
 from support.cases import HEADS, Case, random_heads, random_mask
@@ -57,12 +58,13 @@ def check(case: Case, bound: float | None = None) -> None:
             assert moved == tuple(case.batch * each for each in expected), case
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, 4])  # four as a tile of 2x2
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_kind_of_mask_on_every_layout(mask: str, ranks: int) -> None:
     for layout in LayoutKind:
         options: dict[str, Any] = {"method": "seen", "layout": layout}
         options |= {"stripe_block": 3} if layout is LayoutKind.STRIPED else {}
+        options["tile"] = (2, 2) if ranks == 4 else None
         options["stretches"] = stretches_for(layout, random.Random(mask), T, ranks)
         check(Case(ranks, T, T, mask=MASKS[mask], options=options))
 
@@ -87,6 +89,7 @@ def drawn(seed: int) -> Case:
         seed=seed,
         options={
             "method": "seen",
+            "tile": draw.choice([None, *factorisations(ranks)]),
             "layout": layout,
             "stretches": stretches_for(layout, draw, q_tokens, ranks),
             "gather_out": draw.random() < 0.3,
@@ -120,5 +123,6 @@ def test_real_processes_with_windows_documents_and_nothing_to_exchange(
 ) -> None:
     masks = [MASKS["window left"], MASKS["documents of one token and of none"]]
     masks.append(Mask(causal=True, documents=(0, 12, 24, 36, T)))
-    options = {"method": "seen", "layout": "contiguous"}
-    check_gloo(pool, [Case(ranks, T, T, mask=mask, options=options) for mask in masks])
+    options: dict[str, Any] = {"method": "seen", "layout": "contiguous"}
+    cases = [Case(ranks, T, T, mask=mask, options=options) for mask in masks]
+    check_gloo(pool, [*cases, replace(cases[1], options=options | {"tile": (2, 2)})])

@@ -78,7 +78,7 @@ def test_documents_whole_inside_a_rank_move_nothing(documents: str, causal: bool
     assert verify(plan) == []
     for one in plan.passes:
         assert one.groups == {}
-        assert one.setting == {"travels": "nothing"}
+        assert one.setting == {"tile": "1x4", "travels": "nothing"}
         operations = [op for program in one.programs for op in program.operations]
         assert not any(isinstance(op, Communication) for op in operations)
         assert not any(".wire" in buffer.name for p in one.programs for buffer in p.buffers)
@@ -189,3 +189,51 @@ def test_gradients_travel_in_the_callers_precision_and_are_added_in_a_wider_one(
             assert {table[name].precision.num_bytes(plan.problem) for name in sent} == {
                 element_bytes
             }
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), WINDOW, Mask(window=(K, K))])
+def test_with_a_tile_no_rank_receives_more_than_in_a_mesh_and_most_receive_less(mask: Mask) -> None:
+    problem = Problem(8 * 16 * K, 32, 128, num_kv_heads=8, mask=mask)
+    options: dict[str, Any] = {"tile": (2, 4), "layout": "zigzag"}
+    seen, mesh = (
+        count(make_plan(problem, 8, method=method, **options)) for method in ("seen", "mesh")
+    )
+    for direction in Direction:
+        pairs = [
+            (one.total.received_bytes, other.total.received_bytes)
+            for one, other in zip(seen[direction].ranks, mesh[direction].ranks, strict=True)
+        ]
+        assert all(less <= all_of_it for less, all_of_it in pairs)
+        assert sum(less < all_of_it for less, all_of_it in pairs) > 4
+
+
+def test_queries_that_see_none_of_a_column_and_partials_of_nothing_do_not_travel() -> None:
+    """Documents of two ranks on 2x2: ranks 0 and 1 share the queries of a tile row, and each
+    column has keys of one of them."""
+    mask = Mask(causal=True, documents=(0, 16, 32))
+    problem = Problem(32, 2, 8, mask=mask)
+    plan = make_plan(problem, 4, method="seen", layout="contiguous", tile=(2, 2))
+    assert verify(plan) == []
+    rows = {
+        (source, rank): {
+            piece.buffer.split(".")[0]: piece.num_rows
+            for op in plan.program(rank, Direction.FORWARD).operations
+            if isinstance(op, AllToAll)
+            for piece in op.receives[source]
+        }
+        for source in range(4)
+        for rank in range(4)
+        if source != rank
+    }
+    # The queries of rank 1 see keys of rank 0, whose own see none of rank 1's.
+    q, partial = {"q": 8}, {"out": 8, "lse": 8}
+    expected = {(1, 0): q, (0, 1): partial, (3, 2): q, (2, 3): partial}
+    assert {pair: found for pair, found in rows.items() if found} == expected
+
+
+def test_documents_whole_inside_a_rank_move_nothing_with_a_tile_either() -> None:
+    mask = Mask(causal=True, documents=INSIDE["of one token, and of none"])
+    problem = Problem(64, 4, 8, num_kv_heads=2, mask=mask)
+    plan = make_plan(problem, 4, method="seen", layout="contiguous", tile=(2, 2))
+    assert verify(plan) == []
+    assert all(one.groups == {} for one in plan.passes)

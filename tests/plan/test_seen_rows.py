@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from mesh_attention import Mask
-from mesh_attention.plan.build.seen_rows import Rows, SeenRows, keys_seen, stretches_of
+from mesh_attention.plan.assignment import Tile, factorisations
+from mesh_attention.plan.build.seen_rows import (
+    Rows,
+    SeenRows,
+    keys_seen,
+    seen_keys,
+    seen_queries,
+    stretches_of,
+)
 from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask_slices import SliceKind
@@ -58,58 +66,81 @@ def by_other(rows: Rows) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_each_rank_receives_every_key_that_its_queries_see_once_and_no_other(seed: int) -> None:
+def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[SeenRows, ...], list[list[set[int]]]]:
+    """Of queries and of keys: layouts, what was found, and the positions that each rank needs."""
     q, kv, rows = drawn(seed)
-    seen = SeenRows(q, kv, rows)
-    given = [by_other(seen.given(rank)) for rank in range(kv.num_ranks)]
-    foreign = False
+    tiles = [Tile(*shape) for shape in factorisations(q.num_ranks)]
+    tile = tiles[0] if seed % 2 else random.Random(seed).choice(tiles)
+    needs: list[list[set[int]]] = [[], []]
     for rank in range(q.num_ranks):
-        received = seen.received(rank)
-        positions = [
-            int(position)
-            for owner, slot, size in zip(
-                received.ranks, received.slots, received.sizes, strict=True
-            )
-            for position in kv.positions(int(owner))[slot : slot + size]
-        ]
-        assert positions == sorted(visible(rows, q.positions(rank)))
-        assert (received.sizes > 0).all()
-        for owner, stretches in by_other(received).items():
-            assert given[owner].pop(rank) == stretches
-            foreign |= owner != rank
-    assert not any(given)
-    assert seen.travels == foreign
+        owners = tile.q_group(tile.row(rank)), tile.kv_group(tile.column(rank))
+        queries, keys = (
+            {int(p) for owner in group for p in layout.positions(owner) if p < layout.num_tokens}
+            for group, layout in zip(owners, (q, kv), strict=True)
+        )
+        seen = {position: visible(rows, np.array([position])) & keys for position in queries}
+        needs[0].append({position for position in queries if seen[position]})
+        needs[1].append(set().union(*seen.values()))
+    found = seen_queries(q, kv, rows, tile), seen_keys(q, kv, rows, tile)
+    return (q, kv), found, needs
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_rank_receives_every_row_that_it_needs_once_and_no_other(seed: int) -> None:
+    """Keys that queries of its tile row see, and queries that see keys of its tile column."""
+    for layout, seen, needs in zip(*sides(seed), strict=True):
+        given = [by_other(seen.given(rank)) for rank in range(layout.num_ranks)]
+        foreign = False
+        for rank in range(layout.num_ranks):
+            received = seen.received(rank)
+            positions = [
+                int(position)
+                for owner, slot, size in zip(
+                    received.ranks, received.slots, received.sizes, strict=True
+                )
+                for position in layout.positions(int(owner))[slot : slot + size]
+            ]
+            assert positions == sorted(needs[rank])
+            assert (received.sizes > 0).all()
+            for owner, stretches in by_other(received).items():
+                assert given[owner].pop(rank) == stretches
+                foreign |= owner != rank
+        assert not any(given)
+        assert seen.travels == foreign
+        own = [set(layout.positions(rank).tolist()) for rank in range(layout.num_ranks)]
+        expected = [[len(wanted & owned) for owned in own] for wanted in needs]
+        assert seen.tokens_between().tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_rows_of_a_share_fit_together(seed: int) -> None:
-    """What is gathered lies where it is said to, and each partial gradient is summed once."""
-    q, kv, rows = drawn(seed)
-    seen = SeenRows(q, kv, rows)
-    shares = [share_of(seen, kv, rank) for rank in range(q.num_ranks)]
-    sees = [visible(rows, q.positions(rank)) for rank in range(q.num_ranks)]
-    for share in shares:
-        positions = kv.positions_of(share.rows)
-        for owner, stretches in share.gathered.items():
-            for (start, stop), (slot, last) in zip(
-                stretches, shares[owner].given[share.rank], strict=True
-            ):
-                assert (positions[start:stop] == kv.positions(owner)[slot:last]).all()
-        assert share.local == (sees[share.rank] <= set(kv.positions(share.rank).tolist()))
-        stack = kv.positions_of(share.stack)
-        summed: dict[int, int] = defaultdict(int)
-        for (start, stop), summands in share.sums:
-            for slot, position in enumerate(kv.positions(share.rank)[start:stop].tolist(), start):
-                for one in summands:
-                    buffer = stack if one.arrives else positions
-                    assert buffer[one.row + slot - one.start] == position
-                    summed[position] += 1
-        for position in kv.positions(share.rank).tolist():
-            others = sum(position in sees[g] for g in range(q.num_ranks) if g != share.rank)
-            own = position in sees[share.rank]
-            # A rank that gathers nothing has gradients of all its rows, most of them 0.
-            assert summed[position] in {others + own, others + (share.local and bool(share.rows))}
+    """What is gathered lies where it is said to, and each partial result is merged once."""
+    for layout, seen, needs in zip(*sides(seed), strict=True):
+        shares = [share_of(seen, layout, rank) for rank in range(layout.num_ranks)]
+        for share in shares:
+            own = layout.positions(share.rank)
+            positions = layout.positions_of(share.rows)
+            assert share.num_rows == len(positions)
+            for owner, stretches in share.gathered.items():
+                for (start, stop), (slot, last) in zip(
+                    stretches, shares[owner].given[share.rank], strict=True
+                ):
+                    assert (positions[start:stop] == layout.positions(owner)[slot:last]).all()
+            assert share.local == (needs[share.rank] <= set(own.tolist()))
+            stack = layout.positions_of(share.stack)
+            merged: dict[int, int] = defaultdict(int)
+            for (start, stop), summands in share.sums:
+                for slot, position in enumerate(own[start:stop].tolist(), start):
+                    for one in summands:
+                        buffer = stack if one.arrives else positions
+                        assert buffer[one.row + slot - one.start] == position
+                        merged[position] += 1
+            whole = share.local and bool(share.rows)
+            for position in own.tolist():
+                users = [rank for rank, wanted in enumerate(needs) if position in wanted]
+                others = sum(user != share.rank for user in users)
+                # A rank that gathers nothing has partials of all its rows, most of them empty.
+                assert merged[position] == others + (whole or share.rank in users)
 
 
 def test_stretches_are_those_of_real_tokens_and_as_long_as_they_can_be() -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.build.seen_rows import SeenRows, expanded, stretches_of
+from mesh_attention.plan.build.seen_rows import expanded, seen_keys, stretches_of
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.row_ranges import RowRanges
@@ -117,7 +117,7 @@ class LayerCosts:
         """Every rank has its own queries, and receives the keys that they see."""
         n = self._ranks
         pairs = pairs_of_ranks(layout, self._rows)
-        tokens = SeenRows(layout, kv_layout, self._rows).tokens_between()
+        tokens = seen_keys(layout, kv_layout, self._rows).tokens_between()
         np.fill_diagonal(tokens, 0)
         node = np.arange(n) // self._rates.ranks_per_node
         near = np.where(node[:, None] == node, tokens, 0)

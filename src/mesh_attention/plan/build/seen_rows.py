@@ -1,20 +1,24 @@
-"""Which key rows the queries of each rank see, and where they lie: what has to travel, and no more.
+"""Which rows a rank has to work on, by what the mask shows: what must travel, and no more.
 
-All is found by intervals, for all ranks at once: the stretches of positions that ranks own, cut
-where the mask bends, show an interval of keys each, and those of one rank are joined. A rank then
-cuts its own intervals at the stretches of the owners to know what it receives, and the intervals of
-all others at its own stretches to know what it sends. So its program costs no work for pairs of
-other ranks, and none for single tokens.
+With a tile a x b a rank takes the queries of its tile row that see keys of its tile column, and the
+keys of its column that those queries see; 1 x n is its own queries and all that they see. All is
+found by intervals, for all ranks at once: stretches of positions that ranks own, cut where the mask
+bends, show intervals of keys, and those of one tile row are joined. A rank then cuts the intervals
+of its own row at the stretches of the owners to know what it receives, and those of all rows at its
+own stretches to know what it gives. So its program costs no work for pairs of other ranks, and none
+for single tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.row_ranges import RowRanges
 
@@ -61,6 +65,29 @@ def stretches_of(layout: Layout) -> OwnedStretches:
     return OwnedStretches(starts, stops, places)[np.flatnonzero(starts < stops)]
 
 
+class _Parts(NamedTuple):
+    """Queries `low..high` of one stretch and one segment of the mask, with an interval of keys."""
+
+    stretch: Array  # its index
+    low: Array
+    high: Array  # the last
+    lo: Array
+    lo_slope: Array
+    hi: Array
+    hi_slope: Array
+
+
+def _parts(starts: Array, stops: Array, rows: RowRanges) -> _Parts:
+    edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
+    first = np.searchsorted(edges[:, 1], starts, side="right")
+    index, at = expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
+    low = np.maximum(starts[index], edges[at, 0])
+    high = np.minimum(stops[index], edges[at, 1]) - 1
+    layers = rows.lines(at)
+    columns = zip(*((index, low, high, *lines) for lines in layers), strict=True)
+    return _Parts(*(np.concatenate(column) for column in columns))
+
+
 def keys_seen(starts: Array, stops: Array, rows: RowRanges) -> tuple[Array, Array, Array]:
     """Intervals of keys that stretches of queries see, each with the index of its stretch; some
     are empty, and some meet.
@@ -68,16 +95,30 @@ def keys_seen(starts: Array, stops: Array, rows: RowRanges) -> tuple[Array, Arra
     The ends of an interval are lines on a segment of the mask, and never fall there: the first and
     the last query of a segment bound what all in between see.
     """
-    edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
-    first = np.searchsorted(edges[:, 1], starts, side="right")
-    index, at = expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
-    low = np.maximum(starts[index], edges[at, 0])
-    high = np.minimum(stops[index], edges[at, 1]) - 1
-    layers = [
-        (lo + lo_slope * low, hi + hi_slope * high) for lo, lo_slope, hi, hi_slope in rows.lines(at)
-    ]
-    lows, highs = zip(*layers, strict=True)
-    return np.tile(index, len(layers)), np.concatenate(lows), np.concatenate(highs)
+    p = _parts(starts, stops, rows)
+    return p.stretch, p.lo + p.lo_slope * p.low, p.hi + p.hi_slope * p.high
+
+
+def queries_seeing(
+    starts: Array, stops: Array, keys: tuple[Array, Array], rows: RowRanges
+) -> tuple[Array, Array, Array]:
+    """Intervals of these queries that see keys of some stretches, which are disjoint and in order;
+    each with the index of the stretch of keys. Some are empty, and some meet."""
+    p = _parts(starts, stops, rows)
+    first = np.searchsorted(keys[1], p.lo + p.lo_slope * p.low, side="right")
+    last = np.searchsorted(keys[0], p.hi + p.hi_slope * p.high, side="left")
+    at, index = expanded(first, last)
+    _, low, high, lo, lo_slope, hi, hi_slope = (column[at] for column in p)
+    begin, end = keys[0][index], keys[1][index]
+    # A line of slope 0 bounds no query here: where it would, all of the part sees nothing.
+    none = ((lo_slope == 0) & (lo >= end)) | ((hi_slope == 0) & (hi <= begin))
+    low = np.where(hi_slope > 0, np.maximum(low, begin - hi + 1), low)
+    high = np.where(lo_slope > 0, np.minimum(high, end - lo - 1), high)
+    # Nor do queries see anything where their interval is empty.
+    low = np.where(hi_slope > lo_slope, np.maximum(low, lo - hi + 1), low)
+    high = np.where(lo_slope > hi_slope, np.minimum(high, hi - lo - 1), high)
+    none |= (lo_slope == hi_slope) & (lo >= hi)
+    return index, low, np.where(none, low, high + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,61 +132,108 @@ class Rows:
 
 
 class SeenRows:
-    """What the queries of all ranks see, as intervals of key positions.
+    """The rows of one side that ranks work on, as intervals of positions.
 
-    An interval of rank r is kept as `r * stride` and its positions, so that those of all ranks can
-    be sorted, joined and searched together.
+    Ranks lie in a grid. All of a *line* of it work on the same positions, each on those that ranks
+    of its own place in the lines own. An interval of line l is kept as `l * stride` and positions,
+    so that those of all lines can be sorted, joined and searched together.
     """
 
-    def __init__(self, q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> None:
-        self._layout = kv_layout
-        self._stride = kv_layout.num_tokens + 1  # intervals of two ranks never touch
-        queries = stretches_of(q_layout)
-        index, lo, hi = keys_seen(queries.starts, queries.stops, rows)
-        viewers = queries.places[index] // q_layout.slots * self._stride
+    def __init__(
+        self,
+        layout: Layout,
+        grid: tuple[Array, Array],
+        intervals: tuple[Array, Array, Array],
+    ) -> None:
+        """`grid`: the line of each rank, and its place there; `intervals`: line and ends."""
+        self._layout = layout
+        self._lines, self._places = grid
+        self._ranks = np.empty((self._lines.max() + 1, self._places.max() + 1), dtype=np.int64)
+        self._ranks[grid] = np.arange(layout.num_ranks)
+        self._stride = layout.num_tokens + 1  # intervals of two lines never touch
+        line, lo, hi = intervals
         some = lo < hi
-        self._lo, self._hi = _joined(viewers[some] + lo[some], viewers[some] + hi[some])
-        keys = stretches_of(kv_layout)
-        self._keys = keys[np.argsort(keys.starts, kind="stable")]
-        self._owners = self._keys.places // kv_layout.slots
+        base = line[some] * self._stride
+        self._lo, self._hi = _joined(base + lo[some], base + hi[some])
+        owned = stretches_of(layout)
+        self._owned = owned[np.argsort(owned.starts, kind="stable")]
+        self._owners = self._owned.places // layout.slots
 
     @cached_property
     def travels(self) -> bool:
-        """Does any rank see a row that it does not own?"""
-        own = self._owners * self._stride
-        order = np.argsort(own + self._keys.starts)
-        starts, stops = ((own + edge)[order] for edge in (self._keys.starts, self._keys.stops))
+        """Does any rank work on a row that it does not own? Every position belongs to one place, so
+        all that is not taken by its owner is."""
+        line = self._lines[self._owners] * self._stride
+        order = np.argsort(line + self._owned.starts)
+        starts, stops = ((line + edge)[order] for edge in (self._owned.starts, self._owned.stops))
         _, _, low, high = _cut(self._lo, self._hi, starts, stops)
         return bool((high - low).sum() < (self._hi - self._lo).sum())
 
     def tokens_between(self) -> Array:
-        """How many rows of each owner each rank sees, [viewer, owner]; own ones are among them."""
-        ranks = self._layout.num_ranks
-        viewers, lo = np.divmod(self._lo, self._stride)
-        keys = self._keys
-        index, at, low, high = _cut(lo, lo + self._hi - self._lo, keys.starts, keys.stops)
-        pairs = viewers[index] * ranks + self._owners[at]
+        """How many rows of each owner each rank needs, [user, owner]; own ones are among them."""
+        ranks, owned = self._layout.num_ranks, self._owned
+        line, lo = np.divmod(self._lo, self._stride)
+        index, at, low, high = _cut(lo, lo + self._hi - self._lo, owned.starts, owned.stops)
+        owners = self._owners[at]
+        pairs = self._ranks[line[index], self._places[owners]] * ranks + owners
         found = np.bincount(pairs, weights=high - low, minlength=ranks * ranks)
         return found.astype(np.int64).reshape(ranks, ranks)
 
     def received(self, rank: int) -> Rows:
-        """What a rank sees, by owner; its own rows are among it."""
-        base = rank * self._stride
+        """What a rank works on, by owner; its own rows are among it."""
+        base = self._lines[rank] * self._stride
         first, last = np.searchsorted(self._lo, (base, base + self._stride)).tolist()
         lo, hi = self._lo[first:last] - base, self._hi[first:last] - base
-        _, at, low, high = _cut(lo, hi, self._keys.starts, self._keys.stops)
-        return self._rows(self._owners[at], self._keys[at], low, high)
+        near = np.flatnonzero(self._places[self._owners] == self._places[rank])
+        owned = self._owned[near]
+        _, at, low, high = _cut(lo, hi, owned.starts, owned.stops)
+        return self._rows(self._owners[near[at]], owned[at], low, high)
 
     def given(self, rank: int) -> Rows:
-        """What others see of a rank, by viewer; what it sees itself is among it."""
-        own = self._keys[np.flatnonzero(self._owners == rank)]
-        viewers, lo = np.divmod(self._lo, self._stride)
+        """What others work on of a rank's rows, by user; what it does itself is among it."""
+        own = self._owned[np.flatnonzero(self._owners == rank)]
+        line, lo = np.divmod(self._lo, self._stride)
         index, at, low, high = _cut(lo, lo + self._hi - self._lo, own.starts, own.stops)
-        return self._rows(viewers[index], own[at], low, high)
+        return self._rows(self._ranks[line[index], self._places[rank]], own[at], low, high)
 
     def _rows(self, ranks: Array, within: OwnedStretches, low: Array, high: Array) -> Rows:
         slots = (within.places + low - within.starts) % self._layout.slots
         return Rows(ranks, slots, high - low)
+
+
+def seen_keys(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: Tile | None = None
+) -> SeenRows:
+    """Keys of a rank's tile column that queries of its tile row see; without a tile, all that its
+    own queries see."""
+    row, column = _grid(q_layout, tile)
+    queries = stretches_of(q_layout)
+    index, lo, hi = keys_seen(queries.starts, queries.stops, rows)
+    owners = queries.places[index] // q_layout.slots
+    return SeenRows(kv_layout, (row, column), (row[owners], lo, hi))
+
+
+def seen_queries(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: Tile | None = None
+) -> SeenRows:
+    """Queries of a rank's tile row that see keys of its tile column."""
+    row, column = _grid(q_layout, tile)
+    queries, keys = stretches_of(q_layout), stretches_of(kv_layout)
+    if tile is None or tile.a == 1:
+        columns = np.zeros(1, dtype=np.int64)
+        edges = (columns, columns + kv_layout.num_tokens)
+    else:
+        keys = keys[np.argsort(keys.starts, kind="stable")]
+        columns = column[keys.places // kv_layout.slots]
+        edges = (keys.starts, keys.stops)
+    index, lo, hi = queries_seeing(queries.starts, queries.stops, edges, rows)
+    return SeenRows(q_layout, (column, row), (columns[index], lo, hi))
+
+
+def _grid(layout: Layout, tile: Tile | None) -> tuple[Array, Array]:
+    """Row and column of each rank."""
+    row, column = np.divmod(np.arange(layout.num_ranks), tile.a if tile else 1)
+    return row, column
 
 
 def expanded(first: Array, last: Array) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
-"""One rank's share of what is seen: what it receives, gives away, and sums, by rows of its buffers.
+"""One rank's share of one side: what it receives, gives away, and merges, by rows of its buffers.
 
-A rank that sees rows of others gathers all that it sees, in order of position, its own rows among
-it. One that sees only its own attends to them where they lie.
+A rank that works on rows of others gathers all that it works on, in order of position, its own rows
+among it. One that works on its own only takes them where they lie.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ByRank = dict[int, Stretches]  # what is exchanged with each rank
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """Partial gradients of own rows `start..stop`: they begin at a row of the own partials, or of
+    """Partial results of own rows `start..stop`: they begin at a row of the own partials, or of
     the stack of those that arrive."""
 
     start: int
@@ -35,12 +35,12 @@ class Summand:
 @dataclass(frozen=True, slots=True)
 class SeenShare:
     rank: int
-    local: bool  # sees its own rows only
-    rows: Spans  # places of the keys that it attends to; none if it sees nothing
+    local: bool  # works on its own rows only
+    rows: Spans  # the places of what it works on; none if there is nothing to do
     num_rows: int
     gathered: ByRank  # rows of them, by owner
-    given: ByRank  # own slots, by viewer
-    stacked: ByRank  # rows of the stack in which gradients of own rows arrive, by viewer
+    given: ByRank  # own slots, by user
+    stacked: ByRank  # rows of the stack in which partials of own rows arrive, by user
     stack: Spans  # the places of that stack
     sums: list[tuple[Stretch, list[Summand]]]  # own slots, in stretches with the same partials
 
@@ -87,7 +87,7 @@ def share_of(seen: SeenRows, layout: Layout, rank: int) -> SeenShare:
 
 
 def _sums(summands: list[Summand], slots: int) -> list[tuple[Stretch, list[Summand]]]:
-    """Where nobody sees a stretch there are none."""
+    """Where nobody works on a stretch there are none."""
     cuts = sorted({0, slots}.union(*((one.start, one.stop) for one in summands)))
     at = {cut: i for i, cut in enumerate(cuts)}
     found: list[list[Summand]] = [[] for _ in cuts[1:]]

@@ -11,19 +11,23 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.exchange import with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.seen_builder import SeenBuilder
-from mesh_attention.plan.build.seen_rows import SeenRows, num_stretches
+from mesh_attention.plan.build.seen_rows import num_stretches, seen_keys, seen_queries
 from mesh_attention.plan.build.seen_share import share_of
-from mesh_attention.plan.build.setting import SliceSetting
+from mesh_attention.plan.build.seen_side import SeenSide
+from mesh_attention.plan.build.setting import SliceSetting, option
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
-from mesh_attention.plan.build.tile_plan import layouts_of, shared_options
+from mesh_attention.plan.build.tile_plan import layouts_of, shared_options, tile_for
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import MergeRule
 
 # Each stretch that a rank sees is a message of its own; two for each rank are always allowed.
 MAX_STRETCHES = 4096
@@ -31,7 +35,11 @@ MAX_STRETCHES = 4096
 
 @dataclass(frozen=True)
 class SeenSetting(SliceSetting):
-    """How finely transfers are cut."""
+    """Who computes what, and how finely transfers are cut."""
+
+    tile: tuple[int, int] | None = option(
+        None, "a Q partitions by b KV partitions that a rank computes; left out: 1 x n", "AxB"
+    )
 
 
 def plan_seen(
@@ -42,17 +50,37 @@ def plan_seen(
         shared = replace(shared, layout=usual_layout(problem.mask))
     layouts = layouts_of(problem, ranks, shared)
     _check_stretches(layouts[1])
+    tile = tile_for(setting.tile or (1, ranks), ranks)
     head_group = HeadGroup(problem, *layouts)
-    lowerings = Lowerings(*layouts, problem.rows, one_call=shared.one_call)
-    seen = SeenRows(*layouts, problem.rows)
-    shares = cache(partial(share_of, seen, layouts[1]))  # both passes exchange the same rows
+    lowerings = Lowerings(*layouts, problem.rows)
+    seen = [find(*layouts, problem.rows, tile) for find in (seen_queries, seen_keys)]
+    # Both passes exchange the same rows.
+    q_shares, kv_shares = (
+        cache(partial(share_of, rows, layout)) for rows, layout in zip(seen, layouts, strict=True)
+    )
+    q_travels, kv_travels = (rows.travels for rows in seen)
 
     def build(direction: Direction) -> Pass:
-        sizes = _slices(problem, ranks, setting, direction, travels=seen.travels)
-        out = setting.gather_out
-        return with_exchanges(
-            [SeenBuilder(head_group, direction, seen, shares, lowerings, sizes, gather_out=out)]
+        travels = q_travels or kv_travels
+        sizes = _slices(problem, ranks, setting, direction, tile=tile, travels=travels)
+        forward = direction is Direction.FORWARD
+        statistic = Kind.OUT if setting.gather_out else Kind.DELTA
+        q = SeenSide(
+            *(head_group, q_shares, sizes),
+            travels=q_travels,
+            inputs=(Kind.Q,) if forward else (Kind.Q, Kind.GRAD_OUT, Kind.LSE, statistic),
+            partials=(Kind.OUT, Kind.LSE) if forward else (Kind.GRAD_Q,),
+            rule=MergeRule.SOFTMAX if forward else MergeRule.SUM,
         )
+        kv = SeenSide(
+            *(head_group, kv_shares, sizes),
+            travels=kv_travels,
+            inputs=(Kind.K, Kind.V),
+            partials=() if forward else (Kind.GRAD_K, Kind.GRAD_V),
+            rule=MergeRule.SUM,
+        )
+        builder = SeenBuilder(head_group, direction, q, kv, lowerings, sizes, str(tile))
+        return with_exchanges([builder])
 
     return Plan(
         problem,
@@ -72,14 +100,20 @@ def usual_layout(mask: Mask) -> LayoutKind:
 
 
 def _slices(
-    problem: Problem, ranks: int, setting: SeenSetting, direction: Direction, *, travels: bool
+    problem: Problem,
+    ranks: int,
+    setting: SeenSetting,
+    direction: Direction,
+    *,
+    tile: Tile,
+    travels: bool,
 ) -> tuple[int, ...]:
     """Sizes of the slices of heads: as given, or by size where there is a transfer to hide."""
     given, name = setting.head_slices, "head_slices"
     if direction is Direction.BACKWARD and setting.backward_head_slices:
         given, name = setting.backward_head_slices, "backward_head_slices"
     if given is None and travels:
-        given = suggested_cut(problem, ranks, (1, ranks), 1)[1]
+        given = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
     return sizes_for(problem, 1, given, name)
 
 

@@ -89,6 +89,12 @@ def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
     return [{"team": team} for team in startrail.team_sizes(ranks)]
 
 
+def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
+    """Own queries only, for masks that show little, and the tiles of a mesh."""
+    tiles = dict.fromkeys([(1, ranks), *_near_best(problem, ranks)])
+    return [{"tile": tile} for tile in tiles]
+
+
 DEFAULT_METHOD = "mesh"
 _ANY_MASK = ("ulysses",)
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
@@ -144,10 +150,10 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         _tiles,
     ),
     "seen": (
-        "every rank receives the keys that its queries see, and no others",
+        "rows travel only to ranks whose queries see them",
         seen.SeenSetting,
         seen.plan_seen,
-        _one,
+        _row_or_tiles,
     ),
 }
 METHODS: Mapping[str, Method] = {
