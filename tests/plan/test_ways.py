@@ -12,6 +12,7 @@ import pytest
 from plan_cases import random_cuts, random_layouts, random_window
 
 from mesh_attention.plan.count import count
+from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.pack import Layer, Packer
@@ -142,6 +143,20 @@ def test_pairs_of_ranks_are_those_of_the_rows_of_the_mask() -> None:
             for a, b in pairwise(range(0, layout.padded_tokens + 1, layout.slots))
         ]
         assert pairs_of_ranks(layout, rows).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG])
+def test_the_unevenness_of_a_mesh_is_that_of_its_tiles(kind: LayoutKind) -> None:
+    rng = Random(2)
+    for _ in range(40):
+        tile = rng.choice(((2, 3), (1, 4), (4, 1), (3, 4)))
+        ranks, tokens = tile[0] * tile[1], rng.randint(30, 150)
+        mask = Mask(causal=rng.random() < 0.6, documents=random_cuts(rng, tokens, 3))
+        problem = Problem(tokens, 4, 8, mask=mask)
+        layout = Layout(kind, tokens, ranks)
+        predicted = LayerCosts(problem, ranks, Rates()).mesh(layout, layout, tile).unevenness
+        plan = make_plan(problem, ranks, method="mesh", layout=kind, tile=tile)
+        assert predicted == pytest.approx(balance(plan, plan.forward).ratio), (problem, tile)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])

@@ -215,7 +215,11 @@ class LayerCosts:
 def _runs(layout: Layout, first: int, step: int, count: int) -> list[Run]:
     """The positions of ranks `first`, `first + step` and so on, of a contiguous or zigzag layout:
     as few runs as there are blocks of a rank."""
-    if layout.kind is LayoutKind.CONTIGUOUS:
-        return [Run(first * layout.slots, layout.slots, step * layout.slots, count)]
-    half, last = layout.slots // 2, 2 * layout.num_ranks - 1 - first - (count - 1) * step
-    return [Run(block * half, half, step * half, count) for block in (first, last)]
+    starts, size = [first * layout.slots], layout.slots
+    if layout.kind is LayoutKind.ZIGZAG:
+        size //= 2
+        last = 2 * layout.num_ranks - 1 - first - (count - 1) * step
+        starts = [first * size, last * size]
+    if step == 1:
+        return [Run(start, count * size) for start in starts]
+    return [Run(start, size, step * size, count) for start in starts]
