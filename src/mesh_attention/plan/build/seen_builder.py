@@ -13,7 +13,6 @@ from __future__ import annotations
 from mesh_attention.plan.buffers import Kind, Piece
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import HeadGroup
-from mesh_attention.plan.build.reduce import by_member
 from mesh_attention.plan.build.seen_share import SeenShare
 from mesh_attention.plan.build.seen_side import ByMember, SeenSide
 from mesh_attention.plan.build.tile_side import ALL_UNITS
@@ -123,11 +122,11 @@ class SeenBuilder:
         return [*casts, AllToAll(task, ALL_UNITS, sends, receives)]
 
     def _together(self, sides: list[ByMember]) -> tuple[tuple[Piece, ...], ...]:
-        pieces: ByMember = {}
+        pieces: list[tuple[Piece, ...]] = [()] * self.head_group.num_units
         for side in sides:
             for member, more in side.items():
-                pieces[member] = pieces.get(member, ()) + more
-        return by_member(self.head_group.num_units, pieces)
+                pieces[member] += more
+        return tuple(pieces)
 
     def _attention(
         self, task: Task, q: SeenShare, kv: SeenShare, part: int, calls: tuple[Call, ...]

@@ -115,8 +115,8 @@ class CombineSetting(Setting):
 
 
 @dataclass(frozen=True)
-class TileSetting(CombineSetting):
-    """Options of methods on a tile grid."""
+class ShapeSetting(Setting):
+    """An option of methods on a tile grid."""
 
     tile: tuple[int, int] | None = option(
         None,
@@ -124,6 +124,12 @@ class TileSetting(CombineSetting):
         "(of units of `ulysses` ranks); left out: chosen",
         "AxB",
     )
+
+
+@dataclass(frozen=True)
+class TileSetting(ShapeSetting, CombineSetting):
+    """Options of methods that reduce partial results on a tile grid."""
+
     alpha: int | None = option(
         None, "a node is an alpha-wide patch of the tile grid (needs `ranks_per_node`)"
     )

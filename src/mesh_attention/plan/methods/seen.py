@@ -19,7 +19,7 @@ from mesh_attention.plan.build.seen_builder import SeenBuilder
 from mesh_attention.plan.build.seen_rows import num_stretches, seen_keys, seen_queries
 from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.build.seen_side import SeenSide
-from mesh_attention.plan.build.setting import SliceSetting, option
+from mesh_attention.plan.build.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
 from mesh_attention.plan.build.tile_plan import layouts_of, shared_options, tile_for
 from mesh_attention.plan.layout import Layout, LayoutKind
@@ -34,12 +34,9 @@ MAX_STRETCHES = 4096
 
 
 @dataclass(frozen=True)
-class SeenSetting(SliceSetting):
-    """Who computes what, and how finely transfers are cut."""
-
-    tile: tuple[int, int] | None = option(
-        None, "a Q partitions by b KV partitions that a rank computes; left out: 1 x n", "AxB"
-    )
+class SeenSetting(ShapeSetting, SliceSetting):
+    """Who computes what (left out: its own queries, a tile of 1 x n), and how finely transfers are
+    cut."""
 
 
 def plan_seen(

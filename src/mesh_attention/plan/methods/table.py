@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
@@ -34,7 +35,13 @@ class Method:
     reads_mask: bool = True  # False: what goes where is the same under every mask
 
     def options(self) -> dict[str, Option]:
-        return {option.name: option for option in options_of(self.setting)}
+        return dict(_options(self.setting))  # type: ignore[arg-type]  # classes can be hashed
+
+
+@cache
+def _options(setting: type[Setting]) -> Mapping[str, Option]:
+    """Found once: every question of a batch asks for them."""
+    return {option.name: option for option in options_of(setting)}
 
 
 def _one(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
