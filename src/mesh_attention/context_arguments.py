@@ -14,20 +14,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.plan.arguments import choice, flag, number, real
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
 from mesh_attention.plan.verify import verify
+from mesh_attention.runtime.context import Context
+from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.transports import TransportName
-from mesh_attention.tensor_faults import UNSUPPORTED, fault_of_unsupported
+from mesh_attention.tensor_faults import UNSUPPORTED, fault_of_kind, fault_of_unsupported
 
 _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
 _PROBLEM = (
@@ -105,6 +109,59 @@ def layer_of_batches(
     method = (asked.method, asked.setting) if set(named) - {*others} else None
     setting = asked.setting
     return Layer(asked.problem, method, setting.layout, setting.ranks_per_node)
+
+
+_HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
+
+
+def has_sizes(given: Mapping[str, Any]) -> bool:
+    """Whether all that must be known of tensors is said; otherwise they say it themselves."""
+    if given.get("plan") is not None:
+        return True
+    return all(given.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
+
+
+def sizes_of(
+    context: Context, given: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Any]:
+    """What the shapes of the shards say: without a length every slot is a token. A length of 0 was
+    given too, and is refused later."""
+    fault = fault_of_kind(q=q, k=k, v=v)
+    if fault is not None:
+        raise fault
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise MeshAttentionError(
+                f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
+            )
+    heads = dict(zip(_HEADS, (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), strict=True))
+    for name, found in heads.items():
+        wanted = given.get(name)
+        if wanted is not None and wanted != found:
+            raise MeshAttentionError(f"{name}={wanted} was given, but the tensors have {found}")
+    size = len(context.groups.ranks)
+    lengths = q.shape[1] * size, k.shape[1] * size
+    queries, keys = given.get("seq_len"), given.get("kv_seq_len")
+    if keys is None:
+        keys = queries if queries is not None and lengths[0] == lengths[1] else lengths[1]
+    return {
+        "seq_len": lengths[0] if queries is None else queries,
+        "kv_seq_len": keys,
+        "dtype": q.dtype,
+        **heads,
+    }
+
+
+def kept_source(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOptions]:
+    """What these arguments ask for, read once while they are among the latest."""
+    mask = given["mask"]
+    rest = repr([(name, x) for name, x in given.items() if name != "mask"])
+    key = (mask if isinstance(mask, Mask) else repr(mask), rest)
+    known = context.asked.find(key)
+    if known is None:
+        asked, calls = read_arguments(context.groups.parent, given)
+        known = context.asked.keep(key, (context.source(asked), calls))
+    return known
 
 
 def _refuse_if_wrong(plan: Plan) -> None:

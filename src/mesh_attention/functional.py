@@ -13,15 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import process_group, read_arguments
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.context_arguments import kept_source, process_group, sizes_of
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
-from mesh_attention.runtime.context import Context, context_of
-from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
-    fault_of_kind,
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
@@ -78,7 +75,7 @@ def mesh_attention(
     try:
         if refused is not None:
             raise refused
-        source, calls = _kept(context, given | _sizes(context, given, q, k, v))
+        source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
         plan = source.first.plan
         error = (
             fault_of_tensors(plan, q, k, v)
@@ -89,47 +86,6 @@ def mesh_attention(
         error = found
     out, lse = attention(share, source, calls, (q, k, v), error, label, sinks)
     return (out, lse) if return_lse else out
-
-
-def _sizes(
-    context: Context, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
-) -> dict[str, Any]:
-    """What the shapes of the shards say. A length of 0 was given too, and is refused later."""
-    fault = fault_of_kind(q=q, k=k, v=v)
-    if fault is not None:
-        raise fault
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise MeshAttentionError(
-                f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
-            )
-    size = len(context.groups.ranks)
-    lengths = q.shape[1] * size, k.shape[1] * size
-    queries, keys = given["seq_len"], given["kv_seq_len"]
-    if keys is None:
-        keys = queries if queries is not None and lengths[0] == lengths[1] else lengths[1]
-    return {
-        "seq_len": lengths[0] if queries is None else queries,
-        "kv_seq_len": keys,
-        "num_heads": q.shape[2],
-        "num_kv_heads": k.shape[2],
-        "head_dim": q.shape[3],
-        "v_head_dim": v.shape[3],
-        "dtype": q.dtype,
-    }
-
-
-def _kept(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOptions]:
-    """What these arguments ask for, read once while they are among the latest."""
-    mask = given["mask"]
-    rest = repr([(name, x) for name, x in given.items() if name != "mask"])
-    key = (mask if isinstance(mask, Mask) else repr(mask), rest)
-
-    known = context.asked.find(key)
-    if known is None:
-        asked, calls = read_arguments(context.groups.parent, given)
-        known = context.asked.keep(key, (context.source(asked), calls))
-    return known
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
