@@ -76,31 +76,30 @@ def read_arguments(
 
 def layer_of_batches(
     asked: Question | Plan, given: Mapping[str, Any], options: CallOptions
-) -> Layer | MeshAttentionError:
-    """What an object asks for, for batches that bring their own documents and length; or why it
-    cannot."""
+) -> Layer:
+    """What an object asks for, for batches that bring their own documents and length."""
     if isinstance(asked, Plan):
-        return MeshAttentionError(
+        raise MeshAttentionError(
             "this object was made with a plan, which is for one mask and one length; give the "
             "sizes in place of the plan, and documents can change with every batch"
         )
     if asked.problem.mask.documents is not None:
-        return MeshAttentionError(
+        raise MeshAttentionError(
             "the mask of this object has documents already; leave them out there, and every batch "
             "can bring its own"
         )
     if asked.problem.mask.slices is not None:
-        return MeshAttentionError(
+        raise MeshAttentionError(
             "the mask of this object is made of slices, which say all that is seen; make an object "
             "for the slices of each batch: on one group a new mask costs a plan and nothing else"
         )
     if options.cuda_graph:
-        return MeshAttentionError(
+        raise MeshAttentionError(
             "cuda_graph=True replays the documents that it was captured with; leave it out where "
             "they change with every batch"
         )
     if options.transport is TransportName.SYMMETRIC:
-        return MeshAttentionError(
+        raise MeshAttentionError(
             "transport='symmetric' is not supported with documents that change with every batch; "
             "leave it out"
         )
@@ -112,6 +111,7 @@ def layer_of_batches(
 
 
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
+SIZES = ("seq_len", "kv_seq_len", "dtype", *_HEADS)
 
 
 def has_sizes(given: Mapping[str, Any]) -> bool:
@@ -119,6 +119,15 @@ def has_sizes(given: Mapping[str, Any]) -> bool:
     if given.get("plan") is not None:
         return True
     return all(given.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
+
+
+def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With sizes of many models where none are said: enough to check all other arguments, and to
+    choose a layout before the first call."""
+    heads = given.get("num_heads") or 32
+    kv_heads = given.get("num_kv_heads") or (8 if given.get("num_heads") is None else heads)
+    found = {"seq_len": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
+    return {**given, **{n: x for n, x in found.items() if given.get(n) is None}}
 
 
 def sizes_of(

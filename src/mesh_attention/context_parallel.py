@@ -10,7 +10,6 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -20,19 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import layer_of_batches, process_group, read_arguments
-from mesh_attention.context_report import Reports
+from mesh_attention.context_arguments import (
+    has_sizes,
+    process_group,
+    read_arguments,
+    usual_sizes,
+)
+from mesh_attention.context_batches import Batches
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.plan.plan import Plan
-from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.documents import Documents
-from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
-from mesh_attention.runtime.shards import Shards, Side
 from mesh_attention.tensor_faults import (
     fault_of_label,
     fault_of_sinks,
@@ -41,12 +41,15 @@ from mesh_attention.tensor_faults import (
 )
 
 
-class ContextParallel(Reports):
+class ContextParallel(Batches):
     """
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
     plan            any plan for as many ranks: made, searched or parsed from text. It says the
                     sizes, the mask and the method, which are then not given; without it they are:
-    seq_len         tokens of the whole sequence (any number); kv_seq_len if the keys differ
+    seq_len         tokens of the whole sequence (any number); kv_seq_len if the keys differ. What
+                    is left out of seq_len, num_heads and head_dim comes with the tensors: then
+                    plans are made when calls come, and without seq_len or `documents` every slot of
+                    a shard is a token
     causal          aligned at the end when the keys differ in number, as in flash-attn
     mask            a `Mask` in place of causal: windows, packed documents, prefix-LM
     window_size     (left, right) as in flash-attn; -1 is no limit
@@ -98,16 +101,20 @@ class ContextParallel(Reports):
     ) -> None:
         named = locals()  # every argument by its name
         given = {n: x for n, x in named.items() if n not in ("self", "group_or_mesh", "options")}
+        Batches.__init__(self)  # not by `super`, which would be among the locals
         group = process_group(group_or_mesh)
         context = context_of(group)
         self._share = context.join()
         self._options = CallOptions()
         mine = error = None
         try:
-            asked, self._options = read_arguments(group, given | options)
-            self._source: PlanSource = context.source(asked)
-            self._layer_of_batches = layer_of_batches(asked, given | options, self._options)
-            mine = self._mine
+            self._given = given | options
+            known = has_sizes(self._given)
+            sizes = self._given if known else usual_sizes(self._given)
+            asked, self._options = read_arguments(group, sizes)
+            if known:
+                self._fixed = context.source(asked)
+                mine = self._mine
         except Exception as found:  # whatever it is, the others must not wait for us
             error = found
         try:
@@ -116,16 +123,13 @@ class ContextParallel(Reports):
             self._share.close()
             raise
 
-    # The plan.
-
-    @property
-    def _mine(self) -> PlanOnRank:
-        return self._source.first
-
     @property
     def rank(self) -> int:
         """The logical rank (and so the partition) of this process."""
-        return self._mine.rank
+        known = self._fixed or self._latest
+        return (
+            dist.get_rank(self._share.context.groups.parent) if known is None else known.first.rank
+        )
 
     # Attention.
 
@@ -161,128 +165,18 @@ class ContextParallel(Reports):
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of
         step by such a call are told apart too.
         """
-        source = None
-        options = self._options if documents is None else self._options.of_batch()
+        source, options = None, self._options
         fault = fault_of_unsupported(
             dropout_p=dropout_p, alibi_slopes=alibi_slopes
         ) or fault_of_label(label)
         try:
-            source = self._source_of(documents)
+            source, options = self._source_for(q, k, v, documents)
             plan = source.first.plan
             fault = fault or fault_of_tensors(plan, q, k, v) or fault_of_sinks(plan, q, sinks)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
         out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
         return (out, lse) if return_lse else out
-
-    # Documents that change with every batch.
-
-    def documents(
-        self,
-        cu_seqlens: Any,
-        *,
-        kv_cu_seqlens: Any = None,
-        also: Sequence[ContextParallel] = (),
-    ) -> Documents:
-        """What a batch brings: the boundaries of its documents, and with them its length.
-
-        Made once a batch, and handed to every call on its tensors. `cu_seqlens` are cumulative
-        starts (0, ..., tokens) as for `flash_attn_varlen_func`, on the CPU: a list, a tensor, or a
-        list of lists, one for each row of the batch, which then is one pack of all rows; or the
-        `Pack` that a `packer` made elsewhere. `also`: other objects on this group that are called
-        with the same tensors, for instance with a window: the layout is chosen for all of them.
-
-        Nothing is sent: a rank with other documents is named by the first call that uses them.
-        """
-        self._share.refuse_if_closed()
-        pack = cu_seqlens
-        if not isinstance(pack, Pack):
-            pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
-        return Documents(self._share.context, pack)
-
-    def prefetch(
-        self,
-        loader: Iterable[Batch],
-        cu_seqlens: Callable[[Batch], Any],
-        *,
-        also: Sequence[ContextParallel] = (),
-    ) -> Iterator[tuple[Batch, Documents]]:
-        """Every batch of a loader with its documents, made ready in a thread one batch ahead, for
-        the calls that the batch before was used for. `cu_seqlens` takes them from a batch.
-
-            for batch, docs in cp.prefetch(loader, lambda batch: batch["cu_seqlens"]):
-        """
-        return prefetch(loader, lambda batch: self.documents(cu_seqlens(batch), also=also))
-
-    def packer(self, *, also: Sequence[ContextParallel] = ()) -> Packer:
-        """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
-        nor other ranks, and can be pickled: a collate function in another process may call it."""
-        layers = tuple(one._layer() for one in (self, *also))
-        return Packer(layers, len(self._share.context.groups.ranks))
-
-    def _layer(self) -> Layer:
-        if isinstance(self._layer_of_batches, MeshAttentionError):
-            raise self._layer_of_batches
-        return self._layer_of_batches
-
-    def _source_of(self, documents: Documents | None) -> PlanSource:
-        if documents is None:
-            return self._source
-        return _handle(documents).source(self._share.context, self._layer())
-
-    # Sharding.
-
-    def shard(
-        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
-    ) -> Tensor:
-        """This rank's slots of a whole tensor along `dim`; padding slots are zero."""
-        return self._shards(documents).shard(x, dim, side)
-
-    def unshard(
-        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
-    ) -> Tensor:
-        """The whole tensor on every rank, in token order, without padding.
-
-        Differentiable for a loss that every rank computes alike from the whole tensor: each rank
-        passes on the gradient of its own slots.
-        """
-        return self._shards(documents).unshard(self._share, self._options, x, dim, side)
-
-    def positions(
-        self,
-        *,
-        side: Side = "q",
-        device: torch.device | str | None = None,
-        documents: Documents | None = None,
-        restart: bool = False,
-    ) -> Tensor:
-        """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`.
-
-        With `restart` counted from the start of each document, and padding is at 0.
-        """
-        return self._shards(documents).positions(side, device, restart=restart)
-
-    def padding(
-        self,
-        *,
-        side: Side = "q",
-        device: torch.device | str | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """True where a local slot holds no token."""
-        return self._shards(documents).padding(side, device)
-
-    def _shards(self, documents: Documents | None) -> Shards:
-        if documents is not None:
-            return _handle(documents).shards
-        plan, mask = self.plan, self.plan.problem.mask
-        starts = mask.documents or (0, plan.problem.q_tokens)
-        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
-        mine = self._mine
-        return Shards(
-            *(plan.q_layout, plan.kv_layout, mine.rank, plan.devices, mine.words),
-            starts=(starts, kv_starts),
-        )
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.
@@ -313,11 +207,3 @@ class ContextParallel(Reports):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _handle(documents: Any) -> Documents:
-    if not isinstance(documents, Documents):
-        raise MeshAttentionError(
-            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
-        )
-    return documents

@@ -6,7 +6,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
-from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.interface import Counters
@@ -14,13 +14,29 @@ from mesh_attention.runtime.transport.interface import Counters
 
 class Reports:
     _share: Share
-    _source: PlanSource
     _options: CallOptions
+    _fixed: PlanSource | None = None  # where the sizes are known from the start
+    _latest: PlanSource | None = None  # where calls say them
+
+    @property
+    def _source(self) -> PlanSource:
+        found = self._fixed or self._latest
+        if found is None:
+            raise MeshAttentionError(
+                "this object was made without sizes, and no call has said them yet: there is no "
+                "plan; give seq_len, num_heads and head_dim, or make a call first"
+            )
+        return found
+
+    @property
+    def _mine(self) -> PlanOnRank:
+        return self._source.first
 
     @property
     def plan(self) -> Plan:
-        """The plan that was given, or that for the dtype given at the start."""
-        return self._source.first.plan
+        """The plan that was given, or that for the dtype given at the start; of an object without
+        sizes that of the latest call without documents."""
+        return self._mine.plan
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""

@@ -26,6 +26,7 @@ LAYERS = (
     ("__main__", "cli"),
     ("demo",),
     ("__init__", "context_parallel", "functional", "testing"),
+    ("context_batches",),
     ("context_arguments", "context_report"),
     ("runtime",),
     ("tensor_faults",),

@@ -27,7 +27,7 @@ from mesh_attention.runtime.guard import Guard
 from mesh_attention.runtime.handshake import DisagreementError, Handshake
 from mesh_attention.runtime.identity import AgreedKind, Statement
 from mesh_attention.runtime.latest import Latest
-from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
+from mesh_attention.runtime.plan_on_rank import AS_MADE, PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions, LatestCalls, PreparedCall
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.groups import Groups, is_registered
@@ -36,6 +36,8 @@ from mesh_attention.runtime.transports import TransportName, Transports
 NUM_PLANS = 64  # kept, of each context
 NUM_CALLS = 64  # kinds of call, with their executors
 NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
+
+LATER = "made when calls come"  # in place of a plan
 
 # A cache, not a setting: it never changes a result. Contexts of destroyed groups are dropped.
 _CONTEXTS: dict[dist.ProcessGroup, Context] = {}
@@ -95,17 +97,18 @@ class Context:
     ) -> None:
         """The same plan and options on all ranks, or an error on all of them.
 
-        `error` is what is wrong with this rank's arguments; `mine` may then be missing.
+        `error` is what is wrong with this rank's arguments; `mine` may then be missing, as it is
+        where calls say the sizes.
         """
         statement: Statement = {}
         try:
             self.guard.refuse_if_broken()
-            if error is None and mine is not None:
-                statement = self._stated(mine, options) | {"programs": mine.programs}
+            if error is None:
+                words, programs = (mine.words, mine.programs) if mine else (LATER, AS_MADE)
+                statement = self._stated(words, options) | {"programs": programs}
         except Exception as found:  # whatever it is, the others must not wait for us
             error = error or found
-        if self._agree(statement, options, error):
-            assert mine is not None
+        if self._agree(statement, options, error) and mine is not None:
             self._agree({"programs": digest(mine.plan)}, options, None)
 
     def prepare(
@@ -134,7 +137,7 @@ class Context:
             call = kept.find(key) or self._new_call(mine, options, call_shape)
             if needs_grad in call.kinds:
                 return call
-            kind = self._stated(mine, options) | {
+            kind = self._stated(mine.words, options) | {
                 "batch": call_shape.batch,
                 "dtype": str(call_shape.dtype),
                 "device": call_shape.device.type,
@@ -203,9 +206,9 @@ class Context:
             self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
             raise
 
-    def _stated(self, mine: PlanOnRank, options: CallOptions) -> Statement:
+    def _stated(self, words: str, options: CallOptions) -> Statement:
         return {
-            "plan": mine.words,
+            "plan": words,
             "softmax_scale": options.softmax_scale,
             "softcap": options.softcap,
             "differentiable_lse": options.differentiable_lse,

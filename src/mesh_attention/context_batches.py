@@ -1,0 +1,184 @@
+"""Batches on a `ContextParallel`: how tensors are cut, joined and numbered, for all batches alike
+or by the documents that each brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.context_arguments import (
+    SIZES,
+    has_sizes,
+    kept_source,
+    layer_of_batches,
+    read_arguments,
+    sizes_of,
+    usual_sizes,
+)
+from mesh_attention.context_report import Reports
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.pack import Layer, Pack, Packer
+from mesh_attention.runtime.ahead import Batch, prefetch
+from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
+from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.runtime.shards import Shards, Side
+
+
+class Batches(Reports):
+    """`_given` are the arguments of the object, by name. Where they do not say the sizes, calls
+    do, and plans are made when they come."""
+
+    _given: dict[str, Any]
+    _last_layer: Layer | None = None  # where tensors say the sizes
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[Any, ...], Layer] = {}
+
+    # Documents that change with every batch.
+
+    def documents(
+        self,
+        cu_seqlens: Any,
+        *,
+        kv_cu_seqlens: Any = None,
+        also: Sequence[Batches] = (),
+    ) -> Documents:
+        """What a batch brings: the boundaries of its documents, and with them its length.
+
+        Made once a batch, and handed to every call on its tensors. `cu_seqlens` are cumulative
+        starts (0, ..., tokens) as for `flash_attn_varlen_func`, on the CPU: a list, a tensor, or a
+        list of lists, one for each row of the batch, which then is one pack of all rows; or the
+        `Pack` that a `packer` made elsewhere. `also`: other objects on this group that are called
+        with the same tensors, for instance with a window: the layout is chosen for all of them.
+
+        Nothing is sent: a rank with other documents is named by the first call that uses them.
+        """
+        self._share.refuse_if_closed()
+        pack = cu_seqlens
+        if not isinstance(pack, Pack):
+            pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
+        return Documents(self._share.context, pack)
+
+    def prefetch(
+        self,
+        loader: Iterable[Batch],
+        cu_seqlens: Callable[[Batch], Any],
+        *,
+        also: Sequence[Batches] = (),
+    ) -> Iterator[tuple[Batch, Documents]]:
+        """Every batch of a loader with its documents, made ready in a thread one batch ahead, for
+        the calls that the batch before was used for. `cu_seqlens` takes them from a batch.
+
+            for batch, docs in cp.prefetch(loader, lambda batch: batch["cu_seqlens"]):
+        """
+        return prefetch(loader, lambda batch: self.documents(cu_seqlens(batch), also=also))
+
+    def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
+        """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
+        nor other ranks, and can be pickled: a collate function in another process may call it."""
+        layers = tuple(one._layer() for one in (self, *also))
+        return Packer(layers, len(self._share.context.groups.ranks))
+
+    def _layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
+        """What is asked for in batches that bring their own documents and length."""
+        given = self._given | dict(sizes or {})
+        if not has_sizes(given):
+            if self._last_layer is not None:
+                return self._last_layer
+            given = usual_sizes(given)
+        key = tuple(given.get(name) for name in SIZES)
+        if key not in self._layers:
+            asked, options = read_arguments(self._share.context.groups.parent, given)
+            self._layers[key] = layer_of_batches(asked, given, options)
+        return self._layers[key]
+
+    def _source_for(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
+    ) -> tuple[PlanSource, CallOptions]:
+        """Plans for a call, and its options."""
+        context, given = self._share.context, self._given
+        if documents is None:
+            if self._fixed is None:
+                sizes = sizes_of(context, given, q, k, v)
+                self._latest = kept_source(context, given | sizes)[0]
+            return self._source, self._options
+        if self._fixed is None:
+            sizes = sizes_of(context, given, q, k, v) | {"seq_len": 1, "kv_seq_len": 1}
+            self._last_layer = self._layer(sizes)
+        source = _handle(documents).source(context, self._last_layer or self._layer())
+        return source, self._options.of_batch()
+
+    # Sharding.
+
+    def shard(
+        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+    ) -> Tensor:
+        """This rank's slots of a whole tensor along `dim`; padding slots are zero."""
+        return self._shards(documents).shard(x, dim, side)
+
+    def unshard(
+        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+    ) -> Tensor:
+        """The whole tensor on every rank, in token order, without padding.
+
+        Differentiable for a loss that every rank computes alike from the whole tensor: each rank
+        passes on the gradient of its own slots.
+        """
+        return self._shards(documents).unshard(self._share, self._options, x, dim, side)
+
+    def positions(
+        self,
+        *,
+        side: Side = "q",
+        device: torch.device | str | None = None,
+        documents: Documents | None = None,
+        restart: bool = False,
+    ) -> Tensor:
+        """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`.
+
+        With `restart` counted from the start of each document, and padding is at 0.
+        """
+        return self._shards(documents).positions(side, device, restart=restart)
+
+    def padding(
+        self,
+        *,
+        side: Side = "q",
+        device: torch.device | str | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """True where a local slot holds no token."""
+        return self._shards(documents).padding(side, device)
+
+    def _shards(self, documents: Documents | None) -> Shards:
+        if documents is not None:
+            return _handle(documents).shards
+        mine = self._mine_of_length() if self._fixed is None else self._mine
+        plan, mask = mine.plan, mine.plan.problem.mask
+        starts = mask.documents or (0, plan.problem.q_tokens)
+        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
+        return Shards(
+            *(plan.q_layout, plan.kv_layout, mine.rank, plan.devices, mine.words),
+            starts=(starts, kv_starts),
+        )
+
+    def _mine_of_length(self) -> PlanOnRank:
+        """A plan for heads of the usual size: it lays out tokens as any other of this length."""
+        if self._given.get("seq_len") is None:
+            raise MeshAttentionError(
+                "this object was made without seq_len: give it there, or the documents of the "
+                "batch here; documents([0, tokens]) is a batch without any boundary"
+            )
+        return kept_source(self._share.context, usual_sizes(self._given))[0].first
+
+
+def _handle(documents: Any) -> Documents:
+    if not isinstance(documents, Documents):
+        raise MeshAttentionError(
+            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
+        )
+    return documents
