@@ -105,9 +105,10 @@ def layer_of_batches(
         )
     others = ("layout", "ranks_per_node")  # that leave the method to us
     named = [n for n in given if n in _method_options() and given[n] is not None]
-    method = (asked.method, asked.setting) if set(named) - {*others} else None
-    setting = asked.setting
-    return Layer(asked.problem, method, setting.layout, setting.ranks_per_node)
+    setting, says_how = asked.setting, set(named) - {*others}
+    return Layer(
+        *(asked.problem, asked if says_how else None, setting.layout, setting.ranks_per_node)
+    )
 
 
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")

@@ -10,9 +10,9 @@ import pytest
 
 from mesh_attention import Mask, Problem
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.pack import Layer, Packer, document_starts
+from mesh_attention.plan.question import ask
 from mesh_attention.plan.verify import verify
 
 PROBLEM = Problem(64, 4, 8, num_kv_heads=2, mask=Mask(causal=True), element_bytes=4)
@@ -89,10 +89,10 @@ def test_plans_of_packs_are_proven_for_a_layer_that_was_not_told_too() -> None:
 def test_a_layout_or_a_method_that_the_caller_wants_is_taken() -> None:
     wanted = Packer((Layer(PROBLEM, layout=LayoutKind.CONTIGUOUS),), 4)([0, 20, 64])
     assert wanted.layout.kind is LayoutKind.CONTIGUOUS
-    setting = Setting(layout=LayoutKind.ZIGZAG)
-    given = Packer((Layer(PROBLEM, given=("ring", setting)),), 4)([0, 20, 64])
+    layer = Layer(PROBLEM, given=ask(PROBLEM, 4, method="ring", layout="zigzag"))
+    given = Packer((layer,), 4)([0, 20, 64])
     assert given.layout.kind is LayoutKind.ZIGZAG
-    assert given.question(Layer(PROBLEM, given=("ring", setting))).plan().method == "ring"
+    assert given.question(layer).plan().method == "ring"
     assert given.reason == "as given: ring"
 
 

@@ -8,7 +8,7 @@ can call it; equal batches have equal packs on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -16,23 +16,22 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.methods.ways import Way, choose_ways
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask
+from mesh_attention.plan.question import Question
 from mesh_attention.plan.way_costs import Rates
-from mesh_attention.plan.ways import Way, choose_ways
 
 Starts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes and mask of an attention as a model has it, without documents. `given` is the method
-    with its setting where the caller wants that one; otherwise it is chosen for each batch."""
+    """Sizes and mask of an attention as a model has it, without documents. `given` is what the
+    caller asks for where that says how; otherwise it is chosen for each batch."""
 
     problem: Problem
-    given: tuple[str, Setting] | None = None
+    given: Question | None = None
     layout: LayoutKind | None = None  # if the caller wants that one
     ranks_per_node: int | None = None  # if the caller says it
 
@@ -55,7 +54,7 @@ class Pack:
     num_ranks: int
     layout_kind: LayoutKind
     stretches: Stretches | None
-    ways: tuple[tuple[Layer, Way], ...]
+    ways: tuple[tuple[Layer, Way], ...]  # for those whose way was chosen
     reason: str
     num_rows: int = 1
 
@@ -82,20 +81,19 @@ class Pack:
     def question(self, layer: Layer) -> Question:
         """What to plan for a layer: one of those it was chosen for, or any other that takes the
         layout as it is."""
-        known = dict(self.ways)
-        way = (
-            known.get(layer)
-            or choose_ways(
+        problem = layer.with_documents(self.documents, self.kv_documents)
+        if layer.given is not None:
+            return layer.given.for_batch(problem, self.layout_kind, self.stretches)
+        way = dict(self.ways).get(layer)
+        if way is None:
+            chosen = choose_ways(
                 *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
                 layout=(self.layout_kind, self.stretches),
                 rates=_rates([layer]),
-            ).ways[0]
-        )
-        problem = layer.with_documents(self.documents, self.kv_documents)
-        options = dict(way.options) | {"layout": self.layout_kind, "one_call": True}
-        if self.stretches is not None:
-            options["stretches"] = self.stretches
-        return ask(problem, self.num_ranks, method=way.method, **options)
+            )
+            (way,) = chosen.ways
+        layout = {"layout": self.layout_kind, "stretches": self.stretches, "one_call": True}
+        return way.ask(problem, self.num_ranks, **layout)
 
 
 @dataclass(frozen=True)
@@ -117,27 +115,25 @@ class Packer:
                     "cu_seqlens and kv_cu_seqlens must have the same number of documents in as "
                     "many rows"
                 )
-        given = [layer.given for layer in self.layers]
-        if any(one is None for one in given):
-            problems = [layer.problem for layer in self.layers]
+        ways: tuple[tuple[Layer, Way], ...] = ()
+        free = [layer for layer in self.layers if layer.given is None]
+        if free:
+            problems = [layer.problem for layer in free]
             wanted = next((layer.layout for layer in self.layers if layer.layout), None)
             chosen = choose_ways(
                 *(problems, self.num_ranks, documents, kv_documents),
                 layout=None if wanted is None else (wanted, None),
                 rates=_rates(self.layers),
             )
-            ways = [
-                _given(layer) if layer.given else way
-                for layer, way in zip(self.layers, chosen.ways, strict=True)
-            ]
+            ways = tuple(zip(free, chosen.ways, strict=True))
             layout, stretches, reason = chosen.layout, chosen.stretches, chosen.reason
         else:
             layout, stretches = _given_layout(self.layers)
-            ways = [_given(layer) for layer in self.layers]
-            reason = "as given: " + ", ".join(dict.fromkeys(way.method for way in ways))
+            names = [f"{layer.given.method}" for layer in self.layers if layer.given]
+            reason = f"as given: {', '.join(dict.fromkeys(names))}"
         return Pack(
             *(documents, kv_documents, self.num_ranks, layout, stretches),
-            ways=tuple(zip(self.layers, ways, strict=True)),
+            ways=ways,
             reason=reason,
             num_rows=num_rows,
         )
@@ -149,19 +145,12 @@ def _rates(layers: Sequence[Layer]) -> Rates:
     return Rates(ranks_per_node=said[0]) if said else Rates()
 
 
-def _given(layer: Layer) -> Way:
-    assert layer.given is not None
-    method, setting = layer.given
-    layouts = ("layout", "stretches", "stripe_block", "one_call")
-    options = {one.name: getattr(setting, one.name) for one in fields(setting)}
-    return Way(method, tuple((n, x) for n, x in options.items() if n not in layouts))
-
-
 def _given_layout(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:
     """As the first that says one; otherwise the one that suits most methods."""
     for layer in layers:
-        if layer.given is not None and layer.given[1].layout is not None:
-            return layer.given[1].layout, layer.given[1].stretches
+        setting = layer.given.setting if layer.given else None
+        if setting is not None and setting.layout is not None:
+            return setting.layout, setting.stretches
     full = all(layer.problem.mask.is_full for layer in layers)
     return (LayoutKind.CONTIGUOUS if full else LayoutKind.ZIGZAG), None
 

@@ -12,6 +12,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.layout import LayoutKind, Stretches
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
@@ -39,6 +40,15 @@ class Question:
         if self.setting.layout is None:  # it is chosen by the mask
             return None
         return replace(self, problem=replace(self.problem, mask=Mask()))
+
+    def for_batch(
+        self, problem: Problem, layout: LayoutKind, stretches: Stretches | None
+    ) -> Question:
+        """The same for a batch that brings its documents and is cut already."""
+        setting = replace(
+            self.setting, layout=layout, stretches=stretches, stripe_block=1, one_call=True
+        )
+        return replace(self, problem=problem, setting=setting)
 
     def plan(self) -> Plan:
         build = METHODS[self.method].build

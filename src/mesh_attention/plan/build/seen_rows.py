@@ -65,7 +65,7 @@ def stretches_of(layout: Layout) -> OwnedStretches:
     return OwnedStretches(starts, stops, places)[np.flatnonzero(starts < stops)]
 
 
-class _Parts(NamedTuple):
+class _SeenParts(NamedTuple):
     """Queries `low..high` of one stretch and one segment of the mask, with an interval of keys."""
 
     stretch: Array  # its index
@@ -77,7 +77,7 @@ class _Parts(NamedTuple):
     hi_slope: Array
 
 
-def _parts(starts: Array, stops: Array, rows: RowRanges) -> _Parts:
+def _parts(starts: Array, stops: Array, rows: RowRanges) -> _SeenParts:
     edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
     first = np.searchsorted(edges[:, 1], starts, side="right")
     index, at = expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
@@ -85,7 +85,7 @@ def _parts(starts: Array, stops: Array, rows: RowRanges) -> _Parts:
     high = np.minimum(stops[index], edges[at, 1]) - 1
     layers = rows.lines(at)
     columns = zip(*((index, low, high, *lines) for lines in layers), strict=True)
-    return _Parts(*(np.concatenate(column) for column in columns))
+    return _SeenParts(*(np.concatenate(column) for column in columns))
 
 
 def keys_seen(starts: Array, stops: Array, rows: RowRanges) -> tuple[Array, Array, Array]:

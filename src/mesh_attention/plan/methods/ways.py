@@ -25,6 +25,7 @@ from mesh_attention.plan.build.seen_rows import num_stretches
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.methods.seen import most_stretches
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import Question, ask
 from mesh_attention.plan.way_costs import Cost, LayerCosts, Rates
 
 Starts = tuple[int, ...]
@@ -43,6 +44,9 @@ class Way:
 
     method: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def ask(self, problem: Problem, num_ranks: int, **layout: Any) -> Question:
+        return ask(problem, num_ranks, method=self.method, **dict(self.options), **layout)
 
 
 @dataclass(frozen=True)
