@@ -35,6 +35,7 @@ from mesh_attention.runtime.transports import TransportName, Transports
 
 NUM_PLANS = 64  # kept, of each context
 NUM_CALLS = 64  # kinds of call, with their executors
+NUM_BASES = 8  # calls that serve any mask; each holds the mask it was made with
 NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
 LATER = "made when calls come"  # in place of a plan
@@ -60,7 +61,7 @@ class Context:
         self._function: Share | None = None
         # By whether they are captured.
         self._calls = {False: LatestCalls(NUM_CALLS), True: LatestCalls(NUM_CAPTURED_CALLS)}
-        self._bases = LatestCalls(NUM_CALLS)  # of plans whose programs serve any mask
+        self._bases = LatestCalls(NUM_BASES)  # of plans whose programs serve any mask
         self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
         self._agreed: Latest[str, AgreedKind] = Latest(NUM_CALLS)  # on what is no attention
         self.num_shares = 0  # that are open
