@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ class Groups:
         return f"{self.lasting_name}/{self.releases}"
 
     def timeout(self, given: timedelta | None) -> timedelta:
-        return given or timeout_of(self.parent)
+        return given or self._timeout_of_parent
+
+    @cached_property
+    def _timeout_of_parent(self) -> timedelta:
+        """Asked for in every call, and slow to find where a backend is missing."""
+        return timeout_of(self.parent)
 
     def prepare(
         self,
