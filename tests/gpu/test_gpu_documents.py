@@ -1,0 +1,108 @@
+"""New documents at every step on several NCCL ranks: exact, and the host never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention import ContextParallel
+from support.gpu_case import SECONDS
+from support.pool import WorkerPool
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM = 8, 4, 64
+PACKS = [
+    [0, 100, 512],
+    [0, 512],
+    [0, 7, 8, 300, 512],
+    [0, 256, 640],
+    [0, 30, 60, 90, 500],
+    [0, 411, 512],
+]
+
+
+def tensors(starts: list[int]) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(sum(starts))
+    shapes = [HEADS, KV_HEADS, KV_HEADS, HEADS]
+    whole = [torch.randn(1, starts[-1], heads, DIM, generator=chance) for heads in shapes]
+    return [x.bfloat16() for x in whole]
+
+
+def truth(starts: list[int], whole: list[Tensor]) -> list[Tensor]:
+    """Out and gradients in float64, document after document."""
+    leaves = [x.double().requires_grad_() for x in whole[:3]]
+    outs = []
+    for a, b in pairwise(starts):
+        q, k, v = (x[:, a:b].transpose(1, 2) for x in leaves)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outs.append(attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
+    out = torch.cat(outs, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, whole[3].double())]
+
+
+def steps(cp: ContextParallel, ahead: bool) -> Iterator[tuple[list[int], Any]]:
+    if ahead:
+        yield from cp.prefetch(PACKS, lambda starts: starts)
+    else:
+        yield from ((starts, cp.documents(starts)) for starts in PACKS)
+
+
+def errors(
+    rank: int, world_size: int, changes: dict[str, Any], ahead: bool, no_wait: bool
+) -> list[float]:
+    group = dist.new_group(backend="nccl")
+    found = []
+    with ContextParallel(group, causal=True, **changes) as cp:
+        on_device = {tuple(starts): [x.cuda() for x in tensors(starts)] for starts in PACKS}
+        for step, (starts, docs) in enumerate(steps(cp, ahead)):
+            whole = on_device[tuple(starts)]
+            q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            torch.cuda.synchronize()
+            if no_wait and step >= 2:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                out = cp.attention(*leaves, documents=docs)
+                assert isinstance(out, Tensor)
+                grads = torch.autograd.grad(out, leaves, grad)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            cp.check()
+            wanted = truth(starts, tensors(starts))
+            for mine, whole_one in zip((out.detach(), *grads), wanted, strict=True):
+                right = cp.shard(whole_one, 1, documents=docs)
+                distance = (mine.cpu().double() - right).norm() / whole_one.norm()
+                found.append(float(distance))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": "contiguous"}, {"method": "seen"}, {"method": "mesh"}], ids=repr
+)
+def test_new_documents_at_every_step_equal_the_truth(
+    gpu_pool: WorkerPool, ranks: int, changes: dict[str, Any]
+) -> None:
+    for found in gpu_pool.run(errors, ranks, changes, False, False, seconds=SECONDS):
+        assert max(found) < 1e-2
+
+
+def test_documents_made_ready_ahead_equal_the_truth(gpu_pool: WorkerPool) -> None:
+    for found in gpu_pool.run(errors, 2, {}, True, False, seconds=SECONDS):
+        assert max(found) < 1e-2
+
+
+@pytest.mark.parametrize("changes", [{"method": "ulysses"}, {"method": "seen"}], ids=repr)
+def test_the_host_never_waits_for_the_device_with_new_documents(
+    gpu_pool: WorkerPool, changes: dict[str, Any]
+) -> None:
+    given = changes | {"kernel": "triton_ranges"}
+    for found in gpu_pool.run(errors, 2, given, False, True, seconds=SECONDS):
+        assert max(found) < 1e-2
