@@ -129,6 +129,11 @@ class TritonRanges:
             return results
         return results + 2 * 4 * block.num_queries * block.num_heads
 
+    def prepare(self, direction: Direction, block: Block) -> None:
+        """Lists of visible blocks: the host waits for their number."""
+        if block.q.numel() and block.k.numel():
+            self._blocks(block, (self._tiles or _tiles_of(block)).block)
+
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = block
         B, S, H, _ = q.shape

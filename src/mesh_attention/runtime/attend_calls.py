@@ -257,7 +257,7 @@ def row_range(
         nothing = torch.zeros_like(query)
         return RowRange(nothing, nothing, position)
     most = max(rows.intervals_between(run.start, run.stop) for run in queries)
-    lines = torch.tensor(rows.table(most), dtype=torch.int32).to(device)
+    lines = _on(device, torch.tensor(rows.table(most), dtype=torch.int32))
     lo, lo_slope, hi, hi_slope = lines.index_select(-1, _segments(rows, queries, query))
     lo, hi = torch.addcmul(lo, lo_slope, query), torch.addcmul(hi, hi_slope, query)
     if any(run.stop > rows.q_tokens for run in queries):
@@ -272,7 +272,7 @@ def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tenso
     """The segment of the mask in which each query lies."""
     device = query.device
     if any(run.count > 1 for run in queries):
-        starts = torch.tensor([s.start for s in rows.segments], dtype=torch.int32, device=device)
+        starts = _on(device, torch.tensor([s.start for s in rows.segments], dtype=torch.int32))
         return (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
     # Consecutive queries: as many of each segment as the run has.
     at: list[int] = []
@@ -282,8 +282,13 @@ def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tenso
         cuts = [run.start, *(rows.segments[i].start for i in between[1:]), run.stop]
         at += between or (0,)
         counts += [b - a for a, b in pairwise(cuts)]
-    both = torch.tensor([at, counts], dtype=torch.int64).to(device)
+    both = _on(device, torch.tensor([at, counts], dtype=torch.int64))
     return torch.repeat_interleave(*both, output_size=len(query))
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    """A copy there, for which the host does not wait."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
