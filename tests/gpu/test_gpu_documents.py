@@ -74,7 +74,7 @@ def errors(
             torch.cuda.synchronize()
             busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
             if no_wait:
-                torch.cuda._sleep(2_000_000_000)  # about a second
+                torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # a second
             busy.record()
             out = cp.attention(*leaves, documents=docs)
             assert isinstance(out, Tensor)
