@@ -1,0 +1,50 @@
+"""Noise in one document leaves all others as they were, bit by bit, in whatever way it is done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.pack import Layer, Packer
+from mesh_attention.plan.question import ask
+from support.noise import check_apart
+
+PACKS = ([0, 13, 14, 14, 40, 64], [0, 5, 37])
+CALLS = ((Mask(causal=True), PACKS[0], 3), (Mask(window=(4, 2)), PACKS[1], 4))
+WAYS = ("chosen", "ulysses", "seen", "mesh")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def layer(way: str, ranks: int, dtype: torch.dtype, mask: Mask) -> Layer:
+    problem = Problem(
+        9, num_heads=4, head_dim=8, num_kv_heads=2, element_bytes=dtype.itemsize, mask=mask
+    )
+    return Layer(problem, None if way == "chosen" else ask(problem, ranks, method=way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_in_a_document_of_a_batch_reaches_no_other(way: str, dtype: torch.dtype) -> None:
+    for mask, starts, ranks in CALLS:
+        one = layer(way, ranks, dtype, mask)
+        plan = Packer((one,), ranks)(starts).question(one).plan()
+        check_apart(plan, starts, dtype, noise=300.0)
+
+
+@pytest.mark.parametrize("noise", [torch.nan, torch.inf])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "chosen"])
+def test_not_even_nan_or_infinity_leaves_a_document_by_rectangles(way: str, noise: float) -> None:
+    """Kernels for any mask multiply what is hidden by zero: these are none."""
+    for starts, layout in zip(PACKS, ("contiguous", "zigzag"), strict=True):
+        mask = Mask(causal=True, documents=tuple(starts))
+        problem = Problem(starts[-1], 4, 8, num_kv_heads=2, element_bytes=4, mask=mask)
+        plan = make_plan(problem, 4, method=way, layout=layout)
+        check_apart(plan, starts, torch.float32, noise)
+
+
+def test_noise_is_noticed_where_documents_are_not_apart() -> None:
+    starts = PACKS[1]
+    plan = make_plan(Problem(starts[-1], 4, 8, element_bytes=4), 2)
+    with pytest.raises(AssertionError, match="out"):
+        check_apart(plan, starts, torch.float32, noise=300.0)

@@ -1,0 +1,47 @@
+"""What is in one document must not touch any other, not even in the last bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mesh_attention import Plan
+from mesh_attention.testing import run_local
+
+__all__ = ["check_apart"]
+
+RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
+
+
+def check_apart(
+    plan: Plan, starts: list[int], dtype: torch.dtype, noise: float, device: str = "cpu"
+) -> None:
+    """Each document in turn is filled with `noise` of either sign in q, k, v and grad_out; of all
+    others every result stays bit by bit as it was."""
+    p = plan.problem
+    chance = torch.Generator().manual_seed(0)
+    heads = (p.num_heads, p.kv_heads, p.kv_heads, p.num_heads)
+    widths = (p.head_dim, p.head_dim, p.v_dim, p.v_dim)
+    given = [
+        torch.randn(2, starts[-1], *shape, generator=chance).to(device, dtype)
+        for shape in zip(heads, widths, strict=True)
+    ]
+    before = _results(plan, given)
+    for first, last in pairwise(starts):
+        changed = [x.clone() for x in given]
+        for x in changed:
+            sign = torch.randn(x[:, first:last].shape, generator=chance).sign()
+            x[:, first:last] = (noise * sign).to(device, dtype)
+        others = torch.ones(starts[-1], dtype=torch.bool, device=device)
+        others[first:last] = False
+        for name, old, new in zip(RESULTS, before, _results(plan, changed), strict=True):
+            assert torch.equal(old[:, others], new[:, others]), (name, first, last)
+
+
+def _results(plan: Plan, given: list[Tensor]) -> list[Tensor]:
+    """With tokens second."""
+    found = run_local(plan, *given)
+    tensors = [getattr(found, name) for name in RESULTS]
+    return [x.transpose(1, 2) if x.ndim == 3 else x for x in tensors]
