@@ -96,7 +96,9 @@ def deal(
     if at_most is not None and len(fitting) > at_most:
         fitting = [fitting[(2 * i + 1) * len(fitting) // (2 * at_most)] for i in range(at_most)]
     ways = manners(method)
-    stride = next(s for s in (7, 5, 11, 13) if len(ways) % s)
+    # Where there are many ways, short steps would stay with the first layouts.
+    strides = (7, 5, 11, 13) if len(ways) < 100 else (61, 67, 71)
+    stride = next(s for s in strides if len(ways) % s)
     wanted = max(at_least, len(fitting)) if fitting else 0
     for number in islice(count(), wanted):
         turn = number + ranks
