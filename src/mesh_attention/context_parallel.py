@@ -26,6 +26,7 @@ from mesh_attention.context_arguments import (
     usual_sizes,
 )
 from mesh_attention.context_batches import Batches
+from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
@@ -41,7 +42,7 @@ from mesh_attention.tensor_faults import (
 )
 
 
-class ContextParallel(Batches):
+class ContextParallel(Batches, Training):
     """
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
     plan            any plan for as many ranks: made, searched or parsed from text. It says the

@@ -7,6 +7,8 @@ made for, and a rank with other documents is named then.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from mesh_attention.errors import MeshAttentionError
@@ -38,6 +40,7 @@ class Documents:
             of_batch=True,
         )
         self._context = context
+        self._contents = ""
         self._sources: dict[Layer, PlanSource] = {}
 
     @property
@@ -62,7 +65,13 @@ class Documents:
         if layer not in self._sources:
             question = self.pack.question(layer)
             self._sources[layer] = self._context.source_of_batch(question)
+        self._sources[layer].contents = self._contents
         return self._sources[layer]
+
+    def hold(self, contents: str) -> None:
+        """What the tensors of the batch hold, in words: calls compare them too."""
+        self._contents = contents
+        self.shards = replace(self.shards, words=f"{self.pack.words}, {contents}")
 
     def make_ready_like(self, other: Documents) -> None:
         """For the kinds of call that another batch was used for."""

@@ -1,0 +1,150 @@
+"""The documents of a batch, from what training code has: `cu_seqlens`, packed `position_ids`, or a
+padding mask.
+
+They are read on the host. Padding becomes a document of its own: no real token sees it. What
+contradicts itself, or says something that documents cannot, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.pack import Pack, Starts, document_starts
+
+Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
+
+
+def rows_of_documents(
+    shape: tuple[int, int],
+    cu_seqlens: Any = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Rows:
+    """Of a batch of (rows, tokens). Positions and mask are on the CPU, of that shape."""
+    num_rows, num_tokens = shape
+    real = None if attention_mask is None else attention_mask.bool()
+    given = None if cu_seqlens is None else _given_rows(shape, cu_seqlens)
+    found = given or [(0, num_tokens)] * num_rows
+    if position_ids is not None:
+        restarts = _restarts(position_ids, real)
+        if given is None:
+            _refuse_jumps(position_ids, real)
+            found = restarts
+        else:
+            _refuse_restarts_inside(restarts, given)
+    if attention_mask is None:
+        return found
+    spans = _real_tokens(attention_mask)
+    if given is not None:
+        _refuse_documents_of_padding(given, spans)
+    return [_set_apart(row, *span, num_tokens) for row, span in zip(found, spans, strict=True)]
+
+
+def rows_of_pack(pack: Pack, shape: tuple[int, int]) -> Rows:
+    """The documents of a pack that was made elsewhere."""
+    _refuse_other_length(pack.documents, pack.num_rows, shape)
+    return _split(pack.documents, pack.num_rows, shape)
+
+
+def _given_rows(shape: tuple[int, int], cu_seqlens: Any) -> Rows:
+    starts, num_rows = document_starts("cu_seqlens", cu_seqlens)
+    _refuse_other_length(starts, num_rows, shape)
+    return _split(starts, num_rows, shape)
+
+
+def _split(starts: Starts, num_rows: int, shape: tuple[int, int]) -> Rows:
+    rows, tokens = shape
+    if num_rows == 1:
+        return [starts] * rows
+    return [
+        tuple(s - row * tokens for s in starts if row * tokens <= s <= (row + 1) * tokens)
+        for row in range(rows)
+    ]
+
+
+def _refuse_other_length(starts: Starts, num_rows: int, shape: tuple[int, int]) -> None:
+    rows, tokens = shape
+    told = starts[-1] // num_rows
+    if told != tokens:
+        raise MeshAttentionError(
+            f"the documents have {told} tokens in a row, and the batch has {tokens}; give the "
+            "whole batch, which is sharded here and only once"
+        )
+    if num_rows not in (1, rows):
+        raise MeshAttentionError(
+            f"the documents are those of {num_rows} rows, and the batch has {rows}"
+        )
+
+
+def _restarts(positions: Tensor, real: Tensor | None) -> Rows:
+    """A document begins where a token is at 0; the first token begins one in any case."""
+    begins = positions == 0
+    if real is not None:
+        begins = begins & real
+    return [tuple(sorted({0, *torch.nonzero(row).flatten().tolist(), len(row)})) for row in begins]
+
+
+def _refuse_jumps(positions: Tensor, real: Tensor | None) -> None:
+    wrong = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
+    if real is not None:
+        wrong &= real[:, 1:] & real[:, :-1]
+    if wrong.any():
+        row, at = torch.nonzero(wrong)[0].tolist()
+        before, after = positions[row, at : at + 2].tolist()
+        raise MeshAttentionError(
+            f"position_ids of row {row} go from {before} to {after} at token {at + 1}, which is "
+            "neither the next position nor the begin of a document; give cu_seqlens, then "
+            "positions may be anything"
+        )
+
+
+def _refuse_restarts_inside(restarts: Rows, given: Rows) -> None:
+    for row, (found, told) in enumerate(zip(restarts, given, strict=True)):
+        inside = sorted({*found} - {*told})
+        if inside:
+            raise MeshAttentionError(
+                f"position_ids of row {row} restart at token {inside[0]}, where cu_seqlens begin "
+                "no document; leave one of them out"
+            )
+
+
+def _real_tokens(attention_mask: Tensor) -> list[tuple[int, int]]:
+    """(start, stop) of each row, which are all that its mask may say."""
+    real = attention_mask.bool()
+    if bool((attention_mask != real).any()):
+        raise MeshAttentionError(
+            "attention_mask holds other values than 0 and 1; give the documents of a pack as "
+            "cu_seqlens or position_ids"
+        )
+    counts = real.sum(1).tolist()
+    firsts = real.int().argmax(1).tolist()
+    spans = []
+    for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        if not bool(real[row, first : first + count].all()):
+            raise MeshAttentionError(
+                f"attention_mask of row {row} has padding between tokens; only padding on the "
+                "left or on the right of a row is supported"
+            )
+        spans.append((first, first + count))
+    return spans
+
+
+def _refuse_documents_of_padding(given: Rows, spans: Sequence[tuple[int, int]]) -> None:
+    for row, (starts, (first, stop)) in enumerate(zip(given, spans, strict=True)):
+        inside = [s for s in starts if 0 < s < first or stop < s < starts[-1]]
+        if inside:
+            raise MeshAttentionError(
+                f"cu_seqlens begin a document at token {inside[0]} of row {row}, inside what "
+                "attention_mask says is padding; leave one of them out"
+            )
+
+
+def _set_apart(starts: Starts, first: int, stop: int, num_tokens: int) -> Starts:
+    """Padding on either side is a document."""
+    kept = {start for start in starts if first <= start <= stop}
+    return tuple(sorted(kept | {0, first, stop, num_tokens}))
