@@ -54,9 +54,8 @@ class FewTargets(WholeCase):
 FEW = FewTargets({}, [[0, 33]])
 
 
-def make(group: Any = None, **changes: Any) -> ContextParallel:
-    sizes = {"seq_len": 64, "num_heads": HEADS, "head_dim": HEAD_DIM, "dtype": torch.float32}
-    return ContextParallel(group, causal=True, **{**sizes, **changes})
+def make(group: Any = None) -> ContextParallel:
+    return ContextParallel(group, causal=True)
 
 
 def sharded(cp: ContextParallel, case: WholeCase, **changes: Any) -> ShardedBatch:
