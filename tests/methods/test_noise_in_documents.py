@@ -6,29 +6,18 @@ import pytest
 import torch
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.plan.pack import Layer, Packer
-from mesh_attention.plan.question import ask
-from support.noise import check_apart
+from support.noise import WAYS, check_apart, plan_of_batch
 
 PACKS = ([0, 13, 14, 14, 40, 64], [0, 5, 37])
 CALLS = ((Mask(causal=True), PACKS[0], 3), (Mask(window=(4, 2)), PACKS[1], 4))
-WAYS = ("chosen", "ulysses", "seen", "mesh")
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def layer(way: str, ranks: int, dtype: torch.dtype, mask: Mask) -> Layer:
-    problem = Problem(
-        9, num_heads=4, head_dim=8, num_kv_heads=2, element_bytes=dtype.itemsize, mask=mask
-    )
-    return Layer(problem, None if way == "chosen" else ask(problem, ranks, method=way))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_noise_in_a_document_of_a_batch_reaches_no_other(way: str, dtype: torch.dtype) -> None:
     for mask, starts, ranks in CALLS:
-        one = layer(way, ranks, dtype, mask)
-        plan = Packer((one,), ranks)(starts).question(one).plan()
+        plan = plan_of_batch(way, starts, ranks, dtype, mask)
         check_apart(plan, starts, dtype, noise=300.0)
 
 
