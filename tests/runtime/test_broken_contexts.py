@@ -24,9 +24,16 @@ from mesh_attention.runtime.transport import groups as groups_of_context
 from mesh_attention.runtime.transport.groups import Groups
 
 
+class Empty(Context):
+    """What a context keeps, and no test has given it, is empty."""
+
+    def __getattr__(self, name: str) -> dict[Any, Any]:
+        return {}
+
+
 def context(*, broken: bool, log: list[str]) -> Any:
     """Of stand-ins that write down what is asked of them."""
-    made: Any = object.__new__(Context)
+    made: Any = object.__new__(Empty)
     made.guard = SimpleNamespace(broken=broken, break_off=lambda cause: log.append("broken off"))
     made.guard.place = 1
     made.groups = SimpleNamespace(
@@ -39,7 +46,6 @@ def context(*, broken: bool, log: list[str]) -> Any:
     )
     call = SimpleNamespace(clear=lambda: log.append("clear"))
     made._living_calls = [call]
-    made._calls, made._agreed = {False: {}, True: {}}, {}
     return made
 
 
