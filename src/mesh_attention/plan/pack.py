@@ -158,19 +158,16 @@ def _given_layout(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None
 def document_starts(name: str, given: Any) -> tuple[Starts, int]:
     """Cumulative starts as people write them, and of how many rows of a batch they are: of lists,
     one for each row, one pack is made."""
-    if getattr(getattr(given, "device", None), "type", "cpu") != "cpu":
-        raise PlanError(
-            f"{name} is on {given.device}: plans are made on the host, which would have to wait "
-            "for the device; keep a copy on the CPU"
-        )
-    if hasattr(given, "tolist"):  # a tensor, or an array
-        given = given.tolist()
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+    given = _on_host(name, given)
+    if not _is_list(given) or not given:
         raise PlanError(f"{name}={given!r}: give cumulative starts (0, ..., number of tokens)")
-    rows = given if isinstance(given[0], Sequence) or hasattr(given[0], "tolist") else [given]
+    rows = [_on_host(name, row) for row in given]
+    if not _is_list(rows[0]):
+        rows = [rows]
     packed, tokens = [0], None
     for at, row in enumerate(rows):
-        row = row.tolist() if hasattr(row, "tolist") else row
+        if not _is_list(row):
+            raise PlanError(f"{name}, row {at}: {row!r} is not a list of cumulative starts")
         starts = [number(name, start, least=0) for start in row]
         where = f"{name}, row {at}" if len(rows) > 1 else name
         if len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
@@ -182,3 +179,17 @@ def document_starts(name: str, given: Any) -> tuple[Starts, int]:
     if packed[-1] == 0:
         raise PlanError(f"{name}: there is no token in the batch")
     return tuple(packed), len(rows)
+
+
+def _on_host(name: str, given: Any) -> Any:
+    """Of a tensor or an array its numbers."""
+    if getattr(getattr(given, "device", None), "type", "cpu") != "cpu":
+        raise PlanError(
+            f"{name} is on {given.device}: plans are made on the host, which would have to wait "
+            "for the device; keep a copy on the CPU"
+        )
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
