@@ -28,6 +28,7 @@ from provenance import taken
 
 from mesh_attention import Mask, Problem
 from mesh_attention.kernels import RowRange
+from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
@@ -151,11 +152,12 @@ def host_times(case: Case, mean: int, device: torch.device, steps: int) -> tuple
 def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> dict[str, Any]:
     """Milliseconds of both passes through the executor, and of the bare kernel."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    slots = -(-case.tokens // case.ranks)
-    widths = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "grad_out": case.heads}
+    program = executors[Direction.BACKWARD]._program
+    buffers = {b.name: b for b in program.buffers if b.role is Role.INPUT}
     inputs = {
-        name: torch.randn(slots, 1, heads, DIM, device=device, dtype=dtype)
-        for name, heads in widths.items()
+        name: torch.randn(b.num_rows, 1, b.num_heads, DIM, device=device, dtype=dtype)
+        for name, b in buffers.items()
+        if name in ("q", "k", "v", "grad_out")
     }
     found: dict[str, Any] = {}
     for direction in Direction:

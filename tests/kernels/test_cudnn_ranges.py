@@ -78,3 +78,21 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         assert words in (kernel.refuses(request) or "")
     told = kernel.refuses(HOPPER)
     assert told is None or "nvidia-cudnn-frontend" in told
+
+
+@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("from_first", [False, True])
+def test_consecutive_keys_have_the_intervals_that_are_found_by_looking(
+    first: int, from_first: bool
+) -> None:
+    position = torch.arange(first, first + 20)
+    row = torch.arange(30)
+    lo = torch.zeros_like(row) if from_first else (row - 9).clamp(min=0)
+    hi = (row + 1).clamp(max=26)
+    looked = interval_ends(RowRange(lo, hi, position), CPU)
+    told = interval_ends(RowRange(lo, hi, position, first, from_first), CPU)
+
+    by_hand = (position >= lo[:, None]) & (position < hi[:, None])
+    assert torch.equal(spread(looked, 20), by_hand)
+    assert torch.equal(spread(told, 20), by_hand)
+    assert told.shape[0] == (1 if from_first else 3)

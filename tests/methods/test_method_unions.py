@@ -173,9 +173,8 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity() -> None:
 
 def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
     asked = ask(Problem(38, 4, 4, mask=UNIONS["video"].mask), 2)
-    found = layer_of_batches(asked, {}, CallOptions())
-    assert isinstance(found, MeshAttentionError)
-    assert "make an object for the slices of each batch" in str(found)
+    with pytest.raises(MeshAttentionError, match="make an object for the slices of each batch"):
+        layer_of_batches(asked, {}, CallOptions())
 
 
 def random_union(rng: Random, ranks: int, number: int) -> Case:

@@ -224,11 +224,13 @@ def _fits(x: Tensor | None) -> TypeGuard[Tensor]:
 def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> _Prepared:
     """Made once for a mask and sizes; this waits for the device."""
     assert isinstance(mask, RowRange), "chosen for row ranges only"
-    key = ("cudnn_ranges", backward, q.device, q.dtype, q.shape, k.shape, v.shape)
-    found = mask.kept.get(key)
+    key = ("cudnn_ranges", q.device, q.dtype, q.shape, k.shape, v.shape)
+    found = mask.kept.get((True, *key))  # what serves a backward pass serves both
+    if found is None and not backward:
+        found = mask.kept.get((False, *key))
     if found is None:
         ends = interval_ends(mask, q.device).repeat(1, q.shape[0])[None].contiguous()
         plan = _flex("create_mask_plan")(ends, q, k, v, build_backward=backward)
-        found = mask.kept[key] = _Prepared(plan)
+        found = mask.kept[backward, *key] = _Prepared(plan)
     prepared: _Prepared = found
     return prepared

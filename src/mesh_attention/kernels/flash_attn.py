@@ -46,9 +46,9 @@ class FlashPackage(DenseKernel):
             return f"is used for equal head sizes {self.head_dims_text}, not {dims}"
         if request.direction is Direction.BACKWARD:
             return self.backward_function.why_unusable()
-        return self.why_no_forward()
+        return self.why_no_forward(request)
 
-    def why_no_forward(self) -> str | None:
+    def why_no_forward(self, request: Request) -> str | None:
         return self.forward_function.why_unusable()
 
 
@@ -77,9 +77,11 @@ class FlashAttn3(FlashPackage):
         _MAY_BE_NONE,
     )
 
-    def why_no_forward(self) -> str | None:
-        package = super().why_no_forward()
+    def why_no_forward(self, request: Request) -> str | None:
+        package = super().why_no_forward(request)
         alone = package and _why_not_fa3_fwd()
+        if package and not alone and request.dtype is torch.float16:
+            alone = "fa3_fwd is built without float16"
         return f"{package}; {alone}" if alone else None
 
     @cache  # noqa: B019  (there is one of it)

@@ -265,7 +265,12 @@ def row_range(
         lo, hi = lo * real, hi * real
     if any(run.stop > rows.kv_tokens for run in keys):
         position.masked_fill_(position >= rows.kv_tokens, -1)
-    return RowRange(lo, hi, position)
+    first = keys[0].start
+    if len(keys) > 1 or keys[0].count > 1 or keys[0].stop > rows.kv_tokens:
+        return RowRange(lo, hi, position)
+    begin, slope, _, _ = rows.table(1)
+    from_first = most == 1 and not slope.any() and bool((begin <= first).all())
+    return RowRange(lo, hi, position, first, from_first)
 
 
 def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tensor:

@@ -149,6 +149,8 @@ class Context:
             # A kernel may refuse what only some ranks have to do: all must know.
             call.make_ready(directions)
             call.transport.check()
+            if source.calls is not None:
+                call.make_kernels_ready()
             if options.cuda_graph:
                 call.reserve()
             ahead = source.calls is not None and call.transport.is_connected(directions)

@@ -95,8 +95,10 @@ class PreparedCall:
                 self._executors[direction] = self._executor(direction)
 
     def make_kernels_ready(self) -> None:
-        for executor in self.executors.values():
-            executor.prepare_kernels()
+        """What a kernel makes of a mask for a backward pass may serve the forward pass too."""
+        for direction in reversed(Direction):
+            if direction in self._executors:
+                self._executors[direction][0].prepare_kernels()
 
     def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
         """Made ahead there: the first run waits for it, and what it read there stays until the last

@@ -111,6 +111,8 @@ def _slices(
         given, name = setting.backward_head_slices, "backward_head_slices"
     if given is None and travels:
         given = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
+        if given is not None and setting.one_call:
+            given = (given[1], given[1])  # alike: kernels make something of a mask for each size
     return sizes_for(problem, 1, given, name)
 
 
