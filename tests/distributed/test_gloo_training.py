@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
@@ -78,6 +77,11 @@ def grads_of(model: torch.nn.Module) -> list[Tensor]:
     return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
 
 
+def truth(rank: int, world_size: int, steps: Steps) -> Trained:
+    """In a process of the pool, which has imported all that gradients and optimizers import."""
+    return one_process(steps, RATE)
+
+
 def check(found: list[Trained], wanted: Trained) -> None:
     for of_rank in found:
         for (loss, grads), (true_loss, true_grads) in zip(of_rank, wanted, strict=True):
@@ -111,7 +115,7 @@ def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
     pool: WorkerPool, ranks: int
 ) -> None:
     cases = [*ALL, FEW]
-    wanted = one_process([[case] for case in cases], RATE)
+    [wanted] = pool.run(truth, 1, [[case] for case in cases])
     check(pool.run(by_hand, ranks, cases), wanted)
 
 
@@ -119,6 +123,8 @@ def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
 
 
 def by_framework(rank: int, world_size: int, name: str, steps: Steps) -> Trained:
+    from torch.distributed.fsdp import fully_shard  # seconds, which the pool has spent already
+
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "cp"))
     whole: Any = mesh["dp", "cp"]._flatten("dp_cp")
     plain: Model = make_model()
@@ -149,7 +155,8 @@ def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens
     pool: WorkerPool, name: str
 ) -> None:
     steps = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
-    check(pool.run(by_framework, 4, name, steps), one_process(steps, RATE))
+    [wanted] = pool.run(truth, 1, steps)
+    check(pool.run(by_framework, 4, name, steps), wanted)
 
 
 def accumulated(rank: int, world_size: int) -> Trained:
@@ -172,7 +179,8 @@ def accumulated(rank: int, world_size: int) -> Trained:
 
 
 def test_gradients_accumulate_to_the_mean_over_several_batches(pool: WorkerPool) -> None:
-    check(pool.run(accumulated, 2), one_process([[PACKED, FEW]], RATE))
+    [wanted] = pool.run(truth, 1, [[PACKED, FEW]])
+    check(pool.run(accumulated, 2), wanted)
 
 
 # What a rank gets of a batch.
@@ -317,7 +325,7 @@ def other_batch(rank: int, world_size: int, name: str, warm: bool) -> list[Any]:
 def test_a_rank_with_another_batch_is_named_and_nothing_is_broken(
     pool: WorkerPool, name: str, warm: bool
 ) -> None:
-    wanted = one_process([[PACKED]], RATE)[0][0]
+    [[(wanted, _)]] = pool.run(truth, 1, [[PACKED]])
     for told, later in pool.run(other_batch, 3, name, warm):
         assert told.startswith("rank 1 of the group")
         assert name in told
