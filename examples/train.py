@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/train.py
 
-What a model needs to be context parallel: tokens and targets are sharded alike, positions come
-from `cp.positions()` (with a causal mask a rank's tokens are not consecutive), attention goes
-through `cp`, padding takes no part in the loss, and gradients are summed over the ranks. The same
-model is trained beside it on one process, and the losses are the same.
+What a model needs to be context parallel: `cp.shard_batch` gives each rank its tokens with their
+positions and targets, attention goes through `cp`, `cp.cross_entropy` is the mean over all ranks,
+and gradients are summed over them. The same model is trained beside it on one process, and the
+losses are the same.
 """
 
 import os
@@ -58,7 +58,7 @@ class Model(nn.Module):
         return logits
 
 
-def on_one_process(tokens: Tensor, targets: Tensor) -> Iterator[float]:
+def on_one_process(tokens: Tensor) -> Iterator[float]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -66,38 +66,33 @@ def on_one_process(tokens: Tensor, targets: Tensor) -> Iterator[float]:
     model, optimizer = model_and_optimizer(tokens.device)
     positions = torch.arange(TOKENS, device=tokens.device)
     for _ in range(STEPS):
-        loss = cross_entropy(model(tokens, positions, attention).flatten(0, 1), targets.flatten())
+        logits = model(tokens, positions, attention)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         yield loss.item()
 
 
-def on_ranks(tokens: Tensor, targets: Tensor) -> Iterator[float]:
+def on_ranks(tokens: Tensor) -> Iterator[float]:
     model, optimizer = model_and_optimizer(tokens.device)
-    with ContextParallel(
-        seq_len=TOKENS, num_heads=HEADS, head_dim=WIDTH // HEADS, causal=True, dtype=torch.float32
-    ) as cp:
+    with ContextParallel(causal=True) as cp:
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = cp.attention(q, k, v)
+            out = cp.attention(q, k, v, documents=batch.documents)
             assert isinstance(out, Tensor)
             return out
 
-        tokens, targets = cp.shard(tokens, dim=1), cp.shard(targets, dim=1)
-        targets = targets.masked_fill(cp.padding(device=targets.device), -100)  # what CE leaves out
-        positions = cp.positions(device=tokens.device).clamp(max=TOKENS - 1)
+        batch = cp.shard_batch(input_ids=tokens, labels=tokens)  # labels are shifted there
         for _ in range(STEPS):
-            logits = model(tokens, positions, attention)
-            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / TOKENS
-            loss.backward()
+            logits = model(batch.input_ids, batch.position_ids, attention)
+            mean = cp.cross_entropy(logits, batch.labels, reduce="sum")
+            mean.loss.backward()
             for parameter in model.parameters():  # a rank has the gradient of its own tokens' loss
                 dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
-            whole = loss.detach().clone()
-            dist.all_reduce(whole)
-            yield whole.item()
+            yield mean.value.item()
 
 
 def model_and_optimizer(device: torch.device) -> tuple[Model, torch.optim.Optimizer]:
@@ -112,9 +107,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo")
     # Each token follows from the one before it, so there is something to learn.
-    sequence = torch.tensor([pow(3, i, 17) % VOCABULARY for i in range(TOKENS + 1)], device=device)
-    tokens, targets = sequence[None, :-1], sequence[None, 1:]
-    pairs = list(zip(on_ranks(tokens, targets), on_one_process(tokens, targets), strict=True))
+    tokens = torch.tensor([[pow(3, i, 17) % VOCABULARY for i in range(TOKENS)]], device=device)
+    pairs = list(zip(on_ranks(tokens), on_one_process(tokens), strict=True))
     if dist.get_rank() == 0:
         print(f"step  loss on {dist.get_world_size()} ranks  loss on one process")
         for step, (many, one) in enumerate(pairs):

@@ -3,7 +3,9 @@ batch, the number of targets of each rank, and whoever reduces gradients (needs 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +183,59 @@ def accumulated(rank: int, world_size: int) -> Trained:
 def test_gradients_accumulate_to_the_mean_over_several_batches(pool: WorkerPool) -> None:
     [wanted] = pool.run(truth, 1, [[PACKED, FEW]])
     check(pool.run(accumulated, 2), wanted)
+
+
+# The page.
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+
+
+class ModelOfThePage(Model):
+    """It attends as the page says."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(
+            input_ids, position_ids, lambda q, k, v: self.attend(q, k, v, documents)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
+        [line] = re.findall(r"^out = cp.attention.*$", PAGE, flags=re.MULTILINE)
+        names = {"q": q, "k": k, "v": v, "documents": documents, "cp": self.names["cp"]}
+        exec(line, names)
+        out = names["out"]
+        assert isinstance(out, Tensor)
+        return out
+
+    names: dict[str, Any]
+
+
+def as_on_the_page(rank: int, world_size: int, steps: Steps) -> list[float]:
+    loops = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    model = ModelOfThePage()
+    model.load_state_dict(make_model().state_dict())
+    mine = [cases[rank // 2] for cases in steps]
+    loader = [{"input_ids": x.input_ids, "labels": x.labels, **x.given} for x in mine]
+    sizes = {"device_type": "cpu", "dp_size": 2, "cp_size": 2}
+    model.names = sizes | {
+        "ContextParallel": ContextParallel,
+        "DistributedDataParallel": DistributedDataParallel,
+        "init_device_mesh": init_device_mesh,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), RATE),
+        "loader": loader,
+        "losses": [],
+    }
+    exec(loops[1], model.names)
+    model.names["cp"].close()
+    losses: list[float] = model.names["losses"]
+    return losses
+
+
+def test_the_loop_of_the_page_has_the_losses_of_one_process(pool: WorkerPool) -> None:
+    steps = [[PACKED, RIGHT], [ROWS, PLAIN], [LEFT, POSITIONS]]
+    [wanted] = pool.run(truth, 1, steps)
+    for losses in pool.run(as_on_the_page, 4, steps):
+        assert losses == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
 
 
 # What a rank gets of a batch.
