@@ -191,43 +191,41 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
 
 class ModelOfThePage(Model):
-    """It attends as the page says."""
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(
-            input_ids, position_ids, lambda q, k, v: self.attend(q, k, v, documents)
-        )
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
-        [line] = re.findall(r"^out = cp.attention.*$", PAGE, flags=re.MULTILINE)
-        names = {"q": q, "k": k, "v": v, "documents": documents, "cp": self.names["cp"]}
-        exec(line, names)
-        out = names["out"]
-        assert isinstance(out, Tensor)
-        return out
+    """It attends as the page says, with the names of its loop."""
 
     names: dict[str, Any]
 
+    def forward(self, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            [line] = re.findall(r"^out = cp.attention.*$", PAGE, flags=re.MULTILINE)
+            names: dict[str, Any] = {"q": q, "k": k, "v": v, "documents": documents}
+            exec(line, self.names, names)
+            out: Tensor = names["out"]
+            return out
+
+        return super().forward(input_ids, position_ids, attention)
+
 
 def as_on_the_page(rank: int, world_size: int, steps: Steps) -> list[float]:
-    loops = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[1]
     model = ModelOfThePage()
     model.load_state_dict(make_model().state_dict())
     mine = [cases[rank // 2] for cases in steps]
-    loader = [{"input_ids": x.input_ids, "labels": x.labels, **x.given} for x in mine]
-    sizes = {"device_type": "cpu", "dp_size": 2, "cp_size": 2}
-    model.names = sizes | {
+    losses: list[float] = []
+    names = model.names = {
+        "device_type": "cpu",
+        "dp_size": 2,
+        "cp_size": 2,
         "ContextParallel": ContextParallel,
         "DistributedDataParallel": DistributedDataParallel,
         "init_device_mesh": init_device_mesh,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), RATE),
-        "loader": loader,
-        "losses": [],
+        "loader": [{"input_ids": x.input_ids, "labels": x.labels, **x.given} for x in mine],
+        "losses": losses,
     }
-    exec(loops[1], model.names)
-    model.names["cp"].close()
-    losses: list[float] = model.names["losses"]
+    exec(loop, names)
+    names["cp"].close()
     return losses
 
 
