@@ -9,7 +9,8 @@ __all__ = ["for_all"]
 
 
 def for_all(check: Callable[[Random], None], examples: int, seed: int) -> None:
-    """The same examples in every run, and nothing kept between runs."""
+    """Drawn from a seed, and nothing is kept between runs: the same tests have the same examples.
+    Those of other code may differ, since Hypothesis also tries numbers that it finds there."""
     # Here and not above: GPU machines collect all tests, and need not have Hypothesis for it.
     import hypothesis
     from hypothesis.strategies import randoms
