@@ -34,7 +34,7 @@ OTHERS, CHOSEN = 20, 90
 
 def few_ranks(draw: Random) -> int:
     """Up to 9, mostly few: rings of n take time by n * n."""
-    return draw.choice((1, 2, 2, 2, 3, 3, 3, 4, 4, 5, draw.randint(5, 9)))
+    return draw.choice((1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, draw.randint(5, 9)))
 
 
 def any_ranks(draw: Random) -> int:
