@@ -40,7 +40,7 @@ class Training:
         position_ids    (tokens) or (batch, tokens); without, counted in each document
         cu_seqlens      the documents, as `documents()` takes them: one list for all rows or one for
                         each; `documents`: what was made of them already, by `prefetch` say. Without
-                        both, position_ids that restart at 0 begin documents
+                        either, position_ids that restart at 0 begin documents
         attention_mask  (batch, tokens), 0 at padding on the left or on the right, which becomes a
                         document of its own. Other masks are refused
         others          any tensors (batch, tokens, ...), sharded alike

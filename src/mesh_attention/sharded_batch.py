@@ -136,16 +136,17 @@ class WholeBatch:
                     "host, which would have to wait: keep it on the CPU, give cu_seqlens in its "
                     "place, or say check=True to wait"
                 )
-        told, fixed = self.cu_seqlens, None
-        pack = self.documents.pack if self.documents is not None else told
-        if isinstance(pack, Pack):
-            told = fixed = rows_of_pack(pack, self.shape)
         read = (self.readable("position_ids"), self.readable("attention_mask"))
-        rows = rows_of_documents(self.shape, told, *read)
-        if fixed is not None and [{*row} for row in rows] != [{*row} for row in fixed]:
+        pack = self.cu_seqlens if self.documents is None else self.documents.pack
+        if not isinstance(pack, Pack):
+            return rows_of_documents(self.shape, pack, *read)
+        fixed = rows_of_pack(pack, self.shape)
+        said = fixed if self.cu_seqlens is None or pack is self.cu_seqlens else self.cu_seqlens
+        rows = rows_of_documents(self.shape, said, *read)
+        if [{*row} for row in rows] != [{*row} for row in fixed]:
             raise MeshAttentionError(
-                "attention_mask begins padding inside a document of the pack; make the pack with a "
-                "boundary there"
+                "the documents that were made are not those of the batch: by its cu_seqlens, or "
+                "since attention_mask begins padding inside one of them"
             )
         return rows
 
@@ -174,8 +175,6 @@ def shard_batch(
 ) -> ShardedBatch:
     """As `ContextParallel.shard_batch` describes it."""
     whole = WholeBatch(_checked(tensors), cu_seqlens, documents, check)
-    if cu_seqlens is not None and documents is not None:
-        raise MeshAttentionError("cu_seqlens and documents: give one of them")
     if documents is not None:
         cp._shards(documents)  # refuses what is none
     if not isinstance(shift_labels, bool):

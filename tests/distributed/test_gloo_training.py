@@ -1,5 +1,10 @@
 """Batches and losses: a GPT on ranks has the losses and gradients of one process, whatever the
-batch, the number of targets of each rank, and whoever reduces gradients (needs 3, 8, 9, 11, 20)."""
+batch, the number of targets of each rank, and whoever reduces gradients.
+
+Tests name the needs of users that they show, by their numbers: loss normalisation (3), every
+argument used or refused (6), labels shifted before the cut (8), data-parallel by context-parallel
+ranks (9), positions (11), batches sharded twice or different (12), evaluation (20).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
@@ -116,6 +122,7 @@ def by_hand(rank: int, world_size: int, cases: list[WholeCase]) -> Trained:
 def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
     pool: WorkerPool, ranks: int
 ) -> None:
+    """Needs 3 and 11: also with targets on one rank alone."""
     cases = [*ALL, FEW]
     [wanted] = pool.run(truth, 1, [[case] for case in cases])
     check(pool.run(by_hand, ranks, cases), wanted)
@@ -124,10 +131,10 @@ def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
 # Frameworks that average, on data-parallel by context-parallel ranks.
 
 
-def by_framework(rank: int, world_size: int, name: str, steps: Steps) -> Trained:
+def by_framework(rank: int, world_size: int, name: str, dp_size: int, steps: Steps) -> Trained:
     from torch.distributed.fsdp import fully_shard  # seconds, which the pool has spent already
 
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh("cpu", (dp_size, world_size // dp_size), mesh_dim_names=("dp", "cp"))
     whole: Any = mesh["dp", "cp"]._flatten("dp_cp")
     plain: Model = make_model()
     if name == "ddp":
@@ -152,13 +159,15 @@ def by_framework(rank: int, world_size: int, name: str, steps: Steps) -> Trained
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("name", "dp_size"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens(
-    pool: WorkerPool, name: str
+    pool: WorkerPool, name: str, dp_size: int
 ) -> None:
-    steps = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
+    """Needs 3 and 9, with two context-parallel ranks."""
+    batches = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
+    steps = [cases[:dp_size] for cases in batches]
     [wanted] = pool.run(truth, 1, steps)
-    check(pool.run(by_framework, 4, name, steps), wanted)
+    check(pool.run(by_framework, 2 * dp_size, name, dp_size, steps), wanted)
 
 
 def accumulated(rank: int, world_size: int) -> Trained:
@@ -262,6 +271,7 @@ def put_together(rank: int, world_size: int, case: WholeCase) -> list[Any]:
 def test_every_token_keeps_its_position_target_and_padding_and_logits_come_back_in_order(
     pool: WorkerPool, case: WholeCase
 ) -> None:
+    """Needs 8 and 20."""
     for ids, positions, labels, padding, _, ignored, masked, others, logits in pool.run(
         put_together, 3, case
     ):
@@ -332,7 +342,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
             "shift_labels": refusal(lambda: cp.shard_batch(input_ids=ids, shift_labels=labels)),  # type: ignore[arg-type]
             "1-D": refusal(lambda: cp.shard_batch(input_ids=ids[0])),
             "others": refusal(lambda: cp.shard_batch(input_ids=ids, x=torch.ones(19))),
-            "twice": refusal(lambda: sharded(cp, PACKED, documents=batch.documents)),
+            "other starts": refusal(
+                lambda: sharded(cp, PACKED, cu_seqlens=[0, 9, 37], documents=batch.documents)
+            ),
+            "the same": refusal(lambda: sharded(cp, PACKED, documents=batch.documents)),
             "documents": refusal(lambda: sharded(cp, PLAIN, documents=batch.documents)),
             "reduce": refusal(lambda: loss(logits, labels, reduce="mean")),
             "shapes": refusal(lambda: loss(logits[:, :5], labels, reduce="sum")),
@@ -343,6 +356,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
     pool: WorkerPool,
 ) -> None:
+    """Needs 6 and 12."""
     for told in pool.run(refused, 2):
         for name in ("the batch", "moved", "for models", "a tensor"):
             assert "a batch is sharded once" in told[name]
@@ -352,7 +366,8 @@ def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
         assert "shift_labels is True or False" in told["shift_labels"]
         assert "input_ids is (19,)" in told["1-D"]
         assert "x has shape (19,)" in told["others"]
-        assert "cu_seqlens and documents" in told["twice"]
+        assert "not those of the batch" in told["other starts"]
+        assert told["the same"] == "nothing"
         assert "37 tokens in a row, and the batch has 19" in told["documents"]
         assert "'mean': must be one of ddp, fsdp, sum" in told["reduce"]
         assert "(batch, local tokens, vocabulary)" in told["shapes"]
@@ -378,6 +393,7 @@ def other_batch(rank: int, world_size: int, name: str, warm: bool) -> list[Any]:
 def test_a_rank_with_another_batch_is_named_and_nothing_is_broken(
     pool: WorkerPool, name: str, warm: bool
 ) -> None:
+    """Need 12."""
     [[(wanted, _)]] = pool.run(truth, 1, [[PACKED]])
     for told, later in pool.run(other_batch, 3, name, warm):
         assert told.startswith("rank 1 of the group")
@@ -416,3 +432,22 @@ def no_target(rank: int, world_size: int) -> list[float]:
 
 def test_a_batch_without_any_target_has_a_loss_of_zero(pool: WorkerPool) -> None:
     assert pool.run(no_target, 2) == [[0.0] * 3] * 2
+
+
+def smoothed(rank: int, world_size: int, dtype: torch.dtype) -> float:
+    logits = torch.randn(2, 19, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with make() as cp:
+        batch = sharded(cp, PLAIN)
+        mine = cp.shard(logits, 1, documents=batch.documents)
+        mean = cp.cross_entropy(mine, batch.labels, reduce="sum", label_smoothing=0.1)
+        true = cross_entropy(
+            logits.double().flatten(0, 1), PLAIN.targets.flatten(), label_smoothing=0.1
+        )
+        return abs(mean.value.item() - true.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_lose_nothing_and_labels_are_smoothed_as_torch_does(
+    pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    assert max(pool.run(smoothed, 2, dtype)) < 1e-6
