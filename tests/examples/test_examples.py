@@ -73,3 +73,12 @@ def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
     for file in FOLDER.glob("*.py"):
         assert file.name in tests
         assert f"examples/{file.name}\n" in file.read_text().split('"""')[1]
+
+
+def test_documents_of_every_step_are_right_and_say_what_was_chosen(pool: WorkerPool) -> None:
+    first, *others = pool.run(run_example, 4, "documents.py")
+    assert not any(others)
+    lines = first.splitlines()
+    assert len(lines) == 8
+    assert all("documents of" in line for line in lines[::2])
+    assert all(float(line.split()[-1]) < 1e-4 for line in lines[1::2])
