@@ -35,11 +35,11 @@ def packs() -> list[list[int]]:
     return found
 
 
-def on_one_process(q: Tensor, k: Tensor, v: Tensor, starts: list[int]) -> Tensor:
+def on_one_process(whole: list[Tensor], starts: list[int]) -> Tensor:
     outs = []
     for a, b in pairwise(starts):
-        one = (x[:, a:b].transpose(1, 2) for x in (q, k, v))
-        out = scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+        q, k, v = (x[:, a:b].transpose(1, 2) for x in whole)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         outs.append(out.transpose(1, 2))
     return torch.cat(outs, dim=1)
 
@@ -60,7 +60,7 @@ def main() -> None:
             out = cp.attention(q, k, v, documents=docs)
             assert isinstance(out, Tensor)
             found = cp.unshard(out, dim=1, documents=docs)
-            error = (found - on_one_process(*whole, starts)).abs().max().item()
+            error = (found - on_one_process(whole, starts)).abs().max().item()
             if dist.get_rank() == 0:
                 print(f"step {step}: {docs}")
                 print(f"        error {error:.1e}")
