@@ -61,7 +61,8 @@ def drawn_setting(draw: Random, method: str, problem: Problem, ranks: int) -> Se
     if "chunks" in options:
         setting["chunks"] = draw.choice(CHUNKS)
     if "head_slices" in options and draw.randint(0, 5) == 5:
-        setting |= random_heads(draw, problem.kv_heads // (setting.get("ulysses") or 1))
+        held = problem.kv_heads // (setting.get("ulysses") or 1)
+        setting |= random_heads(draw, max(1, held))
     if draw.randint(0, 24) == 24:
         others = {"ulysses": 2, "inner": 2, "tile": (2, 2), "team": 3, "layout": "listed"}
         name = draw.choice([name for name in others if name in options])
