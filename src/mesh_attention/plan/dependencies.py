@@ -15,6 +15,8 @@ from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.program import Communication, Program, reads, writes
 from mesh_attention.plan.workspace import WorkspaceMap
 
+_MANY = 8  # fewer pieces of one operation are looked at one by one
+
 
 @dataclass(slots=True)
 class _History:
@@ -68,11 +70,11 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
 def _together(pieces: Iterable[Piece]) -> list[Piece]:
     """Those that touch made one: an exchange among many ranks has many, of few buffers.
 
-    >>> _together([Piece("q", 4, 8, (0, 2)), Piece("q", 0, 4, (0, 2)), Piece("q", 0, 8, (2, 3))])
-    [Piece(buffer='q', start=0, stop=8, heads=(0, 3))]
+    >>> _together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6) for h in (0, 1)])
+    [Piece(buffer='q', start=0, stop=8, heads=(0, 2))]
     """
     found = list(pieces)
-    if len(found) < 2:
+    if len(found) < _MANY:
         return found
     by_heads: dict[tuple[str, tuple[int, int] | None], list[tuple[int, int]]] = defaultdict(list)
     for piece in found:
