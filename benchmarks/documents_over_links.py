@@ -82,12 +82,30 @@ def make_row(way: str, steps: Sequence[Sequence[dict[str, Any]]], links: Links) 
     )
 
 
-def make_rows(reports: Sequence[dict[str, Any]], links: Links) -> list[Row]:
-    """From what each rank has printed."""
-    steps: dict[str, list[list[dict[str, Any]]]] = {}
-    for of_ranks in zip(*(report["steps"] for report in reports), strict=True):
-        steps.setdefault(of_ranks[0]["way"], []).append(list(of_ranks))
-    return [make_row(way, found, links) for way, found in steps.items()]
+def of_all_ranks(reports: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """From what each rank has printed: of each step what every rank measured."""
+    return [list(ranks) for ranks in zip(*(report["steps"] for report in reports), strict=True)]
+
+
+def make_rows(steps: Sequence[Sequence[dict[str, Any]]], links: Links) -> list[Row]:
+    by_way: dict[str, list[Sequence[dict[str, Any]]]] = {}
+    for step in steps:
+        by_way.setdefault(step[0]["way"], []).append(step)
+    return [make_row(way, found, links) for way, found in by_way.items()]
+
+
+def raw(steps: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Every step as a line: each number as a list of all ranks."""
+    lines = []
+    for step in steps:
+        numbers = [name for name in step[0] if name not in ("way", "batch")]
+        found = {name: [_rounded(rank[name]) for rank in step] for name in numbers}
+        lines.append(json.dumps({"way": step[0]["way"], "batch": step[0]["batch"]} | found))
+    return lines
+
+
+def _rounded(number: float | None) -> float | None:
+    return round(number, 4) if isinstance(number, float) else number
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -189,11 +207,13 @@ def main() -> None:
             command = (sys.executable, str(HERE / "document_steps.py"), json.dumps(asked))
             reports = [json.loads(x) for x in network.run(command, seconds=given.seconds)]
     except (NamespaceError, KeyboardInterrupt) as error:
-        raise SystemExit(f"error: {error or 'ended by Ctrl-C'}") from None
+        raise SystemExit(f"error: {str(error) or 'ended by Ctrl-C'}") from None
     measured["after"] = load()
-    rows = make_rows(reports, links)
+    steps = of_all_ranks(reports)
+    rows = make_rows(steps, links)
     if given.json is not None:
-        measured |= {"rows": [asdict(row) for row in rows], "reports": reports}
+        told = {name: reports[0][name] for name in ("errors", "reasons", "flex")}
+        measured |= {"rows": [asdict(row) for row in rows]} | told | {"steps": raw(steps)}
         given.json.write_text(json.dumps(result | measured, indent=1) + "\n")
     print(
         f"{links.words}; {sizes.documents} documents in {sizes.tokens} tokens, {sizes.heads}:"

@@ -330,7 +330,7 @@ def main() -> None:
         with Namespaces(links) as network:
             outputs = network.run((sys.executable, *given.script), seconds=given.seconds)
     except (NamespaceError, KeyboardInterrupt) as error:
-        raise SystemExit(f"error: {error or 'ended by Ctrl-C'}") from None
+        raise SystemExit(f"error: {str(error) or 'ended by Ctrl-C'}") from None
     for rank, output in enumerate(outputs):
         for line in output.splitlines():
             print(f"{rank}: {line}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import pairwise
 
 import pytest
 from document_steps import CHOSEN, Sizes
-from documents_over_links import RING, make_rows, ratio, table
+from documents_over_links import RING, make_rows, of_all_ranks, ratio, raw, table
 from namespaces import (
     PREFIX,
     Links,
@@ -119,7 +120,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
         {"steps": [step(CHOSEN, 0.1, mib), step(CHOSEN, 0.4, mib), step(RING, 1.0, 9 * mib)]},
         {"steps": [step(CHOSEN, 0.2, 3 * mib), step(CHOSEN, 0.2, mib), step(RING, 1.2, 9 * mib)]},
     ]
-    chosen, ring = make_rows(reports, Links(2, between=8))
+    steps = of_all_ranks(reports)
+    assert json.loads(raw(steps)[1])["seconds"] == [0.4, 0.2]
+    chosen, ring = make_rows(steps, Links(2, between=8))
     assert (chosen.least_ms, chosen.ms, chosen.most_ms) == pytest.approx((200, 300, 400))
     assert (chosen.sent_mib, chosen.most_sent_mib, chosen.cpu_ms) == (1.5, 3.0, 1000)
     assert ring.link_ms == pytest.approx(18 * mib / 1e3)  # 8 Mbit/s is a megabyte a second
