@@ -117,6 +117,8 @@ class LibraryWay(Way):
     def __init__(self, name: str, sizes: Sizes, ranks_per_node: int) -> None:
         super().__init__(name)
         self._ahead = name == AHEAD
+        words = [] if name in (CHOSEN, AHEAD) else name.split()  # a method and its options
+        options: dict[str, Any] = {w.partition("=")[0]: w.partition("=")[2] for w in words[1:]}
         self._cp = ContextParallel(
             seq_len=sizes.tokens,
             num_heads=sizes.heads,
@@ -124,8 +126,9 @@ class LibraryWay(Way):
             head_dim=sizes.dim,
             causal=True,
             dtype=torch.float32,
-            method=None if name in (CHOSEN, AHEAD) else name,
+            method=words[0] if words else None,
             ranks_per_node=ranks_per_node,
+            **options,
         )
 
     def batches(self, packs: Sequence[Starts]) -> Generator[Any, None, None]:

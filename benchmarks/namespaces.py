@@ -40,10 +40,10 @@ Command = tuple[str, ...]
 PREFIX = "mesh-attention"
 INTERFACE = "eth0"  # of every rank
 PORT = 29500
-# A tbf lets a packet pass whole if its bucket is as large: small packets of several flows take
-# turns, and the bucket, which passes unshaped after a rest, is 2.6 ms of 100 Mbit/s.
-PACKET_BYTES = 16 * 1024
-BUCKET_BYTES = 2 * PACKET_BYTES
+# What the stack hands over at once: so little that no message waits long behind another's packets,
+# and no more of them than cores can bear.
+PACKET_SECONDS = 0.5e-3
+PACKET_BYTES = (2048, 16384)  # least and most
 QUEUE_BYTES = 8 * 1024 * 1024  # of a link; so long that what seven ranks send to one is not dropped
 SAY_AFTER = 15.0  # seconds without a word from rank 0
 
@@ -125,10 +125,12 @@ def commands(links: Links, prefix: str) -> Iterator[Command]:
 def _cable(one: tuple[str, str], other: tuple[str, str], mbit: float) -> Iterator[Command]:
     peer = ("peer", "name", other[1], "netns", other[0])
     yield ("ip", "link", "add", one[1], "netns", one[0], "type", "veth", *peer)
+    least, most = PACKET_BYTES
+    packet = min(max(int(mbit * 1e6 / 8 * PACKET_SECONDS), least), most)
+    # Two packets may pass unshaped after a rest: a bucket smaller than one would cut it up.
+    shape = f"tbf rate {mbit * 1e6:.0f}bit burst {2 * packet} limit {QUEUE_BYTES}"
     for name, interface in (one, other):
-        shape = f"tbf rate {mbit * 1e6:.0f}bit burst {BUCKET_BYTES} limit {QUEUE_BYTES}"
-        size = ("gso_max_size", str(PACKET_BYTES))
-        yield ("ip", "-n", name, "link", "set", interface, *size)
+        yield ("ip", "-n", name, "link", "set", interface, "gso_max_size", str(packet))
         yield ("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape.split())
         yield ("ip", "-n", name, "link", "set", interface, "up")
 
