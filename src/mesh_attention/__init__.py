@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
+    from mesh_attention.attention_module import ContextParallelAttention
     from mesh_attention.context_parallel import ContextParallel
     from mesh_attention.errors import MeshAttentionError
     from mesh_attention.functional import mesh_attention, release
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ContextParallel": ("mesh_attention.context_parallel", "ContextParallel"),
+    "ContextParallelAttention": ("mesh_attention.attention_module", "ContextParallelAttention"),
     "Mask": ("mesh_attention.plan.mask", "Mask"),
     "MeshAttentionError": ("mesh_attention.errors", "MeshAttentionError"),
     "Plan": ("mesh_attention.plan.plan", "Plan"),
@@ -41,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "ContextParallel",
+    "ContextParallelAttention",
     "Mask",
     "MeshAttentionError",
     "Plan",

@@ -154,6 +154,10 @@ class Batches(Reports):
         """True where a local slot holds no token."""
         return self._shards(documents).padding(side, device)
 
+    @property
+    def _length_is_known(self) -> bool:
+        return self._fixed is not None or self._given.get("seq_len") is not None
+
     def _shards(self, documents: Documents | None) -> Shards:
         if documents is not None:
             return _handle(documents).shards

@@ -10,6 +10,7 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from mesh_attention.context_arguments import (
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.arguments import real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.runtime.autograd import attention
@@ -35,6 +37,7 @@ from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
+    fault_of_causal,
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
@@ -166,18 +169,42 @@ class ContextParallel(Batches, Training):
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of
         step by such a call are told apart too.
         """
-        source, options = None, self._options
         fault = fault_of_unsupported(
             dropout_p=dropout_p, alibi_slopes=alibi_slopes
         ) or fault_of_label(label)
+        out, lse = self._attend(q, k, v, fault, sinks=sinks, documents=documents, label=label)
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fault: MeshAttentionError | None,
+        *,
+        sinks: Tensor | None = None,
+        documents: Documents | None = None,
+        label: str | int | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`fault`: what is wrong already. A scale is of this call; `is_causal`: what the caller
+        takes the mask for."""
+        source, options = None, self._options
         try:
             source, options = self._source_for(q, k, v, documents)
             plan = source.first.plan
-            fault = fault or fault_of_tensors(plan, q, k, v) or fault_of_sinks(plan, q, sinks)
+            fault = (
+                fault
+                or fault_of_tensors(plan, q, k, v)
+                or fault_of_sinks(plan, q, sinks)
+                or fault_of_causal(plan, is_causal)
+            )
+            if softmax_scale is not None:
+                options = replace(options, softmax_scale=real("scale", softmax_scale))
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
-        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
-        return (out, lse) if return_lse else out
+        return attention(self._share, source, options, (q, k, v), fault, label, sinks)
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.

@@ -1,8 +1,10 @@
-"""What training code asks of a `ContextParallel` besides attention: its batches and its loss."""
+"""What training code asks of a `ContextParallel` besides attention: its batches, its loss,
+and a block in which PyTorch's own attention is this one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.losses import Reduce, TokenMean, cross_entropy
+from mesh_attention.replaced_attention import Attending, replaced_attention
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.sharded_batch import IGNORE_INDEX, ShardedBatch, Sharder, shard_batch
 
@@ -106,4 +109,35 @@ class Training:
             num_targets=num_targets,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
+        )
+
+    def context_parallel(
+        self: Attending,
+        *,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+        documents: Documents | None = None,
+    ) -> AbstractContextManager[Documents | None]:
+        """A block in which `torch.nn.functional.scaled_dot_product_attention` is attention over all
+        ranks, with the arguments of PyTorch's `context_parallel`.
+
+            with cp.context_parallel(buffers=[ids, positions], buffer_seq_dims=[1, 0]) as documents:
+
+        buffers             whole tensors, the same on all ranks, that hold this rank's part in the
+                            block and are restored after it, also after an exception. The first says
+                            the length, where the object does not; lengths that need padding are
+                            refused
+        buffer_seq_dims     the dimension of the tokens, of each
+        no_restore_buffers  those of them that keep this rank's part
+        documents           of this batch, where it has several; what the block gives (`as`) is
+                            this, or what was made of the length: for `unshard` and inner blocks
+
+        Calls have (batch, heads, local_seq, head_dim) and may say `scale`, `enable_gqa` and an
+        `is_causal` that is the object's; attn_mask and dropout are refused on all ranks. It holds
+        for this thread, and the innermost block counts. Backward may come after the block; with
+        activation checkpointing, which attends again, it belongs inside.
+        """
+        return replaced_attention(
+            *(self, buffers or (), buffer_seq_dims or (), no_restore_buffers or ()), documents
         )

@@ -98,6 +98,17 @@ def fault_of_sinks(plan: Plan, q: Any, sinks: Any) -> MeshAttentionError | None:
     return None
 
 
+def fault_of_causal(plan: Plan, is_causal: bool | None) -> MeshAttentionError | None:
+    """None: the caller leaves the mask to the object."""
+    mask = plan.problem.mask
+    if is_causal is None or is_causal == mask.causal:
+        return None
+    return MeshAttentionError(
+        f"is_causal={is_causal}, but the mask of this ContextParallel is {mask.describe()}; make "
+        f"it with causal={is_causal}, or call with is_causal={mask.causal}"
+    )
+
+
 UNSUPPORTED = {
     "dropout_p": "dropout of attention weights is not supported; drop elements of the output "
     "instead, with torch.nn.functional.dropout, and leave dropout_p out",

@@ -25,8 +25,9 @@ import mesh_attention.plan
 LAYERS = (
     ("__main__", "cli"),
     ("demo",),
-    ("__init__", "context_parallel", "functional", "testing"),
+    ("__init__", "attention_module", "context_parallel", "functional", "testing"),
     ("context_batches", "context_training"),
+    ("replaced_attention",),
     ("batch_documents", "losses", "sharded_batch"),
     ("context_arguments", "context_report"),
     ("runtime",),

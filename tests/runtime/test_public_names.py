@@ -11,6 +11,7 @@ import mesh_attention
 
 NAMES = [
     "ContextParallel",
+    "ContextParallelAttention",
     "Mask",
     "MeshAttentionError",
     "Plan",

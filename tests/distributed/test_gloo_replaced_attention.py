@@ -1,0 +1,414 @@
+"""Models that call PyTorch's own attention, inside `cp.context_parallel(...)`: they have outputs
+and gradients of one process, and everything is as it was after the block."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from mesh_attention import ContextParallel, ContextParallelAttention, MeshAttentionError
+from support.pool import WorkerPool
+from support.raised import all_raised, raised_by
+
+TOKENS, HEADS, KV_HEADS, DIM, WORDS = 24, 4, 2, 8, 13
+WIDTH = HEADS * DIM
+
+
+class Rotated(nn.Module):
+    """A block with RoPE. Its attention is imported by name, and it saves the angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * KV_HEADS * DIM)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q(y).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        k, v = self.kv(y).unflatten(-1, (2 * KV_HEADS, DIM)).transpose(1, 2).chunk(2, 1)
+        q, k = (t * cos + t.roll(DIM // 2, -1) * sin for t in (q, k))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+        result: Tensor = x + self.out(out.transpose(1, 2).flatten(2)).tanh()
+        return result
+
+
+Run = Callable[..., Tensor]
+
+
+class Rotary(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
+        angle = torch.arange(TOKENS)[:, None] * torch.logspace(0, -2, DIM)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+
+    def forward(self, ids: Tensor, run: Run = lambda block, *x: block(*x)) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = run(block, x, self.cos, self.sin)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def make_model() -> Rotary:
+    torch.manual_seed(3)
+    return Rotary()
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    whole = torch.randint(0, WORDS, (2, TOKENS + 1), generator=chance)
+    return whole[:, :-1], whole[:, 1:]  # views, as data loaders have them
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (2 * TOKENS)
+
+
+def truth(seeds: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    model, outs = make_model(), []
+    for seed in seeds:
+        ids, labels = batch(seed)
+        outs.append(model(ids))
+        loss_of(outs[-1], labels).backward()  # type: ignore[no-untyped-call]
+    return [out.detach() for out in outs], [
+        p.grad for p in model.parameters() if p.grad is not None
+    ]
+
+
+def differs(model: nn.Module, outs: list[Tensor], wanted: Any) -> float:
+    """The largest error of outputs and of gradients, which are added up over the ranks."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad in grads:
+        dist.all_reduce(grad)
+    pairs = zip([*outs, *grads], [*wanted[0], *wanted[1]], strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def entered(cp: ContextParallel, model: Rotary, *more: Tensor, keep: Any = ()) -> Any:
+    tensors = [model.cos, model.sin, *more]
+    return cp.context_parallel(
+        buffers=tensors, buffer_seq_dims=[0, 0, *(1 for _ in more)], no_restore_buffers=set(keep)
+    )
+
+
+# A block of code.
+
+
+def once(
+    rank: int, world_size: int, inside: bool, wanted: Any, changes: dict[str, Any]
+) -> tuple[float, bool]:
+    model, (ids, labels) = make_model(), batch()
+    before = [x.clone() for x in (model.cos, model.sin, ids)]
+    with ContextParallel(causal=True, **changes) as cp:
+        with entered(cp, model, ids, labels, keep=[labels]) as documents:
+            assert ids.shape[1] == len(model.cos) == TOKENS // world_size
+            logits = model(ids)
+            loss = loss_of(logits, labels)
+            if inside:
+                loss.backward()  # type: ignore[no-untyped-call]
+        after = [model.cos, model.sin, ids]
+        same = all(map(torch.equal, before, after)) and labels.shape[1] == TOKENS // world_size
+        if not inside:
+            loss.backward()  # type: ignore[no-untyped-call]
+        whole = cp.unshard(logits.detach(), 1, documents=documents)
+    return differs(model, [whole], wanted), same
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_that_calls_pytorchs_attention_has_results_of_one_process(
+    pool: WorkerPool, ranks: int, inside: bool
+) -> None:
+    """Backward comes in the block or after it, when its buffers are whole again."""
+    changes = {} if ranks != 2 else {"seq_len": TOKENS}
+    for error, same in pool.run(once, ranks, inside, truth((0,)), changes):
+        assert same
+        assert error < 2e-5
+
+
+def alternating(rank: int, world_size: int) -> tuple[float, float, bool]:
+    """Blocks inside blocks, of layers that differ, and one again after an exception."""
+    chance = torch.Generator().manual_seed(1)
+    whole = torch.randn(3, 1, HEADS, TOKENS, DIM, generator=chance).unbind()
+    far = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    wanted = [
+        scaled_dot_product_attention(
+            whole[0], whole[1], whole[2], attn_mask=(far >= 0) & (far <= most)
+        )
+        for most in (TOKENS, 3)
+    ]
+    with (
+        ContextParallel(causal=True) as full,
+        ContextParallel(causal=True, window_size=(3, 0)) as near,
+    ):
+        q, k, v = (x.clone() for x in whole)
+        try:
+            with full.context_parallel(buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+                raise KeyError
+        except KeyError:
+            restored = all(map(torch.equal, (q, k, v), whole))
+        with full.context_parallel(buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]) as docs:
+            first = scaled_dot_product_attention(q, k, v, is_causal=True)
+            with near.context_parallel(documents=docs):
+                inner = scaled_dot_product_attention(q, k, v, is_causal=True)
+            last = scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert torch.equal(first, last)
+        found = [full.unshard(x, 2, documents=docs) for x in (first, inner)]
+        plain = scaled_dot_product_attention(
+            whole[0], whole[1], whole[2], is_causal=True
+        )  # on this rank again
+    errors = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    return errors[0], errors[1], restored and torch.allclose(plain, wanted[0], atol=1e-6)
+
+
+def test_blocks_may_be_nested_and_entered_again(pool: WorkerPool) -> None:
+    for full, near, restored in pool.run(alternating, 2):
+        assert restored
+        assert max(full, near) < 1e-5
+
+
+def half_precision(rank: int, world_size: int) -> torch.dtype:
+    with ContextParallel(causal=True) as cp:
+        q = torch.randn(1, 2, 4, 8)
+        with cp.context_parallel(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return scaled_dot_product_attention(q, q, q.bfloat16(), is_causal=True).dtype
+
+
+def test_autocast_casts_as_for_pytorchs_attention(pool: WorkerPool) -> None:
+    assert pool.run(half_precision, 2) == [torch.bfloat16] * 2
+
+
+def changed(rank: int, world_size: int) -> str:
+    model, (ids, _) = make_model(), batch()
+    with ContextParallel(causal=True) as cp, entered(cp, model, ids):
+        out = model(ids)
+        ids.zero_()
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_buffer_that_is_changed_before_backward_is_refused_as_ever(pool: WorkerPool) -> None:
+    for told in pool.run(changed, 1):
+        assert "modified by an inplace operation" in told
+
+
+# What is refused.
+
+
+def calls(mistake: str, q: Tensor) -> Any:
+    good = {"is_causal": True}
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "attn_mask": ((q, q, q), {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}),
+        "dropout_p": ((q, q, q, None, 0.1, True), {}),
+        "is_causal": ((q, q, q), {}),
+        "shape": ((q[0], q[0], q[0]), good),
+        "heads": ((q, q[:, :1], q[:, :1]), good),
+        "scale": ((q, q, q), good | {"scale": float("nan")}),
+    }
+    if mistake == "module":
+        return nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0])
+    args, kwargs = given[mistake]
+    return scaled_dot_product_attention(*args, **kwargs)
+
+
+def refused(rank: int, world_size: int, mistake: str) -> Any:
+    with ContextParallel(causal=True) as cp, cp.context_parallel():
+        q = torch.ones(1, 2, 6, 8)
+        wrong = raised_by(
+            lambda: (
+                calls(mistake, q)
+                if rank == 1
+                else scaled_dot_product_attention(q, q, q, is_causal=True)
+            ),
+            cp,
+        )
+        scaled_dot_product_attention(q, q, q, is_causal=True)
+        return wrong
+
+
+REFUSED = {
+    "attn_mask": "attn_mask is not supported; give the mask to ContextParallel",
+    "dropout_p": "dropout_p=0.1: dropout of attention weights is not supported",
+    "is_causal": "is_causal=False, but the mask of this ContextParallel is causal",
+    "shape": "query has shape (2, 6, 8); expected (batch, heads, local_seq, head_dim)",
+    "heads": "query has 2 heads and key 1: give enable_gqa=True",
+    "scale": "scale=nan",
+    "module": "torch.nn.MultiheadAttention and layers with it are not replaced",
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_is_not_attention_over_ranks_is_refused_on_all(pool: WorkerPool, mistake: str) -> None:
+    raised = pool.run(refused, 2, mistake)
+    all_raised(raised)
+    assert all(REFUSED[mistake] in one.error for one in raised)
+
+
+def wrong_buffers(rank: int, world_size: int) -> list[str]:
+    told = []
+    x = torch.zeros(2, 8)
+    cases: list[Any] = [
+        ([x], [], ()),
+        ([x], [1], [x.clone()]),
+        ([x, x], [1, 1], ()),
+        ([x, x.clone().requires_grad_()], [1, 1], ()),
+        ([x, torch.zeros(9)], [1, 0], ()),
+        ([torch.zeros(9)], [0], ()),
+        ([x], [2], ()),
+    ]
+    with ContextParallel(causal=True) as cp:
+        for buffers, dims, keep in cases:
+            try:
+                with cp.context_parallel(
+                    buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=keep
+                ):
+                    told.append("nothing")
+            except MeshAttentionError as error:
+                told.append(str(error))
+        assert x.shape == (2, 8)
+    return told
+
+
+def test_wrong_buffers_are_refused_and_left_alone(pool: WorkerPool) -> None:
+    for told in pool.run(wrong_buffers, 2):
+        for line, wanted in zip(
+            told,
+            [
+                "1 buffers and 0 buffer_seq_dims",
+                "not among the buffers",
+                "buffers[1] is given twice",
+                "buffers[1] requires a gradient",
+                "buffers[1]: shard wants all 8 tokens along dim 0, but it has 9",
+                "9 tokens do not divide evenly",
+                "buffer_seq_dims[0]=2 is outside a tensor of 2 dimensions",
+            ],
+            strict=True,
+        ):
+            assert wanted in line
+
+
+# Checkpoints, and several batches in flight.
+
+Op = torch.ops.aten
+SAVED = (Op.addmm.default, Op.mm.default, Op._scaled_dot_product_flash_attention_for_cpu.default)
+
+
+def save_some(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective() -> Any:
+    return create_selective_checkpoint_contexts(save_some)  # type: ignore[no-untyped-call]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": selective},
+}
+
+
+def checkpointed(rank: int, world_size: int, way: str, wanted: Any) -> float:
+    model, (ids, labels) = make_model(), batch()
+    with ContextParallel(causal=True) as cp, entered(cp, model, ids, labels) as documents:
+        logits = model(ids, lambda *x: checkpoint(*x, **WAYS[way]))
+        loss, parameters = loss_of(logits, labels), [*model.parameters()]
+        apart = None
+        if way == "not reentrant":  # the only kind that may be gone through twice
+            apart = torch.autograd.grad(loss, parameters, retain_graph=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for grad, parameter in zip(apart or (), parameters, strict=apart is not None):
+            assert torch.equal(grad, parameter.grad)  # type: ignore[arg-type]
+        whole = cp.unshard(logits.detach(), 1, documents=documents)
+        return differs(model, [whole], wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_of_every_kind_attend_again_over_all_ranks(pool: WorkerPool, way: str) -> None:
+    """Need 22."""
+    assert max(pool.run(checkpointed, 2, way, truth((0,)))) < 2e-5
+
+
+def too_late(rank: int, world_size: int) -> str:
+    model, (ids, labels) = make_model(), batch()
+    with ContextParallel(causal=True) as cp:
+        with cp.context_parallel():
+            logits = model(ids, lambda *x: checkpoint(*x, use_reentrant=False))
+        try:
+            loss_of(logits, labels).backward()  # type: ignore[no-untyped-call]
+        except CheckpointError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_checkpoint_that_would_attend_to_its_own_tokens_is_told(pool: WorkerPool) -> None:
+    for told in pool.run(too_late, 2):
+        assert "have different metadata than during the forward pass" in told
+
+
+def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float:
+    """Forward A, forward B, backward A, backward B."""
+    model = make_model()
+    batches = [batch(0), batch(1)]
+    run = (lambda *x: checkpoint(*x, **WAYS[way])) if way else (lambda block, *x: block(*x))
+    with ContextParallel(causal=True) as cp:
+        tensors = [x for one in batches for x in one]
+        with entered(cp, model, *tensors) as documents:
+            outs = [model(ids, run) for ids, _ in batches]
+            losses = [loss_of(out, labels) for out, (_, labels) in zip(outs, batches, strict=True)]
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+        wholes = [cp.unshard(out.detach(), 1, documents=documents) for out in outs]
+    return differs(model, wholes, wanted)
+
+
+@pytest.mark.parametrize("way", [None, "not reentrant"])
+def test_several_batches_may_be_in_flight(pool: WorkerPool, way: str | None) -> None:
+    assert max(pool.run(pipelined, 2, way, truth((0, 1)))) < 2e-5
+
+
+# The module.
+
+
+def by_module(rank: int, world_size: int) -> bool:
+    with ContextParallel(causal=True) as cp:
+        module = ContextParallelAttention(cp)
+        layer = copy.deepcopy(nn.ModuleDict({"attention": module}).eval())
+        assert not layer.state_dict()
+        assert not layer["attention"].training
+        with pytest.raises(MeshAttentionError, match="cannot be pickled; save the state_dict"):
+            pickle.dumps(module)
+        docs = cp.documents([0, 3, 12])
+        q = cp.shard(torch.randn(1, 12, 2, 8), 1, documents=docs)
+        wanted = cp.attention(q, q, q, documents=docs)
+        assert isinstance(wanted, Tensor)
+        return torch.equal(layer["attention"](q, q, q, documents=docs), wanted)
+
+
+def test_the_module_is_attention_and_its_copies_share_the_object(pool: WorkerPool) -> None:
+    assert all(pool.run(by_module, 2))
