@@ -136,7 +136,7 @@ class Training:
         Calls have (batch, heads, local_seq, head_dim) and may say `scale`, `enable_gqa` and an
         `is_causal` that is the object's; attn_mask and dropout are refused on all ranks. It holds
         for this thread, and the innermost block counts. Backward may come after the block; with
-        activation checkpointing, which attends again, it belongs inside.
+        activation checkpointing, which attends again, it belongs inside, or is refused.
         """
         return replaced_attention(
             *(self, buffers or (), buffer_seq_dims or (), no_restore_buffers or ()), documents

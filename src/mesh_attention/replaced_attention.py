@@ -1,26 +1,29 @@
 """`scaled_dot_product_attention` over all ranks inside a block, for model code that stays as it is,
 with the buffers convention of PyTorch's own `context_parallel`.
 
-A torch function mode finds the calls however a model imported the name. Buffers get other data for
-the block. What autograd has saved of them keeps that data, so backward may come after the block.
+A torch function mode finds the calls however a model imported the name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.sharded_batch import Sharder
+from mesh_attention.sharded_buffers import check_buffers, sharded_buffers
 from mesh_attention.tensor_faults import fault_of_kind, fault_of_unsupported
 
 
@@ -51,120 +54,15 @@ def replaced_attention(
     no_restore: Collection[Tensor],
     documents: Documents | None,
 ) -> Iterator[Documents | None]:
-    _check_buffers(buffers, dims, no_restore)
+    check_buffers(buffers, dims, no_restore)
     if buffers and documents is None and not cp._length_is_known:
         documents = cp.documents([0, buffers[0].shape[dims[0]]])
-    shards = [
-        _shard(cp, number, x, dim, documents)
-        for number, (x, dim) in enumerate(zip(buffers, dims, strict=True))
-    ]
-    restored = [_Buffer(x) for x in buffers if not any(x is kept for kept in no_restore)]
-    for x, shard in zip(buffers, shards, strict=True):
-        x.data = shard
-    try:
-        with _keeping(restored) if restored else nullcontext(), _OverRanks(cp, documents):
+    mode = _OverRanks(cp, documents)
+    with sharded_buffers(cp._shards(documents) if buffers else None, buffers, dims, no_restore):
+        with mode:
             yield documents
-    finally:
-        for buffer in restored:
-            buffer.restore()
+        mode.refuse_backward_to_come()
 
-
-# Buffers.
-
-
-class _Buffer:
-    """A tensor that has other data until it is restored."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._whole = tensor, tensor.data
-        self._last_version: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Of the data in the block."""
-        return _version(self.tensor) if self._last_version is None else self._last_version
-
-    def restore(self) -> None:
-        self._last_version = _version(self.tensor)
-        self.tensor.data = self._whole
-
-
-def _keeping(buffers: list[_Buffer]) -> saved_tensors_hooks:
-    """Autograd saves tensors, not their data: a buffer would bring its whole data to backward.
-
-    It asks whether a saved tensor was changed only where there are no hooks, so we ask here.
-    """
-    by_id = {id(buffer.tensor): buffer for buffer in buffers}
-
-    def pack(x: Tensor) -> tuple[Tensor, Callable[[], int], int]:
-        buffer = by_id.get(id(x))
-        if buffer is not None:
-            return x.data, lambda: buffer.version, buffer.version
-        return x, lambda: _version(x), _version(x)
-
-    def unpack(saved: tuple[Tensor, Callable[[], int], int]) -> Tensor:
-        x, version, then = saved
-        if version() != then:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(x.shape)} of {x.dtype} is at version {version()}; "
-                f"expected version {then} instead"
-            )
-        return x
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def _shard(cp: Attending, number: int, x: Tensor, dim: int, documents: Documents | None) -> Tensor:
-    shards = cp._shards(documents)
-    layout = shards.layout("q")
-    if layout.padded_tokens != layout.num_tokens:
-        raise MeshAttentionError(
-            f"{layout.num_tokens} tokens do not divide evenly, and 0 would be put in place of "
-            f"labels too; pad all buffers to {layout.padded_tokens} tokens, or use shard_batch, "
-            "which takes any length"
-        )
-    try:
-        return shards.shard(x, dim, "q").contiguous()
-    except MeshAttentionError as error:
-        raise MeshAttentionError(f"buffers[{number}]: {error}") from None
-
-
-def _check_buffers(
-    buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Collection[Tensor]
-) -> None:
-    if len(buffers) != len(dims):
-        raise MeshAttentionError(
-            f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each"
-        )
-    for number, x in enumerate(buffers):
-        name = f"buffers[{number}]"
-        fault = fault_of_kind(**{name: x})
-        if fault is not None:
-            raise fault
-        if x.requires_grad:
-            raise MeshAttentionError(
-                f"{name} requires a gradient, which a buffer in place cannot have; use "
-                "shard(x, dim), which is differentiable"
-            )
-        if any(x is other for other in buffers[:number]):
-            raise MeshAttentionError(f"{name} is given twice")
-        if isinstance(dims[number], bool) or not isinstance(dims[number], int):
-            raise MeshAttentionError(f"buffer_seq_dims[{number}]={dims[number]!r}: must be an int")
-        if not -x.ndim <= dims[number] < x.ndim:
-            raise MeshAttentionError(
-                f"buffer_seq_dims[{number}]={dims[number]} is outside a tensor of {x.ndim} "
-                "dimensions"
-            )
-    if any(not any(x is kept for x in buffers) for kept in no_restore):
-        raise MeshAttentionError("no_restore_buffers has a tensor that is not among the buffers")
-
-
-# Calls.
 
 # They attend without a call of scaled_dot_product_attention that could be seen from here.
 _WHOLE_LAYERS = tuple(
@@ -184,12 +82,14 @@ class _OverRanks(TorchFunctionMode):
     def __init__(self, cp: Attending, documents: Documents | None) -> None:
         super().__init__()
         self._cp, self._documents = cp, documents
+        self._to_come = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
+            self._count_checkpoints()
             return _attend(self._cp, self._documents, *args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
@@ -208,20 +108,55 @@ class _OverRanks(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    def _count_checkpoints(self) -> None:
+        """Calls in reentrant checkpoints whose backward pass has not called again."""
+        if self._to_come or not torch.is_grad_enabled():
+            self._to_come += _in_reentrant_checkpoint(sys._getframe(2))
+
+    def refuse_backward_to_come(self) -> None:
+        if self._to_come > 0:
+            raise MeshAttentionError(
+                "a checkpoint with use_reentrant=True attends again in its backward pass, which "
+                "has not come yet: after this block it would see the tokens of this rank alone; "
+                "call backward in the block, or torch.no_grad() where no backward pass follows"
+            )
+
+
+def _in_reentrant_checkpoint(frame: FrameType | None) -> int:
+    """1 in the forward pass, where a backward pass follows; -1 in that; 0 elsewhere."""
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return -1
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            given = frame.f_locals["args"]
+            return int(any(isinstance(x, Tensor) and x.requires_grad for x in given))
+        frame = frame.f_back
+    return 0
+
 
 _PASSES = (torch.autograd.backward, torch.autograd.grad)
 
 
-def _of_edges(func: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
     """A backward pass by edges of the graph in place of tensors: nobody is asked about it."""
-    places = [_edges(x) for x in args[:2]] if func is torch.autograd.grad else [_edges(args[0])]
-    given = {} if inputs is None else {"inputs": _edges(inputs)}
-    return func(*places, *args[len(places) :], **given, **kwargs)
+    roots = _several(roots)
+    name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
+    if kwargs.get(name) is None:  # of an edge nothing but the shape is known
+        scalar = [isinstance(x, Tensor) and x.numel() == 1 for x in roots]
+        kwargs[name] = [
+            torch.ones_like(x) if one else None for x, one in zip(roots, scalar, strict=True)
+        ]
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = _edges(kwargs["inputs"])
+    return func(_edges(roots), *map(_edges, args), **kwargs)
+
+
+def _several(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
 
 
 def _edges(tensors: Any) -> tuple[Any, ...]:
-    found = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
-    return tuple(get_gradient_edge(x) if isinstance(x, Tensor) else x for x in found)
+    return tuple(get_gradient_edge(x) if isinstance(x, Tensor) else x for x in _several(tensors))
 
 
 def _as_backward(
@@ -229,7 +164,7 @@ def _as_backward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `Tensor.backward` as those of `torch.autograd.backward`."""
     names = dict(zip(("retain_graph", "create_graph", "inputs"), args, strict=False))
-    return (tensor, gradient), names | kwargs
+    return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
 
 
 def _attend(

@@ -189,6 +189,36 @@ def test_blocks_may_be_nested_and_entered_again(pool: WorkerPool) -> None:
         assert max(full, near) < 1e-5
 
 
+def as_leaves(rank: int, world_size: int) -> tuple[float, bool]:
+    """Buffers of which gradients are asked inside, as in examples of PyTorch's."""
+    chance = torch.Generator().manual_seed(2)
+    whole = torch.randn(3, 1, HEADS, TOKENS, DIM, generator=chance).unbind()
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
+    wanted = torch.autograd.grad(out.square().sum(), leaves)
+    q, k, v = buffers = [x.clone() for x in whole]
+    with ContextParallel(causal=True) as cp:
+        with cp.context_parallel(buffers=buffers, buffer_seq_dims=[2, 2, 2]) as docs:
+            for x in buffers:
+                x.requires_grad_()
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+            out.backward(2 * out.detach(), inputs=[q, k])  # type: ignore[no-untyped-call]
+            torch.autograd.backward(
+                [scaled_dot_product_attention(q.detach(), k.detach(), v, is_causal=True)],
+                [2 * out.detach()],
+            )
+            found = [x.grad for x in buffers if x.grad is not None]
+        pairs = zip(found, wanted, strict=True)
+        errors = [(a - cp.shard(b, 2, documents=docs)).abs().max() for a, b in pairs]
+    return float(max(errors)), all(map(torch.equal, buffers, whole))
+
+
+def test_buffers_may_become_leaves_in_the_block(pool: WorkerPool) -> None:
+    for error, restored in pool.run(as_leaves, 2):
+        assert restored
+        assert error < 1e-5
+
+
 def half_precision(rank: int, world_size: int) -> torch.dtype:
     with ContextParallel(causal=True) as cp:
         q = torch.randn(1, 2, 4, 8)
@@ -354,21 +384,32 @@ def test_checkpoints_of_every_kind_attend_again_over_all_ranks(pool: WorkerPool,
     assert max(pool.run(checkpointed, 2, way, truth((0,)))) < 2e-5
 
 
-def too_late(rank: int, world_size: int) -> str:
+def too_late(rank: int, world_size: int, way: str) -> str:
     model, (ids, labels) = make_model(), batch()
     with ContextParallel(causal=True) as cp:
-        with cp.context_parallel():
-            logits = model(ids, lambda *x: checkpoint(*x, use_reentrant=False))
+        with torch.no_grad(), cp.context_parallel():
+            model(ids, lambda *x: checkpoint(*x, **WAYS[way]))  # no backward pass follows
         try:
+            with cp.context_parallel():
+                logits = model(ids, lambda *x: checkpoint(*x, **WAYS[way]))
             loss_of(logits, labels).backward()  # type: ignore[no-untyped-call]
-        except CheckpointError as error:
+        except (CheckpointError, MeshAttentionError) as error:
             return str(error)
     return "nothing"
 
 
-def test_a_checkpoint_that_would_attend_to_its_own_tokens_is_told(pool: WorkerPool) -> None:
-    for told in pool.run(too_late, 2):
-        assert "have different metadata than during the forward pass" in told
+TOLD = {
+    "reentrant": "a checkpoint with use_reentrant=True attends again in its backward pass, which",
+    "not reentrant": "have different metadata than during the forward pass",
+}
+
+
+@pytest.mark.parametrize("way", TOLD)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_that_would_attend_to_its_own_tokens_is_told(
+    pool: WorkerPool, way: str
+) -> None:
+    assert all(TOLD[way] in told for told in pool.run(too_late, 2, way))
 
 
 def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float:
@@ -387,7 +428,7 @@ def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float
     return differs(model, wholes, wanted)
 
 
-@pytest.mark.parametrize("way", [None, "not reentrant"])
+@pytest.mark.parametrize("way", [None, "not reentrant", "reentrant"])
 def test_several_batches_may_be_in_flight(pool: WorkerPool, way: str | None) -> None:
     assert max(pool.run(pipelined, 2, way, truth((0, 1)))) < 2e-5
 
