@@ -5,113 +5,30 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from mesh_attention import ContextParallel, ContextParallelAttention, MeshAttentionError
 from support.pool import WorkerPool
 from support.raised import all_raised, raised_by
-
-TOKENS, HEADS, KV_HEADS, DIM, WORDS = 24, 4, 2, 8, 13
-WIDTH = HEADS * DIM
-
-
-class Rotated(nn.Module):
-    """A block with RoPE. Its attention is imported by name, and it saves the angles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.kv = nn.Linear(WIDTH, 2 * KV_HEADS * DIM)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.norm(x)
-        q = self.q(y).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
-        k, v = self.kv(y).unflatten(-1, (2 * KV_HEADS, DIM)).transpose(1, 2).chunk(2, 1)
-        q, k = (t * cos + t.roll(DIM // 2, -1) * sin for t in (q, k))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-        result: Tensor = x + self.out(out.transpose(1, 2).flatten(2)).tanh()
-        return result
-
-
-Run = Callable[..., Tensor]
-
-
-class Rotary(nn.Module):
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
-        angle = torch.arange(TOKENS)[:, None] * torch.logspace(0, -2, DIM)
-        self.register_buffer("cos", angle.cos())
-        self.register_buffer("sin", angle.sin())
-
-    def forward(self, ids: Tensor, run: Run = lambda block, *x: block(*x)) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = run(block, x, self.cos, self.sin)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def make_model() -> Rotary:
-    torch.manual_seed(3)
-    return Rotary()
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(seed)
-    whole = torch.randint(0, WORDS, (2, TOKENS + 1), generator=chance)
-    return whole[:, :-1], whole[:, 1:]  # views, as data loaders have them
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / (2 * TOKENS)
-
-
-def truth(seeds: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    model, outs = make_model(), []
-    for seed in seeds:
-        ids, labels = batch(seed)
-        outs.append(model(ids))
-        loss_of(outs[-1], labels).backward()  # type: ignore[no-untyped-call]
-    return [out.detach() for out in outs], [
-        p.grad for p in model.parameters() if p.grad is not None
-    ]
-
-
-def differs(model: nn.Module, outs: list[Tensor], wanted: Any) -> float:
-    """The largest error of outputs and of gradients, which are added up over the ranks."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    for grad in grads:
-        dist.all_reduce(grad)
-    pairs = zip([*outs, *grads], [*wanted[0], *wanted[1]], strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-
-
-def entered(cp: ContextParallel, model: Rotary, *more: Tensor, keep: Any = ()) -> Any:
-    tensors = [model.cos, model.sin, *more]
-    return cp.context_parallel(
-        buffers=tensors, buffer_seq_dims=[0, 0, *(1 for _ in more)], no_restore_buffers=set(keep)
-    )
-
+from support.rotary import (
+    DIM,
+    HEADS,
+    TOKENS,
+    batch,
+    differs,
+    entered,
+    loss_of,
+    make_model,
+    truth,
+)
 
 # A block of code.
 
@@ -189,6 +106,26 @@ def test_blocks_may_be_nested_and_entered_again(pool: WorkerPool) -> None:
         assert max(full, near) < 1e-5
 
 
+def with_documents(rank: int, world_size: int) -> float:
+    chance = torch.Generator().manual_seed(2)
+    whole = torch.randn(3, 1, HEADS, TOKENS, DIM, generator=chance).unbind()
+    place = torch.arange(TOKENS)
+    sees = (place[:, None] >= place) & ((place[:, None] < 5) == (place < 5))
+    wanted = scaled_dot_product_attention(whole[0], whole[1], whole[2], attn_mask=sees)
+    q, k, v = buffers = [x.clone() for x in whole]
+    with ContextParallel(causal=True) as cp:
+        docs = cp.documents([0, 5, TOKENS])
+        given: Any = {"buffers": buffers, "buffer_seq_dims": [2, 2, -2], "documents": docs}
+        with cp.context_parallel(**given) as same:
+            out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert same is docs
+        return float((cp.unshard(out, 2, documents=docs) - wanted).abs().max())
+
+
+def test_a_batch_may_have_documents(pool: WorkerPool) -> None:
+    assert max(pool.run(with_documents, 2)) < 1e-5
+
+
 def as_leaves(rank: int, world_size: int) -> tuple[float, bool]:
     """Buffers of which gradients are asked inside, as in examples of PyTorch's."""
     chance = torch.Generator().manual_seed(2)
@@ -250,6 +187,11 @@ def test_a_buffer_that_is_changed_before_backward_is_refused_as_ever(pool: Worke
 # What is refused.
 
 
+def spread(x: Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [dist.get_rank()], _init_backend=False)
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+
 def calls(mistake: str, q: Tensor) -> Any:
     good = {"is_causal": True}
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -259,6 +201,7 @@ def calls(mistake: str, q: Tensor) -> Any:
         "shape": ((q[0], q[0], q[0]), good),
         "heads": ((q, q[:, :1], q[:, :1]), good),
         "scale": ((q, q, q), good | {"scale": float("nan")}),
+        "dtensor": ((spread(q), q, q), good),
     }
     if mistake == "module":
         return nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0])
@@ -288,6 +231,7 @@ REFUSED = {
     "shape": "query has shape (2, 6, 8); expected (batch, heads, local_seq, head_dim)",
     "heads": "query has 2 heads and key 1: give enable_gqa=True",
     "scale": "scale=nan",
+    "dtensor": "query is a DTensor; give the plain torch.Tensor that this rank holds",
     "module": "torch.nn.MultiheadAttention and layers with it are not replaced",
 }
 
@@ -340,97 +284,6 @@ def test_wrong_buffers_are_refused_and_left_alone(pool: WorkerPool) -> None:
             strict=True,
         ):
             assert wanted in line
-
-
-# Checkpoints, and several batches in flight.
-
-Op = torch.ops.aten
-SAVED = (Op.addmm.default, Op.mm.default, Op._scaled_dot_product_flash_attention_for_cpu.default)
-
-
-def save_some(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective() -> Any:
-    return create_selective_checkpoint_contexts(save_some)  # type: ignore[no-untyped-call]
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "reentrant": {"use_reentrant": True},
-    "not reentrant": {"use_reentrant": False},
-    "selective": {"use_reentrant": False, "context_fn": selective},
-}
-
-
-def checkpointed(rank: int, world_size: int, way: str, wanted: Any) -> float:
-    model, (ids, labels) = make_model(), batch()
-    with ContextParallel(causal=True) as cp, entered(cp, model, ids, labels) as documents:
-        logits = model(ids, lambda *x: checkpoint(*x, **WAYS[way]))
-        loss, parameters = loss_of(logits, labels), [*model.parameters()]
-        apart = None
-        if way == "not reentrant":  # the only kind that may be gone through twice
-            apart = torch.autograd.grad(loss, parameters, retain_graph=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        for grad, parameter in zip(apart or (), parameters, strict=apart is not None):
-            assert torch.equal(grad, parameter.grad)  # type: ignore[arg-type]
-        whole = cp.unshard(logits.detach(), 1, documents=documents)
-        return differs(model, [whole], wanted)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_of_every_kind_attend_again_over_all_ranks(pool: WorkerPool, way: str) -> None:
-    """Need 22."""
-    assert max(pool.run(checkpointed, 2, way, truth((0,)))) < 2e-5
-
-
-def too_late(rank: int, world_size: int, way: str) -> str:
-    model, (ids, labels) = make_model(), batch()
-    with ContextParallel(causal=True) as cp:
-        with torch.no_grad(), cp.context_parallel():
-            model(ids, lambda *x: checkpoint(*x, **WAYS[way]))  # no backward pass follows
-        try:
-            with cp.context_parallel():
-                logits = model(ids, lambda *x: checkpoint(*x, **WAYS[way]))
-            loss_of(logits, labels).backward()  # type: ignore[no-untyped-call]
-        except (CheckpointError, MeshAttentionError) as error:
-            return str(error)
-    return "nothing"
-
-
-TOLD = {
-    "reentrant": "a checkpoint with use_reentrant=True attends again in its backward pass, which",
-    "not reentrant": "have different metadata than during the forward pass",
-}
-
-
-@pytest.mark.parametrize("way", TOLD)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_checkpoint_that_would_attend_to_its_own_tokens_is_told(
-    pool: WorkerPool, way: str
-) -> None:
-    assert all(TOLD[way] in told for told in pool.run(too_late, 2, way))
-
-
-def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float:
-    """Forward A, forward B, backward A, backward B."""
-    model = make_model()
-    batches = [batch(0), batch(1)]
-    run = (lambda *x: checkpoint(*x, **WAYS[way])) if way else (lambda block, *x: block(*x))
-    with ContextParallel(causal=True) as cp:
-        tensors = [x for one in batches for x in one]
-        with entered(cp, model, *tensors) as documents:
-            outs = [model(ids, run) for ids, _ in batches]
-            losses = [loss_of(out, labels) for out, (_, labels) in zip(outs, batches, strict=True)]
-            for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
-        wholes = [cp.unshard(out.detach(), 1, documents=documents) for out in outs]
-    return differs(model, wholes, wanted)
-
-
-@pytest.mark.parametrize("way", [None, "not reentrant", "reentrant"])
-def test_several_batches_may_be_in_flight(pool: WorkerPool, way: str | None) -> None:
-    assert max(pool.run(pipelined, 2, way, truth((0, 1)))) < 2e-5
 
 
 # The module.
