@@ -88,7 +88,7 @@ def cross_entropy(
     share.begin(kind, "cross_entropy", options, logits.device)
     with context.guard.whole_or_broken():
         if ranks.within and len(context.groups.ranks) > 1:
-            _add_up(both, context.groups.everybody(None))
+            _add_up(both, context.groups.everybody(options.timeout))
         context.guard.settle((both,))
     if ranks.group is not None:
         dist.all_reduce(both, group=ranks.group)

@@ -261,7 +261,7 @@ class Context:
         """A kind of call that is no attention: known, or agreed on now, unless ranks go `ahead` and
         leave it to the call to compare."""
         self.guard.refuse_if_broken()
-        if ahead and error is None and self.groups.has_everybody():
+        if ahead and error is None and self.groups.has_everybody(options.timeout):
             return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
         known = self._agreed.find(key)
@@ -269,6 +269,7 @@ class Context:
             self._agree(statement, options, error)
             with self.guard.whole_or_broken():
                 self.groups.everybody(None)
+                self.groups.everybody(options.timeout)
             known = self._agreed.keep(key, AgreedKind(statement))
         return known
 

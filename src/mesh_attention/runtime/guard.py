@@ -53,18 +53,19 @@ class Guard:
     # A call.
 
     def begin(
-        self, identity: Identity, timeout: timedelta, stream: torch.cuda.Stream | None
+        self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
     ) -> None:
         """All ranks are at this call, or none of them gets a result from it.
 
+        `timeout`: None is that of the group.
         `stream`: of communications, where the call runs on a CUDA device.
         """
         if len(self._groups.ranks) == 1:
             return
         self.place += 1
-        self._current, self._timeout = identity, timeout
+        self._current, self._timeout = identity, self._groups.timeout(timeout)
         with self.whole_or_broken():
-            agreed = self._compare(identity, stream)
+            agreed = self._compare(identity, timeout, stream)
         if not agreed:  # nothing has moved, and all ranks know it
             told = self._difference(self.place, identity)
             ended = self._faults.find_ended()
@@ -73,12 +74,15 @@ class Guard:
                     raise CommunicationError(ended)
             raise DisagreementError(told)
 
-    def _compare(self, identity: Identity, stream: torch.cuda.Stream | None) -> bool:
+    def _compare(
+        self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
+    ) -> bool:
         try:
             if self._nccl and stream is not None:
                 self._watched(stream).begin(identity, self.place, self._timeout)
                 return True  # for now
-            group = self._groups.everybody(None)
+            # With the timeout of the call: what is in flight is waited for when a group ends.
+            group = self._groups.everybody(timeout)
             return HostComparison(group, self._look_around).agrees(identity.number)
         except (RuntimeError, dist.DistBackendError) as error:
             told = str(error).splitlines()[0]

@@ -6,6 +6,7 @@ out on the way back.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class _Unshard(torch.autograd.Function):
         devices: tuple[int, ...],
         rank: int,
         context: Context,
+        timeout: timedelta | None,
         dim: int,
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
@@ -68,7 +70,7 @@ class _Unshard(torch.autograd.Function):
         if size == 1:
             return join_shards([own], layout, dim)
         try:
-            all_gather(gathered, own, context.groups.everybody(None)).wait()
+            all_gather(gathered, own, context.groups.everybody(timeout)).wait()
         except (RuntimeError, dist.DistBackendError) as error:
             told = str(error).splitlines()[0]
             raise CommunicationError(f"the shards could not be gathered ({told})") from error
@@ -79,7 +81,8 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return take_shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None, None
+        shard = take_shard(grad, ctx.layout, ctx.rank, ctx.dim)
+        return shard, None, None, None, None, None, None
 
 
 def unshard(
@@ -113,5 +116,5 @@ def unshard(
     )
     share.begin(kind, "unshard", options, x.device)
     with context.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, devices, rank, context, dim)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Unshard.apply(x, layout, devices, rank, context, options.timeout, dim)  # type: ignore[no-untyped-call]
     return whole

@@ -43,8 +43,7 @@ class Share:
         forward call that a backward pass belongs to."""
         context = self.context
         identity = Identity(kind, name, self._number, repr(label), of, sinks)
-        timeout = context.groups.timeout(options.timeout)
-        context.guard.begin(identity, timeout, context.transports.stream(device))
+        context.guard.begin(identity, options.timeout, context.transports.stream(device))
 
     def run(
         self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]

@@ -136,8 +136,8 @@ class Groups:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks, timeout)
 
-    def has_everybody(self) -> bool:
-        return (self.ranks, None) in self._made
+    def has_everybody(self, timeout: timedelta | None) -> bool:
+        return {(self.ranks, None), (self.ranks, timeout)} <= self._made.keys()
 
     def __len__(self) -> int:
         return len(self._made)
