@@ -33,7 +33,6 @@ class Batches(Reports):
     do, and plans are made when they come."""
 
     _given: dict[str, Any]
-    _last_layer: Layer | None = None  # where tensors say the sizes
 
     def __init__(self) -> None:
         self._layers: dict[tuple[Any, ...], Layer] = {}
@@ -58,9 +57,15 @@ class Batches(Reports):
         Nothing is sent: a rank with other documents is named by the first call that uses them.
         """
         self._share.refuse_if_closed()
-        pack = cu_seqlens
-        if not isinstance(pack, Pack):
+        if not isinstance(cu_seqlens, Pack):
             pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
+        elif kv_cu_seqlens is None and not also:
+            pack = cu_seqlens
+        else:
+            raise MeshAttentionError(
+                "a Pack holds all documents, and was chosen for the layers of its packer: give "
+                "'kv_cu_seqlens' and 'also' there, not beside it"
+            )
         return Documents(self._share.context, pack)
 
     def prefetch(
@@ -71,24 +76,42 @@ class Batches(Reports):
         also: Sequence[Batches] = (),
     ) -> Iterator[tuple[Batch, Documents]]:
         """Every batch of a loader with its documents, made ready in a thread one batch ahead, for
-        the calls that the batch before was used for. `cu_seqlens` takes them from a batch.
+        the calls that the last batch was used for. `cu_seqlens` takes them from a batch; both it
+        and the loader run in that thread, so neither may communicate with other ranks.
 
             for batch, docs in cp.prefetch(loader, lambda batch: batch["cu_seqlens"]):
         """
+        if not callable(cu_seqlens):
+            raise MeshAttentionError(
+                f"cu_seqlens={cu_seqlens!r}: give a function that takes them from a batch"
+            )
         return prefetch(loader, lambda batch: self.documents(cu_seqlens(batch), also=also))
 
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
         nor other ranks, and can be pickled: a collate function in another process may call it."""
-        layers = tuple(one._layer() for one in (self, *also))
-        return Packer(layers, len(self._share.context.groups.ranks))
+        self._share.refuse_if_closed()
+        context = self._share.context
+        others = list(also) if isinstance(also, Sequence) else [also]
+        for one in others:
+            if not isinstance(one, Batches) or one._share.context is not context:
+                raise MeshAttentionError(
+                    f"also={also!r}: give a list of ContextParallel objects on the same group"
+                )
+        layers = tuple(one._layer() for one in (self, *others))
+        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
+        if len(wanted) > 1:
+            raise MeshAttentionError(
+                f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
+                "tensors of a batch have one"
+            )
+        return Packer(layers, len(context.groups.ranks))
 
     def _layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
         """What is asked for in batches that bring their own documents and length."""
         given = self._given | dict(sizes or {})
         if not has_sizes(given):
-            if self._last_layer is not None:
-                return self._last_layer
+            # Not those of the last call: a batch may be made ready before it, on some ranks.
             given = usual_sizes(given)
         key = tuple(given.get(name) for name in SIZES)
         if key not in self._layers:
@@ -106,11 +129,11 @@ class Batches(Reports):
                 sizes = sizes_of(context, given, q, k, v)
                 self._latest = kept_source(context, given | sizes)[0]
             return self._source, self._options
+        layer = self._layer()
         if self._fixed is None:
             sizes = sizes_of(context, given, q, k, v) | {"seq_len": 1, "kv_seq_len": 1}
-            self._last_layer = self._layer(sizes)
-        source = _handle(documents).source(context, self._last_layer or self._layer())
-        return source, self._options.of_batch()
+            layer = self._layer(sizes)
+        return _handle(documents).source(context, layer), self._options.of_batch()
 
     # Sharding.
 

@@ -13,66 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention import ContextParallel, MeshAttentionError
+from support.document_case import DIM, HEADS, error, make, one_by_one, tensors
 from support.pool import WorkerPool
-
-HEADS, KV_HEADS, DIM = 6, 3, 8
-
-
-def make(**changes: Any) -> ContextParallel:
-    given: dict[str, Any] = {
-        "seq_len": 64,
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "head_dim": DIM,
-        "causal": True,
-        "dtype": torch.float32,
-        **changes,
-    }
-    cp = ContextParallel(**given)
-    cp._share.context.transports.poison = True
-    return cp
-
-
-def tensors(starts: list[int], seed: int, batch: int = 1) -> tuple[Tensor, ...]:
-    chance = torch.Generator().manual_seed(seed)
-    shapes = [(HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (HEADS, DIM)]
-    return tuple(torch.randn(batch, starts[-1], *s, generator=chance) for s in shapes)
-
-
-def one_by_one(
-    starts: list[int], whole: tuple[Tensor, ...], window: int | None = None
-) -> list[Tensor]:
-    """Out and gradients of causal attention in float64, document after document."""
-    q, k, v, grad = (x.double() for x in whole)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    outs = []
-    for a, b in pairwise(starts):
-        qs, ks, vs = (x[:, a:b].transpose(1, 2) for x in leaves)
-        ks, vs = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (ks, vs))
-        far = torch.arange(b - a)[:, None] - torch.arange(b - a)
-        hidden = (far < 0) | (far > window) if window is not None else far < 0
-        scores = (qs @ ks.transpose(2, 3) * DIM**-0.5).masked_fill(hidden, -torch.inf)
-        outs.append((scores.softmax(-1) @ vs).transpose(1, 2))
-    out = torch.cat(outs, 1)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def error(cp: ContextParallel, starts: list[int], seed: int, batch: int = 1) -> float:
-    """The largest error of out and gradients of a batch, on this rank."""
-    docs = cp.documents(starts)
-    whole = tensors(starts, seed, batch)
-    q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = cp.attention(*leaves, documents=docs)
-    assert isinstance(out, Tensor)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    wanted = one_by_one(starts, whole)
-    errors = [
-        float((a - cp.shard(b, 1, documents=docs)).abs().max())
-        for a, b in zip(found, wanted, strict=True)
-    ]
-    return max(errors)
 
 
 def many_batches(rank: int, world_size: int, changes: dict[str, Any]) -> list[float]:
@@ -158,54 +100,6 @@ def rows_apart(rank: int, world_size: int) -> list[Any]:
 
 def test_rows_with_documents_of_their_own_are_one_pack(pool: WorkerPool) -> None:
     assert pool.run(rows_apart, 3) == [[(2, 40, HEADS, DIM), True, True, True]] * 3
-
-
-def other_documents(rank: int, world_size: int, warm: bool) -> tuple[str, str]:
-    with make() as cp:
-        if warm:
-            error(cp, [0, 20, 64], 0)
-        try:
-            error(cp, [0, 30, 64] if rank == 1 else [0, 31, 64], 1)
-        except MeshAttentionError as found:
-            told = str(found)
-        else:
-            told = "nothing"
-        try:
-            return told, str(error(cp, [0, 12, 64], 2))
-        except MeshAttentionError as found:
-            return told, str(found)
-
-
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_rank_with_other_documents_is_named_and_nothing_is_broken(
-    pool: WorkerPool, warm: bool
-) -> None:
-    for told, later in pool.run(other_documents, 4, warm):
-        assert "rank 1" in told
-        assert "2 documents" in told
-        assert float(later) < 1e-5
-
-
-def wrong_tensors(rank: int, world_size: int) -> tuple[str, float]:
-    """All ranks hand in tensors of another batch."""
-    with make() as cp:
-        error(cp, [0, 20, 64], 0)
-        docs = cp.documents([0, 20, 90])
-        q, k, v, _ = (cp.shard(x, 1) for x in tensors([0, 64], 0))
-        try:
-            cp.attention(q, k, v, documents=docs)
-            told = "nothing"
-        except MeshAttentionError as found:
-            told = str(found)
-        return told, error(cp, [0, 20, 90], 0)
-
-
-def test_tensors_of_another_batch_are_refused_by_all_and_the_object_lives(
-    pool: WorkerPool,
-) -> None:
-    for told, later in pool.run(wrong_tensors, 3):
-        assert "q has shape" in told
-        assert later < 1e-5
 
 
 def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool]:

@@ -170,8 +170,9 @@ def document_starts(name: str, given: Any) -> tuple[Starts, int]:
             raise PlanError(f"{name}, row {at}: {row!r} is not a list of cumulative starts")
         starts = [number(name, start, least=0) for start in row]
         where = f"{name}, row {at}" if len(rows) > 1 else name
-        if len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
-            raise PlanError(f"{where}: give cumulative starts (0, ..., number of tokens)")
+        wrong = _what_is_wrong(starts)
+        if wrong:
+            raise PlanError(f"{where}: give cumulative starts (0, ..., number of tokens); {wrong}")
         if tokens not in (None, starts[-1]):
             raise PlanError(f"{where} ends at {starts[-1]}, and the rows before at {tokens}")
         tokens = starts[-1]
@@ -179,6 +180,17 @@ def document_starts(name: str, given: Any) -> tuple[Starts, int]:
     if packed[-1] == 0:
         raise PlanError(f"{name}: there is no token in the batch")
     return tuple(packed), len(rows)
+
+
+def _what_is_wrong(starts: list[int]) -> str:
+    if len(starts) < 2:
+        return f"found {starts}, which says no end"
+    if starts[0] != 0:
+        return f"the first is {starts[0]}"
+    for at, (a, b) in enumerate(pairwise(starts)):
+        if b < a:
+            return f"number {at + 1} is {b}, after {a}"
+    return ""
 
 
 def _on_host(name: str, given: Any) -> Any:

@@ -11,9 +11,10 @@ to the host, which would wait for everything before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain
+from threading import Thread
 from typing import TypeVar
 
 from mesh_attention.runtime.documents import Documents
@@ -40,10 +41,25 @@ def prefetch(
         return batch, documents  # type: ignore[return-value]
 
     used: Documents | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="mesh_attention prefetch") as thread:
-        coming = thread.submit(take, None)
-        while (found := coming.result()) is not None:
-            # Nobody knows yet what this batch will be used for; the one before was used.
-            coming = thread.submit(take, used)
-            yield found
-            used = found[1]
+    coming = _begin(take, None)
+    while (found := coming.result()) is not None:
+        # Nobody knows yet what this batch will be used for; the one before was used.
+        coming = _begin(take, used)
+        yield found
+        used = found[1]
+
+
+def _begin(
+    take: Callable[[Documents | None], tuple[Batch, Documents] | None], like: Documents | None
+) -> Future[tuple[Batch, Documents] | None]:
+    """In a thread that nobody waits for: whoever leaves the loop need not wait for a loader."""
+    coming: Future[tuple[Batch, Documents] | None] = Future()
+
+    def work() -> None:
+        try:
+            coming.set_result(take(like))
+        except BaseException as error:
+            coming.set_exception(error)
+
+    Thread(target=work, name="mesh_attention prefetch", daemon=True).start()
+    return coming

@@ -42,6 +42,7 @@ class Documents:
         self._context = context
         self._contents = ""
         self._sources: dict[Layer, PlanSource] = {}
+        self._releases = context.groups.releases
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +63,11 @@ class Documents:
                 "these documents were made on another process group; make them with documents() "
                 "of an object on this one"
             )
+        if (
+            self._releases != context.groups.releases
+        ):  # what calls held is gone with the last object
+            self._sources.clear()
+            self._releases = context.groups.releases
         if layer not in self._sources:
             question = self.pack.question(layer)
             self._sources[layer] = self._context.source_of_batch(question)
