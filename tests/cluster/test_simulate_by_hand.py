@@ -175,7 +175,7 @@ def test_the_golden_example_lasts_seven_units_in_strict_steps() -> None:
     assert none.runtime_seconds == pytest.approx(3 * 1.0 + 6 * 0.5 + 9 * 0.5)
 
 
-def test_event_order_is_never_later_than_strict_steps_for_500_random_costs() -> None:
+def test_event_order_is_never_later_than_strict_steps_for_200_random_costs() -> None:
     rng = random.Random(5)
     cluster = undisturbed()
     plans = [
@@ -193,7 +193,7 @@ def test_event_order_is_never_later_than_strict_steps_for_500_random_costs() -> 
         for causal in (False, True)
     ]  # fmt: skip
     better = 0
-    for number in range(500):
+    for number in range(200):
         plan = plans[number % len(plans)]
         direction = rng.choice(list(Direction))
         seconds: dict[str, float] = {}
@@ -206,7 +206,7 @@ def test_event_order_is_never_later_than_strict_steps_for_500_random_costs() -> 
         events = simulate(plan, cluster, direction, overlap="events", costs=costs).runtime_seconds
         assert events <= strict * (1 + 1e-9), (plan.method, direction, number)
         better += events < strict * (1 - 1e-9)
-    assert better > 100  # it is not the same thing
+    assert better > 40  # it is not the same thing
 
 
 @pytest.mark.parametrize("method", METHODS)

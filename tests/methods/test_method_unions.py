@@ -144,10 +144,13 @@ def layout_of(layout: LayoutKind, union: Union) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_unions_are_exact_under_every_method_and_their_pairs_are_counted(name: str) -> None:
-    """With another layout for each; the slow test has all of them."""
+def test_unions_are_exact_under_methods_in_turn_and_their_pairs_are_counted(name: str) -> None:
+    """Every second method, with another layout for each; the slow test has all of them."""
+    at = list(UNIONS).index(name)
     for number, method in enumerate(METHODS):
-        layout = LAYOUTS[(number + list(UNIONS).index(name)) % len(LAYOUTS)]
+        if (number + at) % 2:
+            continue
+        layout = LAYOUTS[(number // 2 + at) % len(LAYOUTS)]
         check_union(UNIONS[name], method, layout)
 
 

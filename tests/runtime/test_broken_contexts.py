@@ -117,7 +117,7 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
     call = Identity(AgreedKind({}), "forward", 0)
     for nccl, stream in ((True, object()), (True, None), (False, object()), (False, None)):
         one._nccl = nccl
-        assert one._compare(call, stream)
+        assert one._compare(call, None, stream)
     assert log == ["device", "host", "host", "host"]
 
 
