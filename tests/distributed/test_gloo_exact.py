@@ -55,8 +55,19 @@ def test_windows_documents_and_prefixes_equal_the_truth(pool: WorkerPool) -> Non
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (16, {"tile": (4, 4), "ranks_per_node": 4, "alpha": 2}),
-        (16, {"tile": (8, 2), "ranks_per_node": 8, "alpha": 4, "combine": Combine.REDUCE_SCATTER}),
+        pytest.param(16, {"tile": (4, 4), "ranks_per_node": 4, "alpha": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            *(
+                16,
+                {
+                    "tile": (8, 2),
+                    "ranks_per_node": 8,
+                    "alpha": 4,
+                    "combine": Combine.REDUCE_SCATTER,
+                },
+            ),
+            marks=pytest.mark.slow,
+        ),
         (8, {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2, "combine": Combine.NODES}),
         (9, {"tile": (3, 3), "rotation": False}),
         (6, {"tile": (2, 3), "backward_tile": (3, 2), "gather_out": True}),
@@ -71,7 +82,7 @@ def test_mappings_and_tiles_of_every_kind_equal_the_truth(
     check(pool, [case])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 9, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
 def test_random_cases_equal_the_truth(pool: WorkerPool, ranks: int) -> None:
     fitting = [tile for n, tile in tiles() if n == ranks]
     cases = [random_case(77 * ranks + i, ranks, tile) for i, tile in enumerate(fitting)]

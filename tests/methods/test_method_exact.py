@@ -24,6 +24,7 @@ from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
 FEW = 6  # from so many ranks on, a part of the shapes
+MANY = 12  # beyond, all are slow tests
 
 
 def drawn(name: str, ranks: int) -> list[Case]:
@@ -53,7 +54,13 @@ def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
             }, (direction, rank.rank, case)
 
 
-@pytest.mark.parametrize(("name", "ranks"), IN_TURN)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks > MANY))
+        for name, ranks in IN_TURN
+    ],
+)
 def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ranks: int) -> None:
     for case in drawn(name, ranks):
         check(case)

@@ -56,7 +56,13 @@ def in_turn(ranks: int) -> str:
     return names[(ranks + shift) % len(names)]
 
 
-@pytest.mark.parametrize("ranks", range(ALL_SHAPES + 1, MOST + 1))
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(ranks, marks=[pytest.mark.slow] * (ranks > 40))
+        for ranks in range(ALL_SHAPES + 1, MOST + 1)
+    ],
+)
 def test_every_number_of_ranks_up_to_64_is_proven_for_some_method(ranks: int) -> None:
     """Odd and prime ones too; the methods take turns."""
     name = in_turn(ranks)

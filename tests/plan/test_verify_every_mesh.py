@@ -59,7 +59,10 @@ def test_every_factorisation_up_to_40_is_proven_with_layouts_and_masks_in_turn(n
     prove_every_mesh(n, 2 if n <= TWO_MANNERS else 1)
 
 
-@pytest.mark.parametrize("n", range(ALL_TILES + 1, MOST + 1))
+@pytest.mark.parametrize(
+    "n",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n > 48)) for n in range(ALL_TILES + 1, MOST + 1)],
+)
 def test_one_factorisation_of_every_number_up_to_64_is_proven(n: int) -> None:
     prove_every_mesh(n, 1, tiles=1)
 

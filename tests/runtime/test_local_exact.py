@@ -53,7 +53,10 @@ def random_cases(ranks: int, tile: tuple[int, int]) -> list[Case]:
     return [random_case(1000 * number + i, ranks, tile) for i in range(CASES_PER_TILE[ranks <= 8])]
 
 
-@pytest.mark.parametrize(("ranks", "tile"), tiles())
+@pytest.mark.parametrize(
+    ("ranks", "tile"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] > 12)) for one in tiles()],
+)
 def test_random_cases_equal_the_truth_and_move_the_counted_bytes(
     ranks: int, tile: tuple[int, int]
 ) -> None:
