@@ -47,7 +47,7 @@ from mesh_attention.kernels.registry import choose, kernel_names
 from mesh_attention.kernels.rows import delta
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, CallKind
-from mesh_attention.runtime.attend_calls import row_range
+from mesh_attention.runtime.call_masks import row_range
 
 K = 1024
 DIM = 128

@@ -29,7 +29,7 @@ from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.triton_ranges import TritonRanges
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.attend_calls import row_range
+from mesh_attention.runtime.call_masks import row_range
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace

@@ -32,7 +32,7 @@ from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
-from mesh_attention.runtime.attend_calls import KnownRanges
+from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.local import AloneTransport

@@ -12,7 +12,8 @@ from mesh_attention import Mask, register_kernel, unregister_kernel
 from mesh_attention.kernels import BackwardInputs, Block, MaskKind, Request, RowRange
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.attend_calls import FasterCalls, faster_calls, masks_of, whole_call
+from mesh_attention.runtime.attend_calls import FasterCalls, faster_calls, whole_call
+from mesh_attention.runtime.call_masks import masks_of
 from mesh_attention.testing import run_local
 from support.cases import Case
 

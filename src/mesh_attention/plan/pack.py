@@ -8,7 +8,7 @@ can call it; equal batches have equal packs on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -34,11 +34,6 @@ class Layer:
     given: Question | None = None
     layout: LayoutKind | None = None  # if the caller wants that one
     ranks_per_node: int | None = None  # if the caller says it
-
-    def with_documents(self, documents: Starts, kv_documents: Starts) -> Problem:
-        apart = None if kv_documents == documents else kv_documents
-        mask = replace(self.problem.mask, documents=documents, kv_documents=apart)
-        return replace(self.problem, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Pack:
     def question(self, layer: Layer) -> Question:
         """What to plan for a layer: one of those it was chosen for, or any other that takes the
         layout as it is."""
-        problem = layer.with_documents(self.documents, self.kv_documents)
+        problem = layer.problem.with_documents(self.documents, self.kv_documents)
         if layer.given is not None:
             return layer.given.for_batch(problem, self.layout_kind, self.stretches)
         way = dict(self.ways).get(layer)

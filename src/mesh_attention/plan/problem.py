@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
@@ -101,6 +101,12 @@ class Problem:
     def rows(self) -> RowRanges:
         """The mask on this problem's token counts."""
         return self.mask.rows(self.q_tokens, self.keys)
+
+    def with_documents(self, documents: tuple[int, ...], kv_documents: tuple[int, ...]) -> Problem:
+        """The same with the documents, and so the lengths, of a batch."""
+        apart = None if kv_documents == documents else kv_documents
+        mask = replace(self.mask, documents=documents, kv_documents=apart)
+        return replace(self, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])
 
     def flops(self, pairs: int, *, backward: bool = False) -> float:
         """Floating-point operations of attention over so many (query, key) pairs."""

@@ -47,9 +47,9 @@ from mesh_attention.runtime.accumulate import (
     coverage,
     wanted,
 )
-from mesh_attention.runtime.attend_calls import Masks
 from mesh_attention.runtime.backward import BackwardCall, BackwardCalls
 from mesh_attention.runtime.binding import GRAD_LSE, Views, cut
+from mesh_attention.runtime.call_masks import Masks
 from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 Work = Callable[[], None]

@@ -40,15 +40,14 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import (
-    KnownRanges,
     call_size,
     choose_kernels,
     chosen,
     faster_calls,
-    masks_of,
     stand_in_block,
 )
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
+from mesh_attention.runtime.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.fuse import without_copies
 from mesh_attention.runtime.scratch import scratch_bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.attend_calls import KnownRanges
+from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, current_stream
 from mesh_attention.runtime.latest import Latest

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.plan.assignment import best_tile
@@ -78,7 +78,7 @@ def choose_ways(
     """`layout`: where the tensors are cut already. `tile`: of the mesh, the same for every batch;
     left out, the one that moves the fewest bytes by the sizes of the first layer."""
     tile = tile or best_tile(num_ranks, layers[0])
-    asked = [_with_documents(one, documents, kv_documents) for one in layers]
+    asked = [one.with_documents(documents, kv_documents) for one in layers]
     costs = {problem: LayerCosts(problem, num_ranks, rates or Rates()) for problem in asked}
     shards = _shards(layers, num_ranks, documents, kv_documents) if layout is None else [layout]
     tokens = (documents[-1], kv_documents[-1])
@@ -94,12 +94,6 @@ def choose_ways(
         reason=_reason(best, asked, seconds),
         seconds=tuple(seconds.items()),
     )
-
-
-def _with_documents(layer: Problem, documents: Starts, kv_documents: Starts) -> Problem:
-    apart = None if kv_documents == documents else kv_documents
-    mask = replace(layer.mask, documents=documents, kv_documents=apart)
-    return replace(layer, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])
 
 
 def _shards(

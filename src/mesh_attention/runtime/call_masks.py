@@ -1,0 +1,145 @@
+"""The masks of kernel calls: what each query sees of the rows of a buffer, as they lie there.
+
+Made once for a plan, on the device, from a few numbers: runs of positions and segments of the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels import (
+    BlockMask,
+    Causal,
+    Full,
+    MaskKind,
+    RowRange,
+)
+from mesh_attention.kernels.speed import takes_whole_attentions
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.layout import Layout, slice_spans
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
+from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.runs import Run
+from mesh_attention.runtime.attend_calls import Kernels
+
+Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by queries and keys
+
+
+def masks_of(
+    plan: Plan, program: Program, kernels: Kernels, device: torch.device, known: KnownRanges
+) -> Masks:
+    """The masks of a program's kernel calls, made once, on the device from a few numbers. Kernels
+    in plain PyTorch have them on the CPU, to skip what is hidden without asking the device. Those
+    of both passes may be the same, and are kept in `known`."""
+    by_device = takes_whole_attentions(kernels.get(MaskKind.RANGE))
+    made = _Ranges(plan, device if by_device else torch.device("cpu"), known)
+    table = program.buffer_table()
+    return {
+        at: tuple(made.mask(table, op, call) for call in op.calls)
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward)
+    }
+
+
+class _Ranges:
+    """Attentions with the same rows share a mask, and with it what kernels make of it."""
+
+    def __init__(self, plan: Plan, device: torch.device, known: KnownRanges) -> None:
+        self._plan = plan
+        self._rows = plan.problem.rows
+        self._device = device
+        self._known = known
+        self._runs = cache(_runs)  # slices of heads have the same rows
+
+    def mask(
+        self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
+    ) -> BlockMask:
+        if call.kind is CallKind.FULL:
+            return Full()
+        if call.kind is CallKind.CAUSAL:
+            return Causal()
+        queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
+        keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
+        key = self._runs(self._plan.q_layout, queries), self._runs(self._plan.kv_layout, keys)
+        if key not in self._known:
+            self._known[key] = row_range(self._rows, *key, self._device)
+        return self._known[key]
+
+
+def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
+    """Consecutive ones made one: a rank may hold the tokens of many."""
+    found: list[Run] = []
+    for run in (run for span in spans for run in layout.runs(*span)):
+        before = found[-1] if found else None
+        if before and before.count == run.count == 1 and before.stop == run.start:
+            found[-1] = Run(before.start, before.block + run.block)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def row_range(
+    rows: RowRanges, queries: tuple[Run, ...], keys: tuple[Run, ...], device: torch.device
+) -> RowRange:
+    """What these queries see of these keys. Padding is seen by nobody and sees nothing: padded keys
+    have the position -1, so that a kernel can leave out what lies there."""
+    position = positions(keys, device)
+    query = positions(queries, device)
+    if not rows.segments:
+        nothing = torch.zeros_like(query)
+        return RowRange(nothing, nothing, position)
+    most = max(rows.intervals_between(run.start, run.stop) for run in queries)
+    lines = _on(device, torch.tensor(rows.table(most), dtype=torch.int32))
+    lo, lo_slope, hi, hi_slope = lines.index_select(-1, _segments(rows, queries, query))
+    lo, hi = torch.addcmul(lo, lo_slope, query), torch.addcmul(hi, hi_slope, query)
+    if any(run.stop > rows.q_tokens for run in queries):
+        real = query < rows.q_tokens
+        lo, hi = lo * real, hi * real
+    if any(run.stop > rows.kv_tokens for run in keys):
+        position.masked_fill_(position >= rows.kv_tokens, -1)
+    first = keys[0].start
+    if len(keys) > 1 or keys[0].count > 1 or keys[0].stop > rows.kv_tokens:
+        return RowRange(lo, hi, position)
+    begin, slope, _, _ = rows.table(1)
+    from_first = most == 1 and not slope.any() and bool((begin <= first).all())
+    return RowRange(lo, hi, position, first, from_first)
+
+
+def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tensor:
+    """The segment of the mask in which each query lies."""
+    device = query.device
+    if any(run.count > 1 for run in queries):
+        starts = _on(device, torch.tensor([s.start for s in rows.segments], dtype=torch.int32))
+        return (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+    # Consecutive queries: as many of each segment as the run has.
+    at: list[int] = []
+    counts: list[int] = []
+    for run in queries:
+        between = rows.segments_between(run.start, run.stop)
+        cuts = [run.start, *(rows.segments[i].start for i in between[1:]), run.stop]
+        at += between or (0,)
+        counts += [b - a for a, b in pairwise(cuts)]
+    both = _on(device, torch.tensor([at, counts], dtype=torch.int64))
+    return torch.repeat_interleave(*both, output_size=len(query))
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    """A copy there, for which the host does not wait."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """Of all rows, one run after the other."""
+    found = [
+        torch.arange(run.count, dtype=torch.int32, device=device)[:, None] * run.stride
+        + torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
+        for run in runs
+    ]
+    return torch.cat([x.flatten() for x in found])
