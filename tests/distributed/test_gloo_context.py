@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from dataclasses import replace
 from datetime import timedelta
@@ -19,27 +18,14 @@ from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime import context as contexts
 from mesh_attention.runtime.latest import Latest
-from mesh_attention.runtime.transport.groups import default_store
 from support.cases import Case
 from support.gloo_case import attend, context, count_plans, whole
+from support.held import grown, resources
 from support.pool import WorkerPool
 from support.reference import attention, errors, tolerance
 
 TIMES = 80  # more than what is kept and what warms up
 CASE = Case(4, 45, 45, mask=Mask(causal=True), options={"tile": (2, 2)})
-
-
-def resources() -> dict[str, int]:
-    """What this process holds of the system and of the job's store, when no rank is busy."""
-    dist.barrier()
-    found = {
-        "groups": len(dist.distributed_c10d._world.pg_map),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "keys": default_store().num_keys(),
-    }
-    dist.barrier()
-    return found
 
 
 def batch(number: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -74,7 +60,6 @@ def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, .
     use = by_function if way == "function" else by_object
     for number in range(8):
         use(number, world_size)
-    gc.collect()  # what an earlier test left is not ours
     begin = resources()
     for number in range(8, times):
         use(number % 1000, world_size)
@@ -103,7 +88,7 @@ def test_10_000_calls_with_1_000_lengths_and_masks_leave_nothing_behind(
 
 def check_many(pool: WorkerPool, way: str, times: int, *, seconds: float = 60) -> None:
     for begin, end, kept, living in pool.run(many_kinds, 2, way, times, seconds=seconds):
-        assert end == begin
+        assert grown(begin, end) == {}
         assert kept == (64, 64, 64 if way == "function" else 0)
         assert living == 64
 
@@ -138,7 +123,7 @@ def two_objects(rank: int, world_size: int) -> dict[str, Any]:
         seen = {
             "shared": first._share.context is second._share.context is third._share.context,
             "warm": warm,
-            "grown": {name: during[name] - before[name] for name in before},
+            "grown": grown(before, during),
             "groups": len(third._share.context.groups),
             "counted apart": moved[0] == moved[1] and moved[0].sent_bytes > 0,
             "part": part,
@@ -152,7 +137,7 @@ def test_objects_on_one_group_share_its_process_groups_and_kinds_of_call(pool: W
     for seen in found:
         assert seen["shared"]
         assert seen["warm"]
-        assert seen["grown"] == {"groups": 0, "threads": 0, "descriptors": 0, "keys": 0}
+        assert seen["grown"] == {}
         assert seen["groups"] == 3  # a row, a column, and all ranks
         assert seen["counted apart"]
         assert seen["left"] == 0
