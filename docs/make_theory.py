@@ -1,0 +1,77 @@
+"""Writes the table of docs/theory.md: the bound, and what plans move, from 8 to 4,096 ranks.
+
+python docs/make_theory.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mesh_attention.plan.bounds import least_bytes, unit_bytes
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Communication
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.traffic import TrafficMeter
+
+PAGE = Path(__file__).with_name("theory.md")
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+BEGIN, END = "<!-- Made by docs/make_theory.py: begin -->\n", "<!-- end -->\n"
+TOKENS = 2048  # a rank; units do not depend on it
+
+
+def problem_of(ranks: int, heads: int, kv_heads: int) -> Problem:
+    return Problem(ranks * TOKENS, heads, 128, num_kv_heads=kv_heads)
+
+
+def received_units(plan: Plan, direction: Direction) -> float:
+    """By rank 0, without statistics: under a full mask all ranks receive as much."""
+    one = plan.direction(direction)
+    program = one.programs[0]
+    meter = TrafficMeter(plan.problem, program.buffer_table())
+    found = sum(
+        meter.traffic(op, one.members[op.group][0], len(one.groups[op.group])).token_bytes
+        for op in program.operations
+        if isinstance(op, Communication)
+    )
+    return found / unit_bytes(plan.problem, plan.num_ranks)
+
+
+def row(ranks: int, heads: int, kv_heads: int) -> str:
+    problem = problem_of(ranks, heads, kv_heads)
+    with_heads = make_plan(problem, ranks, method="mesh-usp", ulysses=min(ranks, kv_heads))
+    tiles = make_plan(problem, ranks, method="mesh")
+    cells = [f"{heads}:{kv_heads}", f"{ranks:,}", _pair(*bounds(problem, ranks))]
+    for plan in (with_heads, tiles):
+        setting = plan.direction(Direction.FORWARD).setting
+        degree = setting.get("ulysses")
+        name = f"U {degree}, {setting['tile']}" if degree else setting["tile"]
+        cells += [name, _pair(*(received_units(plan, direction) for direction in Direction))]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def bounds(problem: Problem, ranks: int) -> tuple[float, ...]:
+    unit = unit_bytes(problem, ranks)
+    return tuple(least_bytes(problem, ranks, direction) / unit for direction in Direction)
+
+
+def _pair(forward: float, backward: float) -> str:
+    return f"{forward:.2f} / {backward:.2f}"
+
+
+def table(ranks: tuple[int, ...] = RANKS) -> str:
+    head = (
+        "| heads | ranks | bound | heads first, tile | moves | tile alone | moves |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(row(n, 64, kv) for kv in (64, 8) for n in ranks)
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.split(END, 1)[1])
+
+
+if __name__ == "__main__":
+    main()
