@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mesh_attention import ContextParallel
@@ -37,6 +37,7 @@ from support.training import (
     make,
     sharded,
     truth,
+    truth_and_parameters,
 )
 
 
@@ -86,43 +87,65 @@ def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
 # Frameworks that average, on data-parallel by context-parallel ranks.
 
 
-def by_framework(rank: int, world_size: int, name: str, dp_size: int, steps: Steps) -> Trained:
+def parameters_of(model: torch.nn.Module) -> list[Tensor]:
+    found: list[Any] = [p.detach() for p in model.parameters()]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in found]
+
+
+def by_framework(
+    rank: int, world_size: int, name: str, ranks: list[list[int]], steps: Steps
+) -> tuple[Trained, list[Tensor]]:
+    """`ranks` of the mesh, a row for each context-parallel group; also the last parameters."""
     from torch.distributed.fsdp import fully_shard  # seconds, which the pool has spent already
 
-    mesh = init_device_mesh("cpu", (dp_size, world_size // dp_size), mesh_dim_names=("dp", "cp"))
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "cp"))
     whole: Any = mesh["dp", "cp"]._flatten("dp_cp")
     plain: Model = make_model()
     if name == "ddp":
         model: Any = DistributedDataParallel(plain)
     else:
+        over = mesh if name == "hsdp" else whole  # replicated over dp, or sharded over all
         for block in plain.blocks:
-            fully_shard(block, mesh=whole)
-        model = fully_shard(plain, mesh=whole)
+            fully_shard(block, mesh=over)
+        model = fully_shard(plain, mesh=over)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
+    place = mesh.get_coordinate()
+    assert place is not None
     found = []
     with make(mesh["cp"]) as cp:
         for cases in steps:
             optimizer.zero_grad()
-            batch = sharded(cp, cases[mesh["dp"].get_local_rank()])
+            batch = sharded(cp, cases[place[0]])
             logits = logits_of(cp, model, batch)
-            over: Any = mesh["dp"] if name == "ddp" else whole  # either will do
-            reduce: Any = name
-            mean = cp.cross_entropy(logits, batch.labels, reduce=reduce, data_parallel=over)
+            counted: Any = whole if name == "fsdp" else mesh["dp"]  # either will do
+            reduce: Any = "ddp" if name == "ddp" else "fsdp"
+            mean = cp.cross_entropy(logits, batch.labels, reduce=reduce, data_parallel=counted)
             mean.loss.backward()  # type: ignore[no-untyped-call]
             found.append((mean.value.item(), grads_of(model)))
             optimizer.step()
-    return found
+    return found, parameters_of(model)
 
 
-@pytest.mark.parametrize(("name", "dp_size"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+ORDERED, ODD = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("ddp", [[0, 1]]), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
+)
 def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens(
-    pool: WorkerPool, name: str, dp_size: int
+    pool: WorkerPool, name: str, ranks: list[list[int]]
 ) -> None:
-    """Needs 3 and 9, with two context-parallel ranks."""
+    """Needs 3 and 9: two context-parallel ranks, in any order of the mesh; some without a target.
+    Parameters after the steps are those of one process too."""
     batches = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
-    steps = [cases[:dp_size] for cases in batches]
-    [wanted] = pool.run(truth, 1, steps)
-    check(pool.run(by_framework, 2 * dp_size, name, dp_size, steps), wanted)
+    steps = [cases[: len(ranks)] for cases in batches]
+    [(wanted, parameters)] = pool.run(truth_and_parameters, 1, steps)
+    found = pool.run(by_framework, 2 * len(ranks), name, ranks, steps)
+    check([trained for trained, _ in found], wanted)
+    for _, after in found:
+        for a, b, before in zip(after, parameters, make_model().parameters(), strict=True):
+            assert (a - b).abs().max() <= 1e-5 * (b - before).abs().max() + 1e-7
 
 
 def accumulated(rank: int, world_size: int) -> Trained:

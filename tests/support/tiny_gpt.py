@@ -108,10 +108,10 @@ class WholeCase:
 
 
 def one_process(
-    steps: list[list[WholeCase]], learning_rate: float
+    steps: list[list[WholeCase]], learning_rate: float, model: Model | None = None
 ) -> list[tuple[float, list[Tensor]]]:
     """Loss and gradients of each step, whose batches are those of all data-parallel ranks."""
-    model = make_model()
+    model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), learning_rate)
     found = []
     for cases in steps:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, MeshAttentionError
 from mesh_attention.sharded_batch import ShardedBatch
-from support.tiny_gpt import WholeCase, one_process
+from support.tiny_gpt import WholeCase, make_model, one_process
 
 __all__ = [
     "ALL",
@@ -29,6 +29,7 @@ __all__ = [
     "refusal",
     "sharded",
     "truth",
+    "truth_and_parameters",
 ]
 
 RATE = 0.5
@@ -87,6 +88,11 @@ def logits_of(cp: ContextParallel, model: Any, batch: ShardedBatch) -> Tensor:
 def truth(rank: int, world_size: int, steps: Steps) -> Trained:
     """In a process of the pool, which has imported all that gradients and optimizers import."""
     return one_process(steps, RATE)
+
+
+def truth_and_parameters(rank: int, world_size: int, steps: Steps) -> tuple[Trained, list[Tensor]]:
+    model = make_model()
+    return one_process(steps, RATE, model), [p.detach() for p in model.parameters()]
 
 
 def refusal(action: Any) -> str:
