@@ -22,6 +22,7 @@ from mesh_attention.context_report import Reports
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
+from mesh_attention.runtime.distributed_tensors import own_tokens
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -140,8 +141,10 @@ class Batches(Reports):
     def shard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
-        """This rank's slots of a whole tensor along `dim`; padding slots are zero."""
-        return self._shards(documents).shard(x, dim, side)
+        """This rank's slots of a whole tensor along `dim`; padding slots are zero. A DTensor that
+        is spread over other dimensions, on a mesh beside the group's, gives one spread alike."""
+        own, spread = own_tokens(self._share.context.groups.ranks, x, dim)
+        return spread.whole(self._shards(documents).shard(own, dim, side))
 
     def unshard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
@@ -149,9 +152,13 @@ class Batches(Reports):
         """The whole tensor on every rank, in token order, without padding.
 
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
-        passes on the gradient of its own slots.
+        passes on the gradient of its own slots. DTensors as in `shard`.
         """
-        return self._shards(documents).unshard(self._share, self._options, x, dim, side)
+        shards, context = self._shards(documents), self._share.context
+        self._share.refuse_if_closed()
+        with context.refused_by_all(self._options):
+            own, spread = own_tokens(context.groups.ranks, x, dim)
+        return spread.whole(shards.unshard(self._share, self._options, own, dim, side))
 
     def positions(
         self,

@@ -34,6 +34,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
+from mesh_attention.runtime.distributed_tensors import Spread, own_heads
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
@@ -163,6 +164,9 @@ class ContextParallel(Batches, Training):
         parameter that all ranks hold, the sum over the group is the whole one, which DDP or FSDP
         over the group makes (they divide by its size, as they do for all others).
 
+        DTensors are taken where q, k and v are sharded evenly over heads on a mesh beside the
+        group's, as tensor parallelism has them; the result is one too. Others are refused.
+
         `dropout_p` and `alibi_slopes` are refused, with what to use instead.
 
         Ranks compare every call before they use each other's data. Calls of one kind on one object
@@ -190,8 +194,10 @@ class ContextParallel(Batches, Training):
     ) -> tuple[Tensor, Tensor]:
         """`fault`: what is wrong already. A scale is of this call; `is_causal`: what the caller
         takes the mask for."""
-        source, options = None, self._options
+        source, options, spread = None, self._options, Spread()
         try:
+            ranks = self._share.context.groups.ranks
+            (q, k, v), sinks, spread = own_heads(ranks, 2, sinks, q=q, k=k, v=v)
             source, options = self._source_for(q, k, v, documents)
             plan = source.first.plan
             fault = (
@@ -204,7 +210,8 @@ class ContextParallel(Batches, Training):
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
-        return attention(self._share, source, options, (q, k, v), fault, label, sinks)
+        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
+        return spread.whole(out), spread.whole(lse, 1)
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.

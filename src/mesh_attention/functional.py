@@ -17,6 +17,7 @@ from mesh_attention.context_arguments import kept_source, process_group, sizes_o
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
+from mesh_attention.runtime.distributed_tensors import Spread, own_heads
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
     fault_of_label,
@@ -70,11 +71,12 @@ def mesh_attention(
     }
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     share = context.share_of_function()
-    source, calls = None, CallOptions()
+    source, calls, spread = None, CallOptions(), Spread()
     error: Exception | None = None
     try:
         if refused is not None:
             raise refused
+        (q, k, v), sinks, spread = own_heads(context.groups.ranks, 2, sinks, q=q, k=k, v=v)
         source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
         plan = source.first.plan
         error = (
@@ -85,6 +87,7 @@ def mesh_attention(
     except Exception as found:  # whatever it is, the others must not wait for us
         error = found
     out, lse = attention(share, source, calls, (q, k, v), error, label, sinks)
+    out, lse = spread.whole(out), spread.whole(lse, 1)
     return (out, lse) if return_lse else out
 
 

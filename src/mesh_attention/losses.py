@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from mesh_attention.context_arguments import process_group
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.distributed_tensors import own_copies
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.distributed import CommunicationError
@@ -55,6 +56,7 @@ def cross_entropy(
     share.refuse_if_closed()
     context = share.context
     try:
+        logits, targets = own_copies(context.groups.ranks, logits=logits, targets=targets)
         _refuse_wrong(logits, targets, reduce)
         assert targets is not None
         context.groups.check_device(logits.device)

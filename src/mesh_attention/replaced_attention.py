@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.distributed_tensors import Spread, own_heads
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.sharded_batch import Sharder
 from mesh_attention.sharded_buffers import check_buffers, sharded_buffers
@@ -180,8 +181,13 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """With the arguments of `scaled_dot_product_attention`."""
-    tensors = {"query": query, "key": key, "value": value}
-    fault = fault_of_unsupported(dropout_p=dropout_p) or fault_of_kind(**tensors)
+    tensors, spread, fault = {"query": query, "key": key, "value": value}, Spread(), None
+    try:
+        own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
+        tensors = dict(zip(tensors, own, strict=True))
+    except MeshAttentionError as error:
+        fault = error
+    fault = fault or fault_of_unsupported(dropout_p=dropout_p) or fault_of_kind(**tensors)
     if fault is None:
         fault = _fault_of_shapes(tensors, enable_gqa)
     if attn_mask is not None:
@@ -189,7 +195,7 @@ def _attend(
             "attn_mask is not supported; give the mask to ContextParallel (causal, window_size or "
             "mask) and documents to context_parallel, and leave attn_mask out"
         )
-    q, k, v = query, key, value
+    q, k, v = tensors.values()
     if fault is None:
         q, k, v = (_as_under_autocast(x).transpose(1, 2) for x in (q, k, v))
     out, _ = cp._attend(
@@ -198,7 +204,7 @@ def _attend(
         softmax_scale=scale,
         is_causal=bool(is_causal),
     )
-    return out.transpose(1, 2)
+    return spread.whole(out.transpose(1, 2))
 
 
 def _fault_of_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> MeshAttentionError | None:

@@ -75,7 +75,7 @@ _PLAIN = "give the plain torch.Tensor that this rank holds"
 _WAYS_OUT = {
     "FakeTensor": "tracing (torch.compile, torch.export) is not supported yet: leave the call out "
     "of it, with torch.compiler.disable",
-    "DTensor": f"{_PLAIN}, x.to_local()",
+    "DTensor": f"{_PLAIN}: x.to_local() of a replicated one, x.full_tensor() of others",
     "AsyncCollectiveTensor": f"{_PLAIN}, x.wait()",
 }
 

@@ -51,6 +51,8 @@ def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, P
         return -1, None
     place = dist.get_rank(group.get_group() if isinstance(group, DeviceMesh) else group)
     with context(case, group) as cp:
+        whole = case.tensors()[0]
+        assert torch.equal(cp.unshard(cp.shard(whole, 1), 1), whole)
         return place, attend(cp, case)
 
 
@@ -59,6 +61,7 @@ def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, P
 def test_ranks_6_2_0_4_of_eight_give_the_result_of_a_world_of_four(
     pool: WorkerPool, kind: str, combine: Combine
 ) -> None:
+    """Need 9."""
     case = Case(**{**vars(CASE), "options": {**CASE.options, "combine": combine}})
     expected = pool.run(world_of_four, 4, case)
     found = pool.run(sub_group, 8, case, kind)

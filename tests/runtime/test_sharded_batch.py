@@ -13,7 +13,8 @@ from torch import Tensor
 from mesh_attention import MeshAttentionError
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.sharded_batch import WholeBatch, _refuse_local_length
+from mesh_attention.sharded_batch import _refuse_local_length
+from mesh_attention.whole_batch import WholeBatch
 
 IDS = torch.arange(6).reshape(1, 6)
 

@@ -70,14 +70,17 @@ class _Unshard(torch.autograd.Function):
         if size == 1:
             return join_shards([own], layout, dim)
         try:
-            all_gather(gathered, own, context.groups.everybody(timeout)).wait()
+            group = context.groups.everybody(timeout)
+            all_gather(gathered, own, group).wait()
         except (RuntimeError, dist.DistBackendError) as error:
             told = str(error).splitlines()[0]
             raise CommunicationError(f"the shards could not be gathered ({told})") from error
         context.guard.settle((gathered,))
-        by_device = gathered.chunk(size)
-        # Devices come in the group's order; the layout counts partitions.
-        return join_shards([by_device[device] for device in devices], layout, dim)
+        by_place = gathered.chunk(size)
+        # Shards come in the order of our group; the layout counts partitions.
+        ranks = [context.groups.ranks[device] for device in devices]
+        places = [dist.get_group_rank(group, rank) for rank in ranks]
+        return join_shards([by_place[place] for place in places], layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

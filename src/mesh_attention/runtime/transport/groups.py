@@ -87,7 +87,7 @@ class Groups:
     def has_all(self, plan: Plan, one: Pass, rank: int, timeout: timedelta | None) -> bool:
         """Whether all of them are there, and that in which ranks compare calls."""
         needed = {(tuple(sorted(one)), timeout) for one in self._of_collectives(plan, one, rank)}
-        return needed | {(self.ranks, timeout), (self.ranks, None)} <= self._made.keys()
+        return self.has_everybody(timeout) and needed <= self._made.keys()
 
     def _of_collectives(self, plan: Plan, one: Pass, rank: int) -> Iterator[Sequence[int]]:
         operations = one.programs[rank].operations
@@ -137,7 +137,8 @@ class Groups:
         return self.of(self.ranks, timeout)
 
     def has_everybody(self, timeout: timedelta | None) -> bool:
-        return {(self.ranks, None), (self.ranks, timeout)} <= self._made.keys()
+        ranks = tuple(sorted(self.ranks))
+        return {(ranks, None), (ranks, timeout)} <= self._made.keys()
 
     def __len__(self) -> int:
         return len(self._made)

@@ -1,0 +1,119 @@
+"""DTensors, as tensor parallelism has them: what this rank holds of one, and a result as one again.
+
+A DTensor is taken only where its part on this rank is all that a call needs, so that the result is
+spread as it was: over heads in attention, over whatever is not the tokens where they are cut or
+joined. Its mesh must have no other rank of the context-parallel group: those hold other tokens,
+of which placements say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+
+_MESH = "on a mesh that has no other rank of the context-parallel group"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the DTensors of a call lie on their mesh; without one, they were plain tensors."""
+
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
+
+    def whole(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """A rank's part as a DTensor, sharded as those given, or over `dim` in their place."""
+        if self.mesh is None:
+            return x
+        from torch.distributed.tensor import DTensor, Shard
+
+        placements = self.placements if dim is None else [Shard(dim)] * self.mesh.ndim
+        return DTensor.from_local(x, self.mesh, placements, run_check=False)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Without the import, which takes its time and which most processes never need."""
+    return isinstance(x, Tensor) and type(x).__name__ == "DTensor"
+
+
+def own_heads(
+    ranks: Collection[int], dim: int, sinks: Any = None, **tensors: Any
+) -> tuple[list[Any], Any, Spread]:
+    """q, k and v, by their names, and sinks, as this rank holds them; heads are along `dim`.
+    `ranks` are those of the context-parallel group."""
+    if not any(map(is_dtensor, tensors.values())):
+        return [*tensors.values()], sinks, Spread()
+    first = next(x for x in tensors.values() if is_dtensor(x))
+    dims = {name: (x, dim) for name, x in tensors.items()}
+    if is_dtensor(sinks):  # plain ones are those of this rank's heads
+        dims["sinks"] = (sinks, 0)
+    for name, (x, at) in dims.items():
+        if not is_dtensor(x):
+            raise MeshAttentionError(
+                f"{name} is a plain tensor and others are DTensors; give either for all of "
+                f"{', '.join(tensors)}"
+            )
+        if x.device_mesh != first.device_mesh or not _fits(ranks, x, (at,)):
+            raise _refusal(
+                *(name, x),
+                "the plain torch.Tensor that this rank holds, with the placements that its "
+                "gradient will have, x.to_local(grad_placements=...), or a DTensor that is "
+                f"sharded evenly over heads, Shard({at}),",
+            )
+    own = None if sinks is None else sinks.to_local() if is_dtensor(sinks) else sinks
+    locals_ = [x.to_local() for x in tensors.values()]
+    return locals_, own, Spread(first.device_mesh, first.placements)
+
+
+def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
+    """Of a tensor that has tokens along `dim`."""
+    if not is_dtensor(x) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        return x, Spread()
+    others = [at for at in range(x.ndim) if at != dim % x.ndim]
+    if not _fits(ranks, x, others, replicated=True):
+        raise _refusal(
+            *("x", x),
+            "x.full_tensor(), or a DTensor that is replicated or sharded evenly over another "
+            f"dimension than {dim}",
+        )
+    return x.to_local(), Spread(x.device_mesh, x.placements)
+
+
+def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
+    """Of tensors that must be whole on each rank."""
+    for name, x in tensors.items():
+        if is_dtensor(x) and not _fits(ranks, x, (), replicated=True):
+            raise _refusal(name, x, "x.full_tensor(), or a DTensor that is replicated")
+    return [x.to_local() if is_dtensor(x) else x for x in tensors.values()]
+
+
+def _fits(
+    ranks: Collection[int], x: Any, dims: Collection[int], *, replicated: bool = False
+) -> bool:
+    """Sharded over these dimensions, in equal parts, or replicated where that will do."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, parts = x.device_mesh, dict.fromkeys(range(x.ndim), 1)
+    for size, placement in zip(mesh.shape, x.placements, strict=True):
+        if type(placement) is Shard and placement.dim % x.ndim in dims:  # no kind derived from it
+            parts[placement.dim % x.ndim] *= size
+        elif not (replicated and type(placement) is Replicate):
+            return False
+    if any(x.shape[dim] % number for dim, number in parts.items()):
+        return False
+    members = {*mesh.mesh.flatten().tolist()}
+    return members & {*ranks} == {dist.get_rank()}
+
+
+def _refusal(name: str, x: Any, way_out: str) -> MeshAttentionError:
+    placements = ", ".join(map(repr, x.placements))
+    return MeshAttentionError(
+        f"{name} is a DTensor; give {way_out} {_MESH}; this one of {tuple(x.shape)} is "
+        f"({placements}) on the ranks {x.device_mesh.mesh.flatten().tolist()}"
+    )
