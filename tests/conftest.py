@@ -49,6 +49,19 @@ def pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
+@pytest.fixture(scope="session")
+def model_pool() -> Iterator[WorkerPool]:
+    """The same with transformers, which takes seconds to import: once for all of them."""
+    from support.pool import WorkerPool
+
+    workers = WorkerPool(
+        {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+        modules=("support.tiny_models",),
+    )
+    yield workers
+    workers.close()
+
+
 @pytest.fixture(autouse=True)
 def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing skips in silence: without a CUDA device tests marked gpu fail. Those marked alone

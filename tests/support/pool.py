@@ -41,8 +41,11 @@ class Ended:
 
 
 class WorkerPool:
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        """`environment` is added to that of the processes."""
+    def __init__(
+        self, environment: dict[str, str] | None = None, modules: tuple[str, ...] = ()
+    ) -> None:
+        """`environment` is added to that of the processes; `modules` are imported once, before any
+        of them starts."""
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -56,6 +59,7 @@ class WorkerPool:
                 str(Path(__file__).with_name("worker.py")),
                 str(self._listener.address),
                 str(self._store.port),
+                *modules,
             ],
             stdin=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
 """The processes of the pool: a server that imports torch once and forks, and the forked workers.
 
-Run as a script with the addresses of the pool and its store. Every line on its standard input is
+Run as a script with the addresses of the pool and its store, and modules to import. Every line on its standard input is
 the number of a worker to fork; the end of the input is the end of the server. It has a single
 thread when it forks.
 """
@@ -49,7 +49,7 @@ class Answer:
     lines: Lines = field(default_factory=dict)  # run since the last answer
 
 
-def serve(address: str, store_port: int) -> None:
+def serve(address: str, store_port: int, *modules: str) -> None:
     new_lines = measure_coverage()  # before anything that counts is imported
 
     import pytest  # noqa: F401
@@ -61,6 +61,8 @@ def serve(address: str, store_port: int) -> None:
     import mesh_attention.functional
     import mesh_attention.testing  # noqa: F401
 
+    for name in modules:
+        import_module(name)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # and so the children share what was imported
@@ -160,4 +162,4 @@ def send(connection: Connection, message: Any) -> None:
 
 if __name__ == "__main__":
     # Under its real name, so that messages unpickle on both sides.
-    import_module("support.worker").serve(sys.argv[1], int(sys.argv[2]))
+    import_module("support.worker").serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,46 @@
+"""Hugging Face transformers 5 on sequences that are split over ranks.
+
+    cp = ModelContextParallel(model, mesh["cp"])
+    batch = cp.shard_batch(**whole)
+    logits = model(**batch.model_inputs()).logits
+
+`ContextParallelTrainer(..., cp_size=4)` is the `Trainer` that does this. The names below are loaded
+when they are first used: transformers takes seconds to import, and is an extra.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mesh_attention.errors import MeshAttentionError
+
+if TYPE_CHECKING:
+    from mesh_attention.huggingface.attention import register
+    from mesh_attention.huggingface.model import ModelContextParallel
+    from mesh_attention.huggingface.trainer import ContextParallelTrainer
+
+_HOMES = {
+    "ContextParallelTrainer": "trainer",
+    "ModelContextParallel": "model",
+    "register": "attention",
+}
+
+__all__ = ["ContextParallelTrainer", "ModelContextParallel", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "accelerate"):
+            raise
+        raise MeshAttentionError(
+            f"{error.name} is not installed: pip install 'mesh-attention[huggingface]'"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

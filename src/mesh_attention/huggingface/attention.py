@@ -1,0 +1,161 @@
+"""Attention over ranks as transformers' `AttentionInterface` wants it.
+
+Everything that a layer hands over is used or refused by name. The object and the documents of the
+batch come with the call, as an argument that models pass on to their layers: so a checkpoint that
+attends again in its backward pass finds them too, whenever that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.masks import LayerMask, layer_mask
+from mesh_attention.replaced_attention import _as_under_autocast
+from mesh_attention.runtime.documents import Documents
+
+NAME = "mesh_attention"
+
+
+def register() -> None:
+    """Make `attn_implementation="mesh_attention"` known to transformers; twice is fine.
+
+    `ModelContextParallel` does it too, and sets the implementation of its model.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, layer_mask)
+
+
+class Attending(Protocol):
+    """What is asked of a `ModelContextParallel`; a `fault` is raised by all ranks."""
+
+    def attend_layer(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        fault: MeshAttentionError | None,
+        window: int | None,
+        softcap: float | None,
+        **call: Any,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ModelBatch:
+    """What goes through the model with a batch."""
+
+    cp: Attending
+    documents: Documents
+
+
+WITHOUT_BATCH = (
+    "attention over ranks needs to know its batch: call the model that ModelContextParallel was "
+    "given, as model(**batch.model_inputs()) with batch = cp.shard_batch(...). For generate, and "
+    "all else on whole sequences, close() the object first: the model then attends as before"
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    documents: Any = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Tensors are (batch, heads, local tokens, head_dim); the result is (batch, local tokens,
+    heads, head_dim), and there are no attention weights."""
+    if not isinstance(documents, ModelBatch):
+        # Of this rank alone: others may not come, as where one rank generates.
+        raise MeshAttentionError(WITHOUT_BATCH)
+    mask = _mask_of(attention_mask)
+    bidirectional = is_causal is False or getattr(module, "is_causal", True) is False
+    told = (
+        mask.refused
+        or _other_window(mask.window, sliding_window)
+        or _dropout(dropout)
+        or ("the layer is not causal" if bidirectional else None)
+        or _other_lengths(query, key)
+        or _unknown(others)
+    )
+    out = documents.cp.attend_layer(
+        tuple(_as_under_autocast(x).transpose(1, 2) for x in (query, key, value)),
+        None if told is None else MeshAttentionError(told),
+        *(mask.window, softcap),
+        documents=documents.documents,
+        sinks=getattr(module, "sinks", None) if s_aux is None else s_aux,
+        softmax_scale=scaling,
+        label=getattr(module, "layer_idx", None),
+    )
+    return out, None
+
+
+def _mask_of(given: Any) -> LayerMask:
+    if isinstance(given, LayerMask):
+        return given
+    if given is None:
+        return LayerMask(refused="the model makes no mask for its layer that could be read")
+    return LayerMask(
+        refused="attention_mask is a tensor of queries by keys, which is not supported: give "
+        "documents to shard_batch (cu_seqlens, position_ids or an attention_mask of 0 and 1)"
+    )
+
+
+def _other_window(of_mask: int | None, of_layer: int | None) -> str | None:
+    if of_layer is None or of_layer == of_mask:
+        return None
+    return f"sliding_window={of_layer} of the layer, and its mask has {of_mask}"
+
+
+def _dropout(dropout: float) -> str | None:
+    if not dropout:
+        return None
+    return (
+        f"attention_dropout={dropout}: dropout of attention weights is not supported; set "
+        "config.attention_dropout to 0 before the model is made"
+    )
+
+
+def _other_lengths(query: Tensor, key: Tensor) -> str | None:
+    if query.shape[2] == key.shape[2]:
+        return None
+    return (
+        f"{query.shape[2]} queries and {key.shape[2]} keys: neither caches of earlier tokens "
+        "(past_key_values) nor cross-attention are supported"
+    )
+
+
+# They change no numbers of attention.
+_NEUTRAL = (
+    *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "output_hidden_states"),
+    "return_dict",
+)
+_WAYS_OUT = {
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+        "documents are those of the batch: give cu_seqlens to shard_batch",
+    ),
+    "output_attentions": "attention weights are never made",
+    "padding": "the model got the whole batch: give it **batch.model_inputs()",
+    "num_targets": "the model got the whole batch: give it **batch.model_inputs()",
+}
+
+
+def _unknown(others: Mapping[str, Any]) -> str | None:
+    for name, value in others.items():
+        if name in _NEUTRAL or value is None or value is False:
+            continue
+        told = _WAYS_OUT.get(name, "it is not known what this would do; leave it out")
+        return f"{name} is not supported: {told}"
+    return None
