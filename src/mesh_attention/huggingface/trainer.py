@@ -1,0 +1,247 @@
+"""The `Trainer` of transformers on data-parallel by context-parallel ranks.
+
+It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
+batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation puts
+logits together again. DDP averages gradients over all ranks, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.model import ModelContextParallel
+from mesh_attention.sharded_batch import ShardedBatch
+
+
+class ContextParallelTrainer(Trainer):
+    """
+    cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
+                data-parallel, so batches are those of (all ranks / cp_size) processes
+    cp_options  as of `ModelContextParallel`
+
+    All else is as of `Trainer`; start it with torchrun. `trainer.cp` is the `ModelContextParallel`,
+    and `close()` gives the model its own attention back.
+    """
+
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        cp_size: int | None = None,
+        cp_options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        _refuse(args, more)
+        super().__init__(model, args, *others, **more)
+        if not dist.is_initialized():
+            raise MeshAttentionError("there is one process only: start it with torchrun")
+        world_size = dist.get_world_size()
+        self.cp_size = world_size if cp_size is None else cp_size
+        if self.cp_size < 1 or world_size % self.cp_size:
+            raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
+        sizes = world_size // self.cp_size, self.cp_size
+        self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
+        self.cp = ModelContextParallel(self.model, self.mesh["cp"], **(cp_options or {}))
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        self.model_accepts_loss_kwargs = True  # versions without loss_is_scaled_for_ga ask this
+
+    def close(self) -> None:
+        self.cp.close()
+
+    def get_cp_size(self) -> int:
+        return self.cp_size
+
+    # Batches: the same on all ranks of a context-parallel group, then a part on each.
+
+    def _prepare_data_loader(self, loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
+        """As accelerate's, for data-parallel ranks alone. Batches stay on the CPU, where documents
+        are read from them."""
+        accelerator = self.accelerator
+        if not getattr(loader, "_is_accelerate_prepared", False):
+            loader = prepare_data_loader(
+                loader,
+                num_processes=self.mesh["dp"].size(),
+                process_index=self.mesh["dp"].get_local_rank(),
+                split_batches=accelerator.split_batches,
+                put_on_device=False,
+                rng_types=accelerator.rng_types.copy(),
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            )
+        if not any(loader is known for known in accelerator._dataloaders):
+            accelerator._dataloaders.append(loader)
+        return loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The batches of a step, sharded, and the number of their targets on all ranks."""
+        wholes = (next(epoch_iterator, None) for _ in range(num_batches))
+        parts = [self._shard(whole) for whole in wholes if whole is not None]
+        return parts, self._get_num_items_in_batch(parts, device)
+
+    def _shard(self, whole: Any) -> ShardedBatch:
+        if not isinstance(whole, Mapping):
+            raise MeshAttentionError(
+                f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
+            )
+        given = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
+        return self.cp.shard_batch(**given, cu_seqlens=whole.get("cu_seq_lens_q"))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        counts = [part.num_targets for part in batch_samples]
+        if not counts or any(count is None for count in counts):
+            if counts:
+                raise MeshAttentionError("batches have no labels; data_collator must give them")
+            return None
+        total = torch.stack(counts).sum().to(device)
+        dist.all_reduce(total, group=self.mesh["dp"].get_group())
+        return total.clamp(min=1)
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, ShardedBatch):
+            return data.to(self.args.device)
+        return super()._prepare_input(data)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Of whole batches, each counted once."""
+        wanted = self.args.include_num_input_tokens_seen
+        if wanted == "no":
+            return
+        if wanted == "non_padding":
+            count = (~inputs.padding).sum()
+        else:  # rows that are one pack have the tokens of all rows
+            whole = inputs.documents.num_tokens * len(inputs.position_ids)
+            is_first = self.mesh["cp"].get_local_rank() == 0
+            count = torch.tensor(whole if is_first else 0, device=self.args.device)
+        self.state.num_input_tokens_seen += self.accelerator.gather(count).sum().item()
+
+    # Losses.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP, and
+        the Trainer where it logs, take the mean of them."""
+        outputs = model(**inputs.model_inputs(), use_cache=False)
+        mean = self.cp.cross_entropy(
+            outputs.logits,
+            inputs.labels,
+            reduce="ddp",
+            data_parallel=self.mesh["dp"],
+            num_targets=num_items_in_batch,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+        return (mean.loss, outputs) if return_outputs else mean.loss
+
+    # Evaluation.
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of a whole batch; logits are whole and in order on all ranks of the group."""
+        part = self._prepare_inputs(self._shard(inputs))
+        labels, loss = inputs.get("labels"), None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if labels is None:
+                outputs = model(**part.model_inputs(), use_cache=False)
+            else:
+                count = self._get_num_items_in_batch([part], self.args.device)
+                loss, outputs = self.compute_loss(
+                    model, part, return_outputs=True, num_items_in_batch=count
+                )
+                loss = loss.detach().clone()
+                dist.all_reduce(loss, group=self.mesh["cp"].get_group())
+                loss /= self.cp_size
+            if prediction_loss_only:
+                return loss, None, None
+            logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
+        return loss, logits, None if labels is None else labels.to(self.args.device)
+
+    def evaluation_loop(self, *args: Any, **more: Any) -> Any:
+        self.gather_function = self._gather
+        return super().evaluation_loop(*args, **more)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """From one rank of each context-parallel group, without what the last batch repeats."""
+        of_all = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
+        found = of_all[:: self.cp_size].flatten(0, 1)
+        loader = self.accelerator.gradient_state
+        ends = loader.end_of_dataloader and loader.remainder > 0
+        return found[: loader.remainder] if ends else found
+
+
+_OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def _refuse(args: Any, more: Mapping[str, Any]) -> None:
+    """What would be left out in silence, or is known to fail later."""
+    wrong = {
+        "compute_loss_func": "it would get this rank's logits, and labels that are targets already; "
+        "override compute_loss, whose inputs are a sharded batch",
+        "model_init": "give the model",
+    }
+    for name, way_out in wrong.items():
+        if more.get(name) is not None:
+            raise MeshAttentionError(f"{name} is not supported: {way_out}")
+    if args is None:
+        return
+    config = args.accelerator_config
+    found = {
+        "parallelism_config": (
+            args.parallelism_config is not None,
+            "accelerate's own context parallelism; leave it out, cp_size says all",
+        ),
+        "deepspeed": (bool(args.deepspeed), "it reduces gradients in its own way"),
+        "fsdp": (bool(args.fsdp), "FSDP2 with a loop of your own is in docs/training.md"),
+        "torch_compile": (bool(args.torch_compile), "compile parts of the model without attention"),
+        "use_liger_kernel": (bool(args.use_liger_kernel), "it makes losses inside the model"),
+        "neftune_noise_alpha": (
+            bool(args.neftune_noise_alpha),
+            "its noise depends on the length, and ranks have a part of it",
+        ),
+        "auto_find_batch_size": (
+            bool(args.auto_find_batch_size),
+            "a call that one rank breaks off is an error on all of them",
+        ),
+        "average_tokens_across_devices=False": (
+            not args.average_tokens_across_devices,
+            "losses are means over the targets of all ranks",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+            "it deals batches to all ranks, and those of a sequence need the same",
+        ),
+        "eval_use_gather_object": (bool(args.eval_use_gather_object), "tensors are gathered"),
+        "accelerator_config.dispatch_batches": (
+            bool(config is not None and config.dispatch_batches),
+            "every rank reads its own batches",
+        ),
+        "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
+    }
+    for name, (is_given, why) in found.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
