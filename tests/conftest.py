@@ -56,7 +56,7 @@ def model_pool() -> Iterator[WorkerPool]:
 
     workers = WorkerPool(
         {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        modules=("support.tiny_models",),
+        modules=("support.tiny_trainer",),
     )
     yield workers
     workers.close()

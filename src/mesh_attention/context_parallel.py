@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,7 @@ class ContextParallel(Batches, Training):
         """
         self._share.close()
 
-    def __enter__(self) -> ContextParallel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -78,7 +78,7 @@ class Batch:
     unseen: Tensor | None = None
 
     @property
-    def whole(self) -> dict[str, Tensor]:
+    def whole(self) -> dict[str, Any]:
         chance = torch.Generator().manual_seed(self.shape[0] + self.shape[1])
         ids = torch.randint(3, VOCABULARY, self.shape, generator=chance)
         labels = ids.clone()

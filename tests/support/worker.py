@@ -1,8 +1,8 @@
 """The processes of the pool: a server that imports torch once and forks, and the forked workers.
 
-Run as a script with the addresses of the pool and its store, and modules to import. Every line on its standard input is
-the number of a worker to fork; the end of the input is the end of the server. It has a single
-thread when it forks.
+Run as a script with the addresses of the pool and its store, and modules to import. Every line on
+its standard input is the number of a worker to fork; the end of the input is the end of the server.
+It has a single thread when it forks.
 """
 
 from __future__ import annotations

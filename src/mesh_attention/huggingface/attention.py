@@ -90,7 +90,7 @@ def attend(
         or _unknown(others)
     )
     out = documents.cp.attend_layer(
-        tuple(_as_under_autocast(x).transpose(1, 2) for x in (query, key, value)),
+        (_rows_first(query), _rows_first(key), _rows_first(value)),
         None if told is None else MeshAttentionError(told),
         *(mask.window, softcap),
         documents=documents.documents,
@@ -99,6 +99,10 @@ def attend(
         label=getattr(module, "layer_idx", None),
     )
     return out, None
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    return _as_under_autocast(x).transpose(1, 2)
 
 
 def _mask_of(given: Any) -> LayerMask:

@@ -2,8 +2,8 @@
 
 Models say their masks as functions of indices, put together from a few that transformers has. No
 tensor is made of them here: causal, and causal with a window, is all that they may say. Documents
-and padding are those of the batch, so what the model concludes from this rank's `position_ids` about
-documents is left out.
+and padding are those of the batch, so what the model concludes about documents from the positions
+of this rank's tokens is left out.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def layer_mask(*args: Any, **given: Any) -> LayerMask:
         elif name == "sliding_window_overlay" and window is None:
             window = inspect.getclosurevars(function).nonlocals["sliding_window"]
         elif name != "packed_sequence_mask_function":
-            return LayerMask(refused=f"the mask of the layer has {name}, and may be causal, with a "
-                             "window or without")
+            return LayerMask(
+                refused=f"the mask of the layer has {name}, and may be causal, with a "
+                "window or without"
+            )
     if not causal:
         return LayerMask(refused="the mask of the layer is not causal")
     return LayerMask(window)

@@ -26,7 +26,7 @@ Kind = tuple[int | None, float | None]  # window and softcap of a layer
 
 
 class ModelContextParallel(ContextParallel):
-    """A `ContextParallel` for all layers of a model, which then attends over the ranks of the group.
+    """A `ContextParallel` for all layers of a model, which then attends over the group.
 
         cp = ModelContextParallel(model, mesh["cp"])
         batch = cp.shard_batch(**whole)
@@ -60,9 +60,13 @@ class ModelContextParallel(ContextParallel):
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
         self._door: _Door | None = None
-        for kind in rest:
-            self._of(kind)
-        self._door = _Door(own, self)
+        try:
+            for kind in rest:
+                self._of(kind)
+            self._door = _Door(own, self)
+        except BaseException:
+            self.close()
+            raise
 
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """For all kinds of layers."""
@@ -78,7 +82,8 @@ class ModelContextParallel(ContextParallel):
     ) -> Tensor:
         """Of a layer of the model."""
         cp = self if fault is not None else self._of((window, softcap or None))
-        return cp._attend(*tensors, fault, **call)[0]
+        out, _ = cp._attend(*tensors, fault, **call)
+        return out
 
     def _of(self, kind: Kind) -> ContextParallel:
         """Kinds that the config did not say are made when a layer comes, on all ranks alike."""
@@ -96,8 +101,9 @@ class ModelContextParallel(ContextParallel):
 
 
 def _transformers_model(model: nn.Module) -> Any:
-    if hasattr(model, "get_base_model"):  # of peft
-        model = model.get_base_model()
+    base: Any = getattr(model, "get_base_model", None)  # of peft
+    if base is not None:
+        model = base()
     if not isinstance(model, PreTrainedModel):
         inside = getattr(model, "module", None)
         hint = ": give the model inside, before it is wrapped" if inside is not None else ""
@@ -137,7 +143,9 @@ def _kinds(config: Any) -> list[Kind]:
     layout depends."""
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     softcap = getattr(config, "attn_logit_softcapping", None)
-    windows = {window} if types is None else {None if x == "full_attention" else window for x in types}
+    windows = (
+        {window} if types is None else {None if x == "full_attention" else window for x in types}
+    )
     return [(x, softcap) for x in sorted(windows, key=lambda x: (x is not None, x))]
 
 

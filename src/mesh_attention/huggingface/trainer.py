@@ -1,8 +1,8 @@
 """The `Trainer` of transformers on data-parallel by context-parallel ranks.
 
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
-batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation puts
-logits together again. DDP averages gradients over all ranks, as ever.
+batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
+puts logits together again. DDP averages gradients over all ranks, as ever.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ContextParallelTrainer(Trainer):
 
     def _gather(self, x: Tensor) -> Tensor:
         """From one rank of each context-parallel group, without what the last batch repeats."""
-        of_all = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
+        of_all: Tensor = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
         found = of_all[:: self.cp_size].flatten(0, 1)
         loader = self.accelerator.gradient_state
         ends = loader.end_of_dataloader and loader.remainder > 0
@@ -200,7 +200,7 @@ _OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 def _refuse(args: Any, more: Mapping[str, Any]) -> None:
     """What would be left out in silence, or is known to fail later."""
     wrong = {
-        "compute_loss_func": "it would get this rank's logits, and labels that are targets already; "
+        "compute_loss_func": "it would get this rank's logits, and targets for labels; "
         "override compute_loss, whose inputs are a sharded batch",
         "model_init": "give the model",
     }

@@ -1,0 +1,76 @@
+"""`ContextParallelTrainer`: what it logs, its evaluation and its parameters after a few steps are
+those of transformers' own Trainer on one process.
+
+Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 20 (evaluation) and 22
+(checkpointing) as users of a Trainer meet them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from support.tiny_trainer import Trained
+
+EXACT = 1e-5
+
+
+def one_process(rank: int, world_size: int, folder: str, names: list[str]) -> list[Trained]:
+    from support.tiny_trainer import RUNS, launched, train
+
+    found = []
+    for name in names:
+        with launched(0, 0):
+            found.append(train(RUNS[name].trainer(folder, None)))
+    return found
+
+
+def on_ranks(
+    rank: int, world_size: int, folder: str, names: list[str], cp_size: int
+) -> list[Trained]:
+    from support.tiny_trainer import RUNS, launched, train
+
+    found = []
+    for name in names:
+        with launched(rank, world_size):
+            trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
+            found.append(train(trainer))
+            trainer.close()
+    return found
+
+
+def check(found: list[list[Trained]], wanted: list[Trained]) -> None:
+    for of_rank in found:
+        for (logged, parameters), (true_logged, true_parameters) in zip(
+            of_rank, wanted, strict=True
+        ):
+            assert logged == [pytest.approx(one, rel=EXACT) for one in true_logged]
+            assert parameters.keys() == true_parameters.keys()
+            for name, p in parameters.items():
+                wanted_p = true_parameters[name]
+                assert (p - wanted_p).abs().max() <= EXACT * wanted_p.abs().max(), name
+
+
+ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints", "smoothed"]
+
+
+def test_a_trainer_on_two_ranks_is_that_of_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    [wanted] = model_pool.run(one_process, 1, folder, ALONE)
+    check(model_pool.run(on_ranks, 2, folder, ALONE, 2), wanted)
+
+
+def test_data_parallel_by_context_parallel_ranks_train_as_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Need 9, two by two ranks."""
+    folder = str(tmp_path)
+    [wanted] = model_pool.run(one_process, 1, folder, ["data-parallel"])
+    check(model_pool.run(on_ranks, 4, folder, ["data-parallel"], 2), wanted)

@@ -1,0 +1,170 @@
+"""A `Trainer` of transformers on a tiny model, on one process and on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from mesh_attention.huggingface import ContextParallelTrainer
+from support.tiny_models import VOCABULARY, make_model
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Of many lengths; the first tokens are a prompt, no targets."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        chance = torch.Generator().manual_seed(at)
+        ids = torch.randint(3, VOCABULARY, (7 + at % 5,), generator=chance)
+        labels = ids.clone()
+        labels[: 1 + at % 3] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    most = max(len(row["input_ids"]) for row in rows)
+
+    def joined(name: str, filled: int) -> Tensor:
+        found = [pad(row[name], (0, most - len(row[name])), value=filled) for row in rows]
+        return torch.stack(found)
+
+    ids = joined("input_ids", -1)
+    return {
+        "input_ids": ids.clamp(min=0),
+        "labels": joined("labels", -100),
+        "attention_mask": (ids >= 0).long(),
+    }
+
+
+def packed(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One row of documents, as the collators of transformers make it without padding."""
+    return {
+        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+        "labels": torch.cat([row["labels"] for row in rows])[None],
+        "position_ids": torch.cat([torch.arange(len(row["labels"])) for row in rows])[None],
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training of a few steps; `batch_size` and `accumulation` are of one process."""
+
+    model: str
+    batch_size: int = 2
+    collate: str = "padded"
+    lora: bool = False
+    num_examples: int = 13  # the last batch is half full
+    arguments: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+
+    def trainer(self, folder: str, cp_size: int | None, dp_size: int = 1) -> Any:
+        """`cp_size` None: that of transformers, on one process."""
+        model = make_model(self.model, **self.changes)
+        if self.lora:
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:  # 0 when it is made
+                        parameter.normal_(std=0.1)
+        usual: dict[str, Any] = {
+            "max_steps": 3,
+            "optim": "sgd",  # Adam makes steps of rounding errors where a gradient is nearly 0
+            "learning_rate": 0.2,
+            "max_grad_norm": 0.7,
+            "logging_steps": 1,
+            "save_strategy": "no",
+        }
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=self.batch_size // dp_size,
+            per_device_eval_batch_size=self.batch_size // dp_size,
+            report_to=[],
+            disable_tqdm=True,
+            **usual | self.arguments,
+        )
+        given: dict[str, Any] = {
+            "train_dataset": Texts(self.num_examples),
+            "eval_dataset": Texts(self.num_examples),
+            "data_collator": globals()[self.collate],
+            "compute_metrics": _metrics,
+        }
+        if cp_size is None:
+            return Trainer(model, arguments, **given)
+        return ContextParallelTrainer(model, arguments, cp_size=cp_size, **given)
+
+
+def _metrics(found: Any) -> dict[str, float]:
+    """They depend on which logits stand where, and on each once."""
+    logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
+    weights = torch.linspace(1, 2, labels.numel()).view(labels.shape) * (labels != -100)
+    return {"logits": (logits.mean(-1) * weights).sum().item(), "rows": len(logits)}
+
+
+@contextmanager
+def launched(rank: int, world_size: int) -> Iterator[None]:
+    """What torchrun says to a process, where it says anything."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    told = {name: str(x) for name, x in (names | {"LOCAL_WORLD_SIZE": world_size}).items()}
+    with patch.dict(os.environ, told if world_size else {}):
+        try:
+            yield
+        finally:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+
+
+Trained = tuple[list[dict[str, float]], dict[str, Tensor]]  # what was logged; parameters
+
+
+def train(trainer: Any) -> Trained:
+    """And evaluate it."""
+    trainer.train()
+    trainer.evaluate()
+    names = ("loss", "grad_norm", "eval_loss", "eval_logits", "eval_rows", "num_input_tokens_seen")
+    logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
+    trained = trainer.model.named_parameters()
+    return logged, {n: p.detach().clone() for n, p in trained if p.requires_grad}
+
+
+def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+    }
+
+
+RUNS = {
+    "windows, accumulated": Run(
+        "gemma3_text",
+        arguments={
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "include_num_input_tokens_seen": "all",
+        },
+    ),
+    "LoRA, checkpoints": Run("llama", lora=True, arguments=_checkpoints(False)),
+    "packed, reentrant checkpoints": Run("qwen3", collate="packed", arguments=_checkpoints(True)),
+    "data-parallel": Run(
+        "mistral", batch_size=4, num_examples=12, arguments={"gradient_accumulation_steps": 2}
+    ),
+    "smoothed": Run("llama", arguments={"label_smoothing_factor": 0.2, "max_steps": 2}),
+}
