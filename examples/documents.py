@@ -1,6 +1,8 @@
 """Packed documents that are new in every step, as training data come.
 
     torchrun --nproc-per-node 4 examples/documents.py
+    srun --nodes 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 \
+        --rdzv-backend c10d --rdzv-endpoint $(hostname):29500 examples/documents.py
 
 Every step packs other documents, of another length in all. What is chosen for a pack is printed: a
 few long documents, many short ones, a window. Each result is compared with PyTorch on one process.

@@ -1,6 +1,8 @@
 """One attention step, forward and backward, on a sequence that is split over ranks.
 
     torchrun --nproc-per-node 4 examples/one_step.py
+    srun --nodes 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 \
+        --rdzv-backend c10d --rdzv-endpoint $(hostname):29500 examples/one_step.py
 
 Every rank draws the same whole tensors, keeps its own tokens of them, and attends to all others
 through `ContextParallel`. Afterwards the whole result is compared with PyTorch on one process.

@@ -62,10 +62,16 @@ def test_a_plan_is_looked_at_without_torch() -> None:
 
 
 def test_every_example_is_run_here_and_says_how_to_run_it() -> None:
-    tests = Path(__file__).read_text()
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    table = (FOLDER / "README.md").read_text()
     for file in FOLDER.glob("*.py"):
         assert file.name in tests
-        assert f"examples/{file.name}\n" in file.read_text().split('"""')[1]
+        about = file.read_text().split('"""')[1]
+        assert f"examples/{file.name}\n" in about
+        assert f"| `{file.name}` |" in table
+        if "torch" in file.read_text().split('"""')[2]:
+            assert "    torchrun --nproc-per-node" in about
+            assert "    srun --nodes 2 " in about
 
 
 def test_documents_of_every_step_are_right_and_say_what_was_chosen(pool: WorkerPool) -> None:
@@ -75,3 +81,12 @@ def test_documents_of_every_step_are_right_and_say_what_was_chosen(pool: WorkerP
     assert len(lines) == 8
     assert all("documents of" in line for line in lines[::2])
     assert all(float(line.split()[-1]) < 1e-4 for line in lines[1::2])
+
+
+def test_the_way_from_ring_flash_attention_gives_the_same_numbers(pool: WorkerPool) -> None:
+    first, *others = pool.run(run_example, 4, "migrate_from_ring_flash_attention.py")
+    assert not any(others)
+    lines = first.splitlines()
+    assert len(lines) == 5
+    assert all(float(line.split()[-1]) < 1e-5 for line in lines)
+    assert sum("_there" in line for line in lines) == 2
