@@ -66,6 +66,7 @@ def construct(
 def test_wrong_arguments_are_refused_by_name_on_all_ranks(
     pool: WorkerPool, name: str, by: list[int]
 ) -> None:
+    """Need 6."""
     changes, reason = WRONG_ARGUMENTS[name]
     raised = pool.run(construct, RANKS, changes, by, {})
     all_raised(raised)

@@ -47,6 +47,7 @@ def with_checkpoint(rank: int, world_size: int, use_reentrant: bool) -> tuple[bo
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_gives_bit_identical_gradients(pool: WorkerPool, use_reentrant: bool) -> None:
+    """Need 22."""
     for equal, forwards in pool.run(with_checkpoint, 4, use_reentrant):
         assert equal
         assert forwards == 3  # the plain one, the checkpointed one and its recomputation
@@ -116,6 +117,7 @@ def backward_elsewhere(rank: int, world_size: int) -> bool:
 
 
 def test_backward_outside_any_context_and_out_of_turn_is_bit_identical(pool: WorkerPool) -> None:
+    """Need 22."""
     assert all(pool.run(backward_elsewhere, 4))
 
 

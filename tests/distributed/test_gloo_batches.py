@@ -17,7 +17,20 @@ from mesh_attention import ContextParallel, Mask
 from mesh_attention.losses import TokenMean
 from support.pool import WorkerPool
 from support.tiny_gpt import HEAD_DIM, HEADS, VOCABULARY, WholeCase, make_model
-from support.training import ALL, PACKED, PLAIN, POSITIONS, logits_of, make, refusal, sharded, truth
+from support.training import (
+    ALL,
+    FEW,
+    PACKED,
+    PLAIN,
+    POSITIONS,
+    RIGHT,
+    ROWS,
+    logits_of,
+    make,
+    refusal,
+    sharded,
+    truth,
+)
 
 
 def put_together(rank: int, world_size: int, case: WholeCase) -> list[Any]:
@@ -57,6 +70,57 @@ def test_every_token_keeps_its_position_target_and_padding_and_logits_come_back_
         with torch.no_grad():
             wanted = make_model()(case.input_ids, case.positions, case.attention)
         assert (logits - wanted)[case.real].abs().max() < 1e-5
+
+
+def kept(rank: int, world_size: int, cases: list[WholeCase]) -> list[list[tuple[int, ...]]]:
+    """(token, position, target) of this rank's slots, for each layout and case."""
+    found = []
+    for layout in ("contiguous", "zigzag", "striped"):
+        with ContextParallel(causal=True, layout=layout) as cp:
+            for case in cases:
+                batch = sharded(cp, case)
+                real = ~cp.padding(documents=batch.documents)
+                columns = [batch[name][:, real] for name in ("input_ids", "position_ids", "labels")]
+                found.append([(*x,) for x in torch.stack(columns, -1).flatten(0, -2).tolist()])
+    return found
+
+
+def test_labels_are_shifted_before_the_cut_in_every_layout(pool: WorkerPool) -> None:
+    """Need 8, with documents: the same triples of token, position and target as in one process."""
+    cases = [PACKED, ROWS, RIGHT]
+    parts = pool.run(kept, 2, cases)
+    for number, case in enumerate(cases * 3):
+        columns = [case.input_ids, case.positions, case.targets]
+        wanted = [(*x,) for x in torch.stack(columns, -1).flatten(0, 1).tolist()]
+        found = [triple for of_rank in parts for triple in of_rank[number]]
+        assert sorted(found) == sorted(wanted)
+
+
+def evaluated(rank: int, world_size: int) -> list[float]:
+    model = make_model()
+    with make() as cp, torch.no_grad():
+        batches = [sharded(cp, case) for case in (*ALL, FEW)]
+        means = [
+            cp.cross_entropy(logits_of(cp, model, batch), batch.labels, reduce="sum")
+            for batch in batches
+        ]
+        return [mean.value.item() for mean in means]
+
+
+def test_evaluation_has_the_loss_of_one_process_on_any_number_of_ranks(pool: WorkerPool) -> None:
+    """Need 20."""
+    model = make_model()
+    with torch.no_grad():
+        wanted = [
+            cross_entropy(
+                model(case.input_ids, case.positions, case.attention).flatten(0, 1),
+                case.targets.flatten(),
+            ).item()
+            for case in (*ALL, FEW)
+        ]
+    for ranks in (1, 2, 4):
+        for found in pool.run(evaluated, ranks):
+            assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def by_the_object(rank: int, world_size: int) -> list[bool]:

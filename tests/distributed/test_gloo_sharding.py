@@ -46,6 +46,7 @@ def round_trip(rank: int, world_size: int, tokens: int, layout: str) -> list[str
 def test_shard_and_unshard_give_back_every_bit(
     pool: WorkerPool, ranks: int, tokens: int, layout: str
 ) -> None:
+    """Need 12."""
     assert pool.run(round_trip, ranks, tokens, layout) == [[]] * ranks
 
 
@@ -87,6 +88,7 @@ def rope(rank: int, world_size: int, layout: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rope_on_shards_equals_rope_on_the_whole(pool: WorkerPool, layout: str) -> None:
+    """Need 11."""
     assert pool.run(rope, 4, layout) == [(True, True)] * 4
 
 
@@ -103,6 +105,7 @@ def triples(rank: int, world_size: int, layout: str) -> list[tuple[int, int, int
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_positions_and_targets_stay_together(pool: WorkerPool, layout: str) -> None:
+    """Need 8, without documents."""
     tokens = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = list(zip(tokens, range(23), [*tokens[1:], -100], strict=True))
     found = [triple for part in pool.run(triples, 4, layout) for triple in part]

@@ -131,17 +131,17 @@ ORDERED, ODD = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("ddp", [[0, 1]]), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
+    [*(("ddp", [[*range(n)]]) for n in (1, 2, 4)), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
 )
 def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens(
     pool: WorkerPool, name: str, ranks: list[list[int]]
 ) -> None:
-    """Needs 3 and 9: two context-parallel ranks, in any order of the mesh; some without a target.
-    Parameters after the steps are those of one process too."""
+    """Needs 3 and 9: also in any order of the mesh, and with ranks that have no target. Parameters
+    after the steps are those of one process too."""
     batches = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
     steps = [cases[: len(ranks)] for cases in batches]
     [(wanted, parameters)] = pool.run(truth_and_parameters, 1, steps)
-    found = pool.run(by_framework, 2 * len(ranks), name, ranks, steps)
+    found = pool.run(by_framework, sum(map(len, ranks)), name, ranks, steps)
     check([trained for trained, _ in found], wanted)
     for _, after in found:
         for a, b, before in zip(after, parameters, make_model().parameters(), strict=True):
