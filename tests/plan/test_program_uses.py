@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.dependencies import _inside
+from mesh_attention.plan.dependencies import _History
 from mesh_attention.plan.program import Attend, AttendBackward, Task, reads, writes
 
 TASK = Task("C", (0, 0))
@@ -56,12 +56,21 @@ def test_gradients_are_read_only_where_they_are_added_to(fresh_q: bool, fresh_kv
     assert found[6:] == ["grad_q"] * (not fresh_q) + ["grad_k", "grad_v"] * (not fresh_kv)
 
 
-def test_a_piece_lies_inside_another_by_its_rows_and_all_of_its_heads() -> None:
+def left_after_a_write(before: Piece, written: Piece) -> bool:
+    """Whether an earlier read is still remembered."""
+    history = _History(reads={before.heads: [(before.start, before.stop, 0)]})
+    history.write(written.heads, written.start, written.stop, 1)
+    assert history.writes == {written.heads: [(written.start, written.stop, 1)]}
+    return any(history.reads.values())
+
+
+def test_a_write_forgets_what_lies_inside_it_by_its_rows_and_all_of_its_heads() -> None:
     whole = Piece("x", 0, 8)
     some = Piece("x", 0, 8, heads=(2, 6))
-    assert _inside(Piece("x", 2, 4), whole)
-    assert not _inside(Piece("x", 2, 9), whole)
-    assert _inside(Piece("x", 2, 4, heads=(3, 6)), some)
-    assert not _inside(Piece("x", 2, 4, heads=(3, 7)), some)
-    assert not _inside(Piece("x", 2, 4, heads=(1, 3)), some)
-    assert not _inside(Piece("x", 2, 4), some)
+    assert not left_after_a_write(Piece("x", 2, 4), whole)
+    assert left_after_a_write(Piece("x", 2, 9), whole)
+    assert not left_after_a_write(Piece("x", 2, 4, heads=(3, 6)), some)
+    assert not left_after_a_write(Piece("x", 0, 8, heads=(2, 6)), some)
+    assert left_after_a_write(Piece("x", 2, 4, heads=(3, 7)), some)
+    assert left_after_a_write(Piece("x", 2, 4, heads=(1, 3)), some)
+    assert left_after_a_write(Piece("x", 2, 4), some)

@@ -54,9 +54,7 @@ class Waits:
         """A number for the task and the pieces of an operation: its waits follow from them."""
         found = self._use_of.get(op)
         if found is None:
-            pieces = (
-                (op.buffers,) if isinstance(op, Free) else (tuple(reads(op)), tuple(writes(op)))
-            )
+            pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
             key = (op.task, type(op), *pieces)
             found = self._use_of[op] = self._uses.setdefault(key, len(self._uses))
         return found

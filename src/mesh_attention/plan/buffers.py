@@ -109,7 +109,7 @@ class Buffer(Value):
 
     @property
     def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
+        return sum([stop - start for start, stop in self.rows])
 
     @property
     def num_heads(self) -> int:

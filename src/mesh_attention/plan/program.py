@@ -12,9 +12,10 @@ their place in the group, so the members of many groups can share one operation 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from mesh_attention.plan.buffers import Buffer, Piece, Value, value
 
@@ -80,7 +81,7 @@ _FREE = Task("free")
 class _Named(Value):
     """What all operations have: a task, whose text is their name."""
 
-    __slots__ = ("_touched",)
+    __slots__ = ("_touched", "_written")
 
     @property
     def name(self) -> str:
@@ -93,10 +94,23 @@ class _Named(Value):
             return self._touched  # type: ignore[attr-defined, no-any-return]
         except AttributeError:
             op: Operation = self  # type: ignore[assignment]
-            pieces = (*reads(op), *writes(op))
-            names = tuple(dict.fromkeys([piece.buffer for piece in pieces]))
+            names = _names((*reads(op), *writes(op)))
             object.__setattr__(self, "_touched", names)
             return names
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Likewise of those that it writes."""
+        try:
+            return self._written  # type: ignore[attr-defined, no-any-return]
+        except AttributeError:
+            names = _names(writes(self))  # type: ignore[arg-type]
+            object.__setattr__(self, "_written", names)
+            return names
+
+
+def _names(pieces: Sequence[Piece]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([piece.buffer for piece in pieces]))
 
 
 @value
@@ -229,51 +243,47 @@ Attention = Attend | AttendBackward
 Operation = Communication | Attention | Merge | Free
 
 
-def reads(op: Operation) -> Iterator[Piece]:
+def reads(op: Operation) -> tuple[Piece, ...]:
     match op:
-        case AllGather():
-            yield from (move.part for move in op.moves)
-        case ReduceScatter():
-            yield from (move.whole for move in op.moves)
-        case AllToAll():
-            yield from (piece for pieces in op.sends for piece in pieces)
-        case SendRecv():
-            yield from op.sends
-        case Attend():
-            yield from (op.q, op.k, op.v)
-            if not op.fresh:
-                yield from (op.out, op.lse)
-        case AttendBackward():
-            yield from (op.q, op.k, op.v, op.grad_out, op.lse)
-            yield from (piece for piece in (op.out, op.delta) if piece is not None)
-            if not op.fresh_q:
-                yield op.grad_q
-            if not op.fresh_kv:
-                yield from (op.grad_k, op.grad_v)
         case Merge():
-            yield from op.inputs
+            return op.inputs
+        case AllToAll():
+            return tuple(chain.from_iterable(op.sends))
+        case SendRecv():
+            return op.sends
+        case AllGather():
+            return tuple(move.part for move in op.moves)
+        case ReduceScatter():
+            return tuple(move.whole for move in op.moves)
+        case Attend():
+            return (op.q, op.k, op.v) if op.fresh else (op.q, op.k, op.v, op.out, op.lse)
+        case AttendBackward():
+            statistics = (piece for piece in (op.out, op.delta) if piece is not None)
+            given = (op.q, op.k, op.v, op.grad_out, op.lse, *statistics)
+            given = given if op.fresh_q else (*given, op.grad_q)
+            return given if op.fresh_kv else (*given, op.grad_k, op.grad_v)
         case Free():
-            return
+            return ()
 
 
-def writes(op: Operation) -> Iterator[Piece]:
+def writes(op: Operation) -> tuple[Piece, ...]:
     match op:
-        case AllGather():
-            yield from (move.whole for move in op.moves)
-        case ReduceScatter():
-            yield from (move.part for move in op.moves)
-        case AllToAll():
-            yield from (piece for pieces in op.receives for piece in pieces)
-        case SendRecv():
-            yield from op.receives
-        case Attend():
-            yield from (op.out, op.lse)
-        case AttendBackward():
-            yield from (op.grad_q, op.grad_k, op.grad_v)
         case Merge():
-            yield from op.outputs
+            return op.outputs
+        case AllToAll():
+            return tuple(chain.from_iterable(op.receives))
+        case SendRecv():
+            return op.receives
+        case AllGather():
+            return tuple(move.whole for move in op.moves)
+        case ReduceScatter():
+            return tuple(move.part for move in op.moves)
+        case Attend():
+            return (op.out, op.lse)
+        case AttendBackward():
+            return (op.grad_q, op.grad_k, op.grad_v)
         case Free():
-            return
+            return ()
 
 
 @dataclass(frozen=True, slots=True)

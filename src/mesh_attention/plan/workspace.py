@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Free, Program, writes
+from mesh_attention.plan.program import Free, Program
 
 ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vector load
 
@@ -40,7 +40,8 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
             if other_born <= freed and born <= other_freed:
                 if at + size <= start:
                     break
-                at = max(at, stop)
+                if at < stop:
+                    at = stop
         offsets[name] = at
         insort(placed, (at, at + size, born, freed))
     total = max((offsets[n] + sizes[n] for n in offsets), default=0)
@@ -55,9 +56,10 @@ def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
     for at, op in enumerate(program.operations):
         if isinstance(op, Free):
             freed.update(dict.fromkeys(op.buffers, at))
-        for piece in writes(op):
-            if piece.buffer in workspace:
-                born.setdefault(piece.buffer, at)
+            continue
+        for name in op.written:
+            if name in workspace and name not in born:
+                born[name] = at
     end = len(program.operations)
     return {name: (at, freed.get(name, end)) for name, at in born.items()}
 

@@ -6,6 +6,7 @@ The caller's tensors come and go with every call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Operation, Program, reads, writes
+from mesh_attention.plan.program import Operation, Program
 from mesh_attention.plan.workspace import WorkspaceMap
 
 GRAD_LSE = "grad_lse"  # beside the inputs of a backward program: rows as those of `lse`
@@ -44,18 +45,14 @@ class Bindings:
     ) -> None:
         self._call_shape = call_shape
         self._memory = memory
-        self._sizes = {b.name: b.num_bytes(problem) * call_shape.batch for b in program.buffers}
+        self._sizes: dict[str, int] = {}
         self._shapes: dict[Role, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
-            role: {
-                b.name: (
-                    (b.num_rows, call_shape.batch, b.num_heads, b.kind.width(problem)),
-                    call_shape.dtype_of(b),
-                )
-                for b in program.buffers
-                if b.role is role
-            }
-            for role in Role
+            role: {} for role in Role
         }
+        for b in program.buffers:
+            shape = (b.num_rows, call_shape.batch, b.num_heads, b.kind.width(problem))
+            self._sizes[b.name] = math.prod(shape) * b.precision.num_bytes(problem)
+            self._shapes[b.role][b.name] = shape, call_shape.dtype_of(b)
 
     def workspace(self, memory: Tensor) -> dict[str, Tensor]:
         tensors = {}
@@ -84,7 +81,7 @@ class Bindings:
     def in_workspace(self, op: Operation) -> bool:
         """Whether an operation touches nothing of the caller's."""
         known = self._shapes[Role.WORKSPACE]
-        return all(p.buffer in known for side in (reads(op), writes(op)) for p in side)
+        return known.keys() >= set(op.touched)
 
 
 class Views:

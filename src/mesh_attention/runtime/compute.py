@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -78,9 +78,10 @@ class ComputeOperations:
     ) -> None:
         """`beside_transfers`: the places of operations during which a transfer is in flight."""
         self.operations = program.operations
-        self._follow = must_follow(program.operations, memory)
+        self._follow = must_follow(program.operations, memory) if streams.two else set()
         self.masks = masks
-        self._coverage = {at: _coverage(program.operations[at]) for at in masks}
+        covered = cache(_coverage)  # slices of heads have the same calls
+        self._coverage = {at: covered(*_rows_of_calls(program.operations[at])) for at in masks}
         self._kernels = kernels
         self._rows = rows
         self._scores = scores
@@ -220,15 +221,18 @@ def _forward(
         del result  # before the next call asks for as much memory again
 
 
-def _coverage(op: Operation) -> tuple[Coverage, ...]:
-    """Of the query rows by the calls of an attention; in backward of the key rows too."""
+_Side = tuple[tuple[tuple[int, int], ...], int, bool]  # rows of the calls, of all, and if fresh
+
+
+def _rows_of_calls(op: Operation) -> tuple[_Side, ...]:
+    """Of queries; in backward of keys too."""
     assert isinstance(op, Attend | AttendBackward)
-    queries = [(call.q_start, call.q_stop) for call in op.calls]
-    num_queries, num_keys = (piece.stop - piece.start for piece in (op.q, op.k))
+    queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
     if isinstance(op, Attend):
-        return (coverage(queries, num_queries, fresh=op.fresh),)
-    keys = [(call.k_start, call.k_stop) for call in op.calls]
-    return (
-        coverage(queries, num_queries, fresh=op.fresh_q),
-        coverage(keys, num_keys, fresh=op.fresh_kv),
-    )
+        return ((queries, op.q.num_rows, op.fresh),)
+    keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
+    return (queries, op.q.num_rows, op.fresh_q), (keys, op.k.num_rows, op.fresh_kv)
+
+
+def _coverage(*sides: _Side) -> tuple[Coverage, ...]:
+    return tuple(coverage(rows, length, fresh=fresh) for rows, length, fresh in sides)

@@ -250,22 +250,24 @@ class Executor:
         self, operations: tuple[Operation, ...], waits: tuple[tuple[int, ...], ...]
     ) -> tuple[_Step, ...]:
         communicates = [isinstance(op, Communication) for op in operations]
-        marked = {i for at, before in enumerate(waits) if communicates[at] for i in before} - {
-            i for i, c in enumerate(communicates) if c
-        }
+        marked = {i for at, before in enumerate(waits) if communicates[at] for i in before}
         steps: list[_Step] = []
+        first = True  # no communication so far
         for at, op in enumerate(operations):
             if isinstance(op, Free):
                 continue  # offsets were planned from it; `dependencies` guards the reuse
-            others = [i for i in waits[at] if communicates[i]]
-            if communicates[at] and self._transport.in_order:
-                others = []  # it follows them by itself; the compute stream need not wait
-            first = communicates[at] and not any(step.communicates for step in steps)
-            before = [i for i in waits[at] if not communicates[i]] if communicates[at] else []
-            after = self._streams.after(before, begin=first)
+            others = tuple([i for i in waits[at] if communicates[i]])
+            after: Marks = ()
+            if communicates[at]:
+                before = [i for i in waits[at] if not communicates[i]]
+                after = self._streams.after(before, begin=first)
+                first = False
+                if self._transport.in_order:
+                    others = ()  # it follows them by itself; the compute stream need not wait
             steps.append(
                 _Step(
-                    *(at, op, communicates[at], tuple(others), after, at in marked),
+                    *(at, op, communicates[at], others, after),
+                    marked=at in marked and not communicates[at],
                     fixed=self._bindings.in_workspace(op),
                 )
             )

@@ -30,14 +30,21 @@ from mesh_attention.plan.workspace import WorkspaceMap, lifetimes
 
 
 def without_copies(program: Program, memory: WorkspaceMap) -> Program:
+    one_call = {
+        at: op
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward) and _is_one_call(op)
+    }
+    if not one_call:
+        return program
     found = _Copies(program, memory)
     operations: list[Operation | None] = list(program.operations)
-    for at, op in enumerate(program.operations):
+    for at, op in one_call.items():
         copies: list[int] = []
-        if isinstance(op, Attend) and op.fresh and _is_one_call(op):
-            operations[at], copies = found.of_forward(at, op)
-        elif isinstance(op, AttendBackward) and _is_one_call(op):
+        if isinstance(op, AttendBackward):
             operations[at], copies = found.of_backward(at, op)
+        elif op.fresh:
+            operations[at], copies = found.of_forward(at, op)
         for copy in copies:
             operations[copy] = None
     left = tuple(op for op in operations if op is not None)
@@ -59,10 +66,10 @@ class _Copies:
         self._operations = program.operations
         self._memory = memory
         self._lifetimes = lifetimes(program)
-        self._uses: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        self._users: dict[str, list[int]] = defaultdict(list)
         for at, op in enumerate(program.operations):
-            for piece in (*reads(op), *writes(op)):
-                self._uses[piece.buffer].append((at, piece))
+            for name in op.touched:
+                self._users[name].append(at)
 
     def of_forward(self, at: int, op: Attend) -> tuple[Attend, list[int]]:
         """The attention, and the places of copies that need not be made."""
@@ -106,18 +113,25 @@ class _Copies:
 
     def _only_reader(self, at: int, piece: Piece) -> int | None:
         """Of what the attention writes there, if nothing else ever uses that buffer."""
-        others = [(i, used) for i, used in self._uses[piece.buffer] if i != at]
+        others = [i for i in self._users[piece.buffer] if i != at]
         if piece.buffer not in self._memory.offsets or len(others) != 1:
             return None
-        reader, used = others[0]
-        return reader if reader > at and used == piece else None
+        (reader,) = others
+        return reader if reader > at and self._pieces(reader, piece.buffer) == [piece] else None
+
+    def _pieces(self, at: int, buffer: str) -> list[Piece]:
+        """That an operation uses of a buffer."""
+        op = self._operations[at]
+        return [piece for piece in (*reads(op), *writes(op)) if piece.buffer == buffer]
 
     def _can_be_early(self, targets: Sequence[Piece], at: int, reader: int) -> bool:
         return all(self._is_free(target, at, reader) for target in targets)
 
     def _is_free(self, target: Piece, at: int, reader: int) -> bool:
-        for i, piece in self._uses[target.buffer]:
-            if i < reader and piece.overlaps(target):
+        for i in self._users[target.buffer]:
+            if i >= reader:
+                break
+            if any(piece.overlaps(target) for piece in self._pieces(i, target.buffer)):
                 return False
         place = self._memory.offsets.get(target.buffer)
         if place is None:  # the caller's

@@ -13,7 +13,7 @@ before it, so a call runs beside the one before it and beside nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -151,19 +151,19 @@ def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[in
     found = set()
     calls = 0
     computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
-    used: list[Piece] = []  # by computations since the last call
+    used: dict[str, list[Piece]] = {}  # by computations since the last call
     for at, op in enumerate(operations):
         if isinstance(op, Attend | AttendBackward):
             late = any(computed.get(name, -1) >= calls for name in _kernel_inputs(op))
-            written = _written_by_kernels(op)
-            if late or any(_share(one, other, memory) for one in written for other in used):
+            if late or any(_shares(one, used, memory) for one in _written_by_kernels(op)):
                 found.add(at)
             if op.calls:
                 calls += len(op.calls)
-                used = []
+                used = {}
         if not isinstance(op, Communication):
-            computed.update((piece.buffer, calls) for piece in writes(op))
-            used += (*reads(op), *writes(op))
+            computed.update(dict.fromkeys(op.written, calls))
+            for piece in (*reads(op), *writes(op)):
+                used.setdefault(piece.buffer, []).append(piece)
     return found
 
 
@@ -174,14 +174,19 @@ def _written_by_kernels(op: Attend | AttendBackward) -> list[Piece]:
     return [op.grad_q] * op.fresh_q + [op.grad_k, op.grad_v] * op.fresh_kv
 
 
-def _share(one: Piece, other: Piece, memory: WorkspaceMap) -> bool:
-    """Whether two pieces have memory in common."""
-    if one.buffer == other.buffer:
-        return one.overlaps(other)
-    a, b = memory.offsets.get(one.buffer), memory.offsets.get(other.buffer)
-    if a is None or b is None:
+def _shares(one: Piece, used: Mapping[str, Sequence[Piece]], memory: WorkspaceMap) -> bool:
+    """Whether a piece has memory in common with others, given by their buffers."""
+    if any(one.overlaps(other) for other in used.get(one.buffer, ())):
+        return True
+    if one.buffer not in memory.offsets:
         return False
-    return a < b + memory.sizes[other.buffer] and b < a + memory.sizes[one.buffer]
+    start = memory.offsets[one.buffer]
+    stop = start + memory.sizes[one.buffer]
+    return any(
+        memory.offsets[name] < stop and start < memory.offsets[name] + memory.sizes[name]
+        for name in used
+        if name != one.buffer and name in memory.offsets
+    )
 
 
 def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:

@@ -198,7 +198,7 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
     if isinstance(op, Free):
         missing = [name for name in op.buffers if name not in sizes]
         return f"frees the unknown buffer {missing[0]}" if missing else None
-    taken, given = tuple(reads(op)), tuple(writes(op))
+    taken, given = reads(op), writes(op)
     for piece in (*taken, *given):
         if piece.buffer not in sizes:
             return f"uses the unknown buffer {piece.buffer}"
