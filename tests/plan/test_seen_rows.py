@@ -15,6 +15,7 @@ from mesh_attention.plan.build.seen_rows import (
     SeenRows,
     keys_seen,
     seen_keys,
+    seen_parts,
     seen_queries,
     stretches_of,
 )
@@ -156,7 +157,19 @@ def test_stretches_are_those_of_real_tokens_and_as_long_as_they_can_be() -> None
 def test_queries_of_one_stretch_see_an_interval_for_each_document() -> None:
     mask = Mask(causal=True, documents=(0, 3, 3, 4, 10))
     start, stop = np.array([1, 5]), np.array([6, 7])
-    index, lo, hi = keys_seen(start, stop, mask.rows(10, 10))
+    index, lo, hi = keys_seen(seen_parts(start, stop, mask.rows(10, 10)))
     assert index.tolist() == [0, 0, 0, 1]
     assert lo.tolist() == [0, 3, 4, 4]
     assert hi.tolist() == [3, 4, 6, 7]
+
+
+@pytest.mark.parametrize(("documents", "sizes"), [((0, 4, 8, 12, 16), [8]), ((0, 16), [4, 4, 4])])
+def test_rows_that_follow_each_other_for_both_ranks_are_one_stretch(
+    documents: tuple[int, ...], sizes: list[int]
+) -> None:
+    layout = Layout(LayoutKind.LISTED, 16, 2, stretches=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
+    seen = seen_keys(layout, layout, Mask(causal=True, documents=documents).rows(16, 16))
+    received, given = seen.received(0), seen.given(0)
+    assert received.sizes.tolist() == sizes
+    own = received.sizes[received.ranks == 0].tolist()
+    assert given.sizes[given.ranks == 0].tolist() == own

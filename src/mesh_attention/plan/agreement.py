@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import NamedTuple
 
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllToAll, Communication, SendRecv
 from mesh_attention.plan.traffic import Flows, TrafficMeter
 
@@ -24,14 +26,18 @@ _MODULUS = 1 << 64
 def question_digest(plan: Plan) -> str:
     """Of what the plan answers, and of what was chosen: all that is not in the programs."""
     asked = {
-        "problem": asdict(plan.problem),
-        "layouts": [plan.q_layout.to_json(), plan.kv_layout.to_json()],
+        "problem": _fields(plan.problem) | {"mask": _fields(plan.problem.mask)},
+        "layouts": [one.to_json() for one in dict.fromkeys((plan.q_layout, plan.kv_layout))],
         "devices": plan.devices,
         "ranks_per_node": plan.ranks_per_node,
         "method": plan.method,
         "passes": [[one.direction, one.setting, one.groups] for one in plan.passes],
     }
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _fields(value: Problem | Mask) -> dict[str, object]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 class Meetings(NamedTuple):

@@ -22,6 +22,8 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
     >>> number("ranks", 4)
     4
     """
+    if type(value) is int and (least is None or value >= least):
+        return value  # as almost always, and batches bring many
     bound = "" if least is None else f" of at least {least}"
     try:
         if isinstance(value, bool):

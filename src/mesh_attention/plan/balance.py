@@ -13,6 +13,7 @@ short of the next one has, and nothing adds up.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -76,13 +77,18 @@ _density = attrgetter("density")
 
 
 class _Front:
-    """The work of the first tokens of whole documents in some order, up to a number of tokens."""
+    """The work of the first tokens of whole documents in some order, up to a number of tokens.
 
-    __slots__ = ("_densities", "_tokens", "_works", "size")
+    size    of those documents
+    reach   tokens up to which it is known
+    """
+
+    __slots__ = ("_densities", "_tokens", "_works", "reach", "size")
 
     def __init__(self, documents: Iterable[_Document], up_to: int) -> None:
         tokens, work = 0, 0.0
         self._tokens, self._works, self._densities = [0], [0.0], list[float]()
+        self.reach = math.inf  # where there are no others
         for one in documents:
             tokens += one.length
             work += one.work
@@ -90,6 +96,7 @@ class _Front:
             self._works.append(work)
             self._densities.append(one.density)
             if tokens >= up_to:
+                self.reach = tokens
                 break
         self.size = len(self._densities)
         self._densities.append(0.0)  # past the last
@@ -135,14 +142,18 @@ class _Left:
     @property
     def _fewest(self) -> _Front:
         if self._known_fewest is None:
-            self._known_fewest = _Front(reversed(self._whole), self._need_tokens)
+            self._known_fewest = _Front(reversed(self._whole), self._enough())
         return self._known_fewest
 
     @property
     def _most(self) -> _Front:
         if self._known_most is None:
-            self._known_most = _Front(self._whole, self._need_tokens)
+            self._known_most = _Front(self._whole, self._enough())
         return self._known_most
+
+    def _enough(self) -> int:
+        """What this rank needs, and mostly the next ones."""
+        return self._need_tokens * 9 // 8
 
     def next_rank(self) -> list[tuple[int, int]]:
         self._own = []
@@ -153,7 +164,10 @@ class _Left:
             for one in (*self._cut, *self._whole):
                 self._take(one, one.tokens)
             return self._own
-        self._known_fewest = self._known_most = None
+        if self._known_fewest and self._known_fewest.reach < self._need_tokens:
+            self._known_fewest = None
+        if self._known_most and self._known_most.reach < self._need_tokens:
+            self._known_most = None
         for one in tuple(self._cut):
             if self._fits(one):
                 self._take(one, one.tokens)

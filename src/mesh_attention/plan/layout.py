@@ -137,6 +137,15 @@ class Layout:
             object.__setattr__(self, "stretches", tuple(map(joined, self.stretches)))
             self._check_stretches()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: layouts of many stretches are looked up again and again. Of numbers
+        only, so it is the same in processes that a layout is sent to."""
+        return hash((self.num_tokens, self.num_ranks, self.block, self.stretches or ()))
+
     def _check_stretches(self) -> None:
         assert self.stretches is not None
         if len(self.stretches) != self.num_ranks:
@@ -245,6 +254,15 @@ class Layout:
                     Run(stretches[at][0] + a - offsets[at], b - a)
                     for at, (a, b) in zip(inside, pairwise(cuts), strict=True)
                 ]
+
+    def all_runs(self) -> NDArray[np.int64]:
+        """Those of all ranks in order: start, block, stride and count of each."""
+        if self.kind is LayoutKind.LISTED:
+            rows = [(a, b - a, 0, 1) for own, _ in self._listed for a, b in own]
+        else:
+            runs = self.runs(0, self.padded_tokens)
+            rows = [(run.start, run.block, run.stride, run.count) for run in runs]
+        return np.array(rows, dtype=np.int64)
 
     def slot_runs(self, start: int, stop: int) -> list[Run]:
         """Positions of these slots of all ranks together, as a set."""

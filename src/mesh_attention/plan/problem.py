@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
@@ -104,11 +105,18 @@ class Problem:
 
     def with_documents(self, documents: tuple[int, ...], kv_documents: tuple[int, ...]) -> Problem:
         """The same with the documents, and so the lengths, of a batch."""
-        apart = None if kv_documents == documents else kv_documents
-        mask = replace(self.mask, documents=documents, kv_documents=apart)
-        return replace(self, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])
+        return _with_documents(self, documents, kv_documents)
 
     def flops(self, pairs: int, *, backward: bool = False) -> float:
         """Floating-point operations of attention over so many (query, key) pairs."""
         forward = 2.0 * pairs * self.num_heads * (self.head_dim + self.v_dim)
         return 2.5 * forward if backward else forward
+
+
+@lru_cache(maxsize=16)  # who chooses a way and who plans it ask for the same
+def _with_documents(
+    problem: Problem, documents: tuple[int, ...], kv_documents: tuple[int, ...]
+) -> Problem:
+    apart = None if kv_documents == documents else kv_documents
+    mask = replace(problem.mask, documents=documents, kv_documents=apart)
+    return replace(problem, mask=mask, q_tokens=documents[-1], kv_tokens=kv_documents[-1])

@@ -93,8 +93,8 @@ class _Named(Value):
         try:
             return self._touched  # type: ignore[attr-defined, no-any-return]
         except AttributeError:
-            op: Operation = self  # type: ignore[assignment]
-            names = _names((*reads(op), *writes(op)))
+            read = _names(reads(self))  # type: ignore[arg-type]
+            names = tuple(dict.fromkeys(read + self.written))
             object.__setattr__(self, "_touched", names)
             return names
 

@@ -45,18 +45,20 @@ class Segment:
 
 
 class RowRanges:
-    """Segments, and vectorised bounds of what a query sees."""
+    """Segments, and vectorised bounds of what a query sees; `edges` are their starts and stops."""
 
     __slots__ = (
-        "_hull", "_layers", "_starts", "kv_tokens", "most_intervals", "ordered", "q_tokens",
-        "segments",
+        "_hull", "_layers", "_starts", "edges", "kv_tokens", "most_intervals", "ordered",
+        "q_tokens", "segments",
     )  # fmt: skip
 
     def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
         self.segments = segments
         self.q_tokens = q_tokens
         self.kv_tokens = kv_tokens
-        self._starts = np.array([s.start for s in segments], dtype=np.int64)
+        starts, stops = [s.start for s in segments], [s.stop for s in segments]
+        self.edges = np.array([starts, stops], dtype=np.int64)
+        self._starts = self.edges[0]
         self.most_intervals = max((len(s.intervals) for s in segments), default=1) or 1
         self._layers = tuple(
             _columns([s.intervals[i] if i < len(s.intervals) else _NOTHING for s in segments])
@@ -172,8 +174,12 @@ def _hold(lines: tuple[Interval, ...], on: Segment) -> bool:
     """Whether these lines are those of a segment, at its first and its last query."""
     if len(lines) != len(on.intervals):
         return False
-    first, last = on.start, on.stop - 1
     for a, b in zip(lines, on.intervals, strict=True):
-        if a != b and (a.at(first) != b.at(first) or a.at(last) != b.at(last)):
-            return False
+        if a == b:
+            continue
+        for q in (on.start, on.stop - 1):
+            if a.lo + a.lo_slope * q != b.lo + b.lo_slope * q:
+                return False
+            if a.hi + a.hi_slope * q != b.hi + b.hi_slope * q:
+                return False
     return True

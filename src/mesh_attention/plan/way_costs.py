@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.build.seen_rows import expanded, seen_keys, stretches_of
+from mesh_attention.plan.build.seen_rows import parts_of, seen_keys, stretches_of
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.row_ranges import RowRanges
@@ -60,17 +60,10 @@ class Cost(NamedTuple):
 
 def pairs_of_ranks(layout: Layout, rows: RowRanges) -> Array:
     """Visible pairs of the queries of each rank."""
-    own = stretches_of(layout)
-    edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
-    first = np.searchsorted(edges[:, 1], own.starts, side="right")
-    index, at = expanded(first, np.searchsorted(edges[:, 0], own.stops, side="left"))
-    low = np.maximum(own.starts[index], edges[at, 0])
-    high = np.minimum(own.stops[index], edges[at, 1])
-    twice = np.zeros(len(index))
-    for lo, lo_slope, hi, hi_slope in rows.lines(at):
-        slope = hi_slope - lo_slope
-        twice += (high - low) * np.maximum(2 * (hi - lo) + slope * (low + high - 1), 0)
-    rank = own.places[index] // layout.slots
+    p = parts_of(layout, rows)
+    slope = p.hi_slope - p.lo_slope
+    twice = (p.high + 1 - p.low) * np.maximum(2 * (p.hi - p.lo) + slope * (p.low + p.high), 0)
+    rank = stretches_of(layout).places[p.stretch] // layout.slots
     return np.bincount(rank, weights=twice, minlength=layout.num_ranks) / 2
 
 

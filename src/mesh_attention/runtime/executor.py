@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +59,7 @@ __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One operation, with all that is known of it before any tensor is there."""
 
     at: int

@@ -39,7 +39,9 @@ class SeenBuilder:
         lowerings: Lowerings,
         slices: tuple[int, ...],
         tile: str,
+        gathers: dict[object, AllToAll],
     ) -> None:
+        """`gathers`: those made so far, by the pass that came before."""
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv
@@ -56,6 +58,7 @@ class SeenBuilder:
         self._lowerings = lowerings
         self._slices = slices
         self._tile = tile
+        self._known_gathers = gathers
         self.schedule = self._make_schedule()
 
     @property
@@ -108,10 +111,15 @@ class SeenBuilder:
         return self._lowerings.calls(queries, self._lowerings.keys(kv.rows))
 
     def _gather(self, task: Task, unit: int, part: int) -> AllToAll:
-        shares = [(side, side.shares(unit)) for side in self._sides]
-        sends = self._together([side.given(share, part) for side, share in shares])
-        receives = self._together([side.gathered(share, part) for side, share in shares])
-        return AllToAll(task, ALL_UNITS, sends, receives)
+        inputs = [side.inputs for side in self._sides if side.travels]
+        key = (task, unit, self._slices, *inputs)  # both passes bring the same keys
+        found = self._known_gathers.get(key)
+        if found is None:
+            shares = [(side, side.shares(unit)) for side in self._sides]
+            sends = self._together([side.given(share, part) for side, share in shares])
+            receives = self._together([side.gathered(share, part) for side, share in shares])
+            found = self._known_gathers[key] = AllToAll(task, ALL_UNITS, sends, receives)
+        return found
 
     def _to_owners(self, task: Task, unit: int, part: int) -> list[Operation]:
         """What others own of the partial results, and theirs of own rows."""

@@ -27,9 +27,7 @@ Array = NDArray[np.int64]
 
 @lru_cache(maxsize=16)
 def _runs_of(layout: Layout) -> Array:
-    """Start, block, stride and count of the runs of all ranks."""
-    runs = layout.runs(0, layout.slots * layout.num_ranks)
-    return np.array([(r.start, r.block, r.stride, r.count) for r in runs], dtype=np.int64)
+    return layout.all_runs()
 
 
 def num_stretches(layout: Layout) -> int:
@@ -65,7 +63,7 @@ def stretches_of(layout: Layout) -> OwnedStretches:
     return OwnedStretches(starts, stops, places)[np.flatnonzero(starts < stops)]
 
 
-class _SeenParts(NamedTuple):
+class SeenParts(NamedTuple):
     """Queries `low..high` of one stretch and one segment of the mask, with an interval of keys."""
 
     stretch: Array  # its index
@@ -77,34 +75,34 @@ class _SeenParts(NamedTuple):
     hi_slope: Array
 
 
-def _parts(starts: Array, stops: Array, rows: RowRanges) -> _SeenParts:
-    edges = np.array([(s.start, s.stop) for s in rows.segments], dtype=np.int64).reshape(-1, 2)
-    first = np.searchsorted(edges[:, 1], starts, side="right")
-    index, at = expanded(first, np.searchsorted(edges[:, 0], stops, side="left"))
-    low = np.maximum(starts[index], edges[at, 0])
-    high = np.minimum(stops[index], edges[at, 1]) - 1
-    layers = rows.lines(at)
-    columns = zip(*((index, low, high, *lines) for lines in layers), strict=True)
-    return _SeenParts(*(np.concatenate(column) for column in columns))
+def seen_parts(starts: Array, stops: Array, rows: RowRanges) -> SeenParts:
+    index, at, low, high = _cut(starts, stops, *rows.edges)
+    parts = [SeenParts(index, low, high - 1, *lines) for lines in rows.lines(at)]
+    if len(parts) == 1:
+        return parts[0]
+    return SeenParts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def keys_seen(starts: Array, stops: Array, rows: RowRanges) -> tuple[Array, Array, Array]:
+@lru_cache(maxsize=8)  # what is counted to choose a layout is what its plan needs
+def parts_of(layout: Layout, rows: RowRanges) -> SeenParts:
+    """Of the queries of all ranks."""
+    own = stretches_of(layout)
+    return seen_parts(own.starts, own.stops, rows)
+
+
+def keys_seen(p: SeenParts) -> tuple[Array, Array, Array]:
     """Intervals of keys that stretches of queries see, each with the index of its stretch; some
     are empty, and some meet.
 
     The ends of an interval are lines on a segment of the mask, and never fall there: the first and
     the last query of a segment bound what all in between see.
     """
-    p = _parts(starts, stops, rows)
     return p.stretch, p.lo + p.lo_slope * p.low, p.hi + p.hi_slope * p.high
 
 
-def queries_seeing(
-    starts: Array, stops: Array, keys: tuple[Array, Array], rows: RowRanges
-) -> tuple[Array, Array, Array]:
+def queries_seeing(p: SeenParts, keys: tuple[Array, Array]) -> tuple[Array, Array, Array]:
     """Intervals of these queries that see keys of some stretches, which are disjoint and in order;
     each with the index of the stretch of keys. Some are empty, and some meet."""
-    p = _parts(starts, stops, rows)
     first = np.searchsorted(keys[1], p.lo + p.lo_slope * p.low, side="right")
     last = np.searchsorted(keys[0], p.hi + p.hi_slope * p.high, side="left")
     at, index = expanded(first, last)
@@ -186,19 +184,29 @@ class SeenRows:
         lo, hi = self._lo[first:last] - base, self._hi[first:last] - base
         near = np.flatnonzero(self._places[self._owners] == self._places[rank])
         owned = self._owned[near]
-        _, at, low, high = _cut(lo, hi, owned.starts, owned.stops)
-        return self._rows(self._owners[near[at]], owned[at], low, high)
+        index, at, low, high = _cut(lo, hi, owned.starts, owned.stops)
+        return self._rows(self._owners[near[at]], owned[at], first + index, low, high)
 
     def given(self, rank: int) -> Rows:
         """What others work on of a rank's rows, by user; what it does itself is among it."""
         own = self._owned[np.flatnonzero(self._owners == rank)]
         line, lo = np.divmod(self._lo, self._stride)
         index, at, low, high = _cut(lo, lo + self._hi - self._lo, own.starts, own.stops)
-        return self._rows(self._ranks[line[index], self._places[rank]], own[at], low, high)
+        return self._rows(self._ranks[line[index], self._places[rank]], own[at], index, low, high)
 
-    def _rows(self, ranks: Array, within: OwnedStretches, low: Array, high: Array) -> Rows:
-        slots = (within.places + low - within.starts) % self._layout.slots
-        return Rows(ranks, slots, high - low)
+    def _rows(
+        self, ranks: Array, within: OwnedStretches, interval: Array, low: Array, high: Array
+    ) -> Rows:
+        """Those that follow each other on both sides are one: in the slots of the owner and, where
+        one ends an interval and the next one begins the next, in the rows of the user."""
+        slots, sizes = (within.places + low - within.starts) % self._layout.slots, high - low
+        begin = self._lo[interval] % self._stride
+        end = begin + (self._hi - self._lo)[interval]
+        follows = (ranks[1:] == ranks[:-1]) & (slots[1:] == (slots + sizes)[:-1])
+        follows &= (interval[1:] == interval[:-1] + 1) & (high == end)[:-1] & (low == begin)[1:]
+        first = np.flatnonzero(np.append(True, ~follows)[: len(ranks)])
+        sizes = np.add.reduceat(sizes, first) if len(first) else sizes
+        return Rows(ranks[first], slots[first], sizes)
 
 
 def seen_keys(
@@ -206,10 +214,14 @@ def seen_keys(
 ) -> SeenRows:
     """Keys of a rank's tile column that queries of its tile row see; without a tile, all that its
     own queries see."""
-    row, column = _grid(q_layout, tile)
-    queries = stretches_of(q_layout)
-    index, lo, hi = keys_seen(queries.starts, queries.stops, rows)
-    owners = queries.places[index] // q_layout.slots
+    return _seen_keys(q_layout, kv_layout, rows, tile.a if tile else 1)
+
+
+@lru_cache(maxsize=4)
+def _seen_keys(q_layout: Layout, kv_layout: Layout, rows: RowRanges, columns: int) -> SeenRows:
+    row, column = _grid(q_layout, columns)
+    index, lo, hi = keys_seen(parts_of(q_layout, rows))
+    owners = stretches_of(q_layout).places[index] // q_layout.slots
     return SeenRows(kv_layout, (row, column), (row[owners], lo, hi))
 
 
@@ -217,8 +229,8 @@ def seen_queries(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: Tile | None = None
 ) -> SeenRows:
     """Queries of a rank's tile row that see keys of its tile column."""
-    row, column = _grid(q_layout, tile)
-    queries, keys = stretches_of(q_layout), stretches_of(kv_layout)
+    row, column = _grid(q_layout, tile.a if tile else 1)
+    keys = stretches_of(kv_layout)
     if tile is None or tile.a == 1:
         columns = np.zeros(1, dtype=np.int64)
         edges = (columns, columns + kv_layout.num_tokens)
@@ -226,13 +238,13 @@ def seen_queries(
         keys = keys[np.argsort(keys.starts, kind="stable")]
         columns = column[keys.places // kv_layout.slots]
         edges = (keys.starts, keys.stops)
-    index, lo, hi = queries_seeing(queries.starts, queries.stops, edges, rows)
+    index, lo, hi = queries_seeing(parts_of(q_layout, rows), edges)
     return SeenRows(q_layout, (column, row), (columns[index], lo, hi))
 
 
-def _grid(layout: Layout, tile: Tile | None) -> tuple[Array, Array]:
+def _grid(layout: Layout, columns: int) -> tuple[Array, Array]:
     """Row and column of each rank."""
-    row, column = np.divmod(np.arange(layout.num_ranks), tile.a if tile else 1)
+    row, column = np.divmod(np.arange(layout.num_ranks), columns)
     return row, column
 
 

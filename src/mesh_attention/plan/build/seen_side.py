@@ -103,7 +103,7 @@ class SeenSide:
                 inputs = tuple(
                     [self._summand(of, one, stretch) for one in summands for of in buffers]
                 )
-                outputs = tuple(Piece(end, *stretch, self.chunks[part].heads) for end in ends)
+                outputs = tuple([Piece(end, *stretch, self.chunks[part].heads) for end in ends])
                 merges.append(Merge(task, self.rule, inputs, outputs))
         return merges
 
@@ -121,14 +121,15 @@ class SeenSide:
 
     def buffers(self, share: SeenShare) -> Iterator[Buffer]:
         for part, chunk in enumerate(self.chunks):
-            for kind in self.inputs:
+            for kind in self.inputs if not share.local else ():
                 yield self._buffer(f"{kind}.{part}", kind, share.rows, chunk)
             for kind in self.partials:
                 name = f"{kind}.{part}"
                 yield self._buffer(name, kind, share.rows, chunk, Precision.ACCUMULATE)
                 if self._own_partial(share, kind, part) != name:
                     yield self._buffer(f"{name}.wire", kind, share.rows, chunk)
-                yield self._buffer(f"{name}.in", kind, share.stack, chunk)
+                if share.stack:
+                    yield self._buffer(f"{name}.in", kind, share.stack, chunk)
 
     def _buffer(
         self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
@@ -140,4 +141,4 @@ class SeenSide:
 def _pieces(
     buffers: tuple[str, ...], stretches: Stretches, heads: tuple[int, int] | None
 ) -> Pieces:
-    return tuple(Piece(name, *stretch, heads) for name in buffers for stretch in stretches)
+    return tuple([Piece(name, a, b, heads) for name in buffers for a, b in stretches])

@@ -27,7 +27,7 @@ from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import MergeRule
+from mesh_attention.plan.program import AllToAll, MergeRule
 
 # Each stretch that a rank sees is a message of its own; two for each rank are always allowed.
 MAX_STRETCHES = 4096
@@ -56,6 +56,7 @@ def plan_seen(
         cache(partial(share_of, rows, layout)) for rows, layout in zip(seen, layouts, strict=True)
     )
     q_travels, kv_travels = (rows.travels for rows in seen)
+    gathers: dict[object, AllToAll] = {}
 
     def build(direction: Direction) -> Pass:
         travels = q_travels or kv_travels
@@ -76,7 +77,7 @@ def plan_seen(
             partials=() if forward else (Kind.GRAD_K, Kind.GRAD_V),
             rule=MergeRule.SUM,
         )
-        builder = SeenBuilder(head_group, direction, q, kv, lowerings, sizes, str(tile))
+        builder = SeenBuilder(head_group, direction, q, kv, lowerings, sizes, str(tile), gathers)
         return with_exchanges([builder])
 
     return Plan(

@@ -81,10 +81,11 @@ def choose_ways(
     asked = [one.with_documents(documents, kv_documents) for one in layers]
     costs = {problem: LayerCosts(problem, num_ranks, rates or Rates()) for problem in asked}
     shards = _shards(layers, num_ranks, documents, kv_documents) if layout is None else [layout]
-    tokens = (documents[-1], kv_documents[-1])
     boards = []
     for kind, stretches in shards:
-        q, kv = (Layout(kind, count, num_ranks, stretches=stretches) for count in tokens)
+        q = kv = Layout(kind, documents[-1], num_ranks, stretches=stretches)
+        if documents[-1] != kv_documents[-1]:
+            kv = Layout(kind, kv_documents[-1], num_ranks, stretches=stretches)
         may_mesh = kind is LayoutKind.ZIGZAG or layout is not None
         boards.append(_Board(q, kv, asked, costs, tile if may_mesh else None))
     best = min(boards, key=lambda board: board.score)
