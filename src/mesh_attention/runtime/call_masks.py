@@ -5,11 +5,13 @@ Made once for a plan, on the device, from a few numbers: runs of positions and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.kernels import (
@@ -29,6 +31,8 @@ from mesh_attention.plan.runs import Run
 from mesh_attention.runtime.attend_calls import Kernels
 
 Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+Column = NDArray[np.int32]  # of numbers of segments, or of those of each of several intervals
+Spread = Callable[[Column], Tensor]
 KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by queries and keys
 
 
@@ -56,7 +60,6 @@ class _Ranges:
         self._rows = plan.problem.rows
         self._device = device
         self._known = known
-        self._runs = cache(_runs)  # slices of heads have the same rows
 
     def mask(
         self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
@@ -67,12 +70,13 @@ class _Ranges:
             return Causal()
         queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
         keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
-        key = self._runs(self._plan.q_layout, queries), self._runs(self._plan.kv_layout, keys)
+        key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
         if key not in self._known:
             self._known[key] = row_range(self._rows, *key, self._device)
         return self._known[key]
 
 
+@lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
 def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
     """Consecutive ones made one: a rank may hold the tokens of many."""
     found: list[Run] = []
@@ -91,14 +95,12 @@ def row_range(
     """What these queries see of these keys. Padding is seen by nobody and sees nothing: padded keys
     have the position -1, so that a kernel can leave out what lies there."""
     position = positions(keys, device)
-    query = positions(queries, device)
+    query = position if queries == keys else positions(queries, device)
     if not rows.segments:
         nothing = torch.zeros_like(query)
         return RowRange(nothing, nothing, position)
     most = max(rows.intervals_between(run.start, run.stop) for run in queries)
-    lines = _on(device, torch.tensor(rows.table(most), dtype=torch.int32))
-    lo, lo_slope, hi, hi_slope = lines.index_select(-1, _segments(rows, queries, query))
-    lo, hi = torch.addcmul(lo, lo_slope, query), torch.addcmul(hi, hi_slope, query)
+    lo, hi = _bounds(rows, most, queries, query)
     if any(run.stop > rows.q_tokens for run in queries):
         real = query < rows.q_tokens
         lo, hi = lo * real, hi * real
@@ -112,22 +114,42 @@ def row_range(
     return RowRange(lo, hi, position, first, from_first)
 
 
-def _segments(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Tensor:
-    """The segment of the mask in which each query lies."""
+def _bounds(
+    rows: RowRanges, most: int, queries: tuple[Run, ...], query: Tensor
+) -> tuple[Tensor, Tensor]:
+    """lo and hi of each query: lines on the segments of the mask."""
+    lo, lo_slope, hi, hi_slope = rows.table(most).astype(np.int32)
+    spread = _spread(rows, queries, query)
+    return _line(lo, lo_slope, spread, query), _line(hi, hi_slope, spread, query)
+
+
+def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
+    """Slopes are 0 or 1, and mostly the same in all segments."""
+    found = spread(base)
+    if slope.all():
+        return found.add_(query)
+    return torch.addcmul(found, spread(slope), query) if slope.any() else found
+
+
+def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
+    """From values of segments to those of the queries in them."""
     device = query.device
     if any(run.count > 1 for run in queries):
-        starts = _on(device, torch.tensor([s.start for s in rows.segments], dtype=torch.int32))
-        return (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+        starts = _on(device, torch.from_numpy(rows.edges[0].astype(np.int32)))
+        index = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+        return lambda column: _on(device, torch.from_numpy(column)).index_select(-1, index)
     # Consecutive queries: as many of each segment as the run has.
     at: list[int] = []
     counts: list[int] = []
     for run in queries:
         between = rows.segments_between(run.start, run.stop)
-        cuts = [run.start, *(rows.segments[i].start for i in between[1:]), run.stop]
+        cuts = [run.start, *rows.edges[0, between.start + 1 : between.stop].tolist(), run.stop]
         at += between or (0,)
         counts += [b - a for a, b in pairwise(cuts)]
-    both = _on(device, torch.tensor([at, counts], dtype=torch.int64))
-    return torch.repeat_interleave(*both, output_size=len(query))
+    if device.type == "cpu":
+        return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
+    index = torch.repeat_interleave(_on(device, torch.tensor(counts)), output_size=len(query))
+    return lambda column: _on(device, torch.from_numpy(column[..., at])).index_select(-1, index)
 
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
@@ -137,9 +159,11 @@ def _on(device: torch.device, x: Tensor) -> Tensor:
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
     """Of all rows, one run after the other."""
-    found = [
-        torch.arange(run.count, dtype=torch.int32, device=device)[:, None] * run.stride
-        + torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
-        for run in runs
-    ]
-    return torch.cat([x.flatten() for x in found])
+    found = []
+    for run in runs:
+        rows = torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
+        if run.count > 1:
+            turns = torch.arange(run.count, dtype=torch.int32, device=device)
+            rows = (turns[:, None] * run.stride + rows).flatten()
+        found.append(rows)
+    return found[0] if len(found) == 1 else torch.cat(found)
