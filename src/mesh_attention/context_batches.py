@@ -23,7 +23,8 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.distributed_tensors import own_tokens
-from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.documents import BatchPlans, Documents
+from mesh_attention.runtime.modes import outside_compile
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.shards import Shards, Side
@@ -40,6 +41,7 @@ class Batches(Reports):
 
     # Documents that change with every batch.
 
+    @outside_compile
     def documents(
         self,
         cu_seqlens: Any,
@@ -69,6 +71,7 @@ class Batches(Reports):
             )
         return Documents(self._share.context, pack)
 
+    @outside_compile
     def prefetch(
         self,
         loader: Iterable[Batch],
@@ -88,6 +91,7 @@ class Batches(Reports):
             )
         return prefetch(loader, lambda batch: self.documents(cu_seqlens(batch), also=also))
 
+    @outside_compile
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
         nor other ranks, and can be pickled: a collate function in another process may call it."""
@@ -121,7 +125,7 @@ class Batches(Reports):
         return self._layers[key]
 
     def _source_for(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | BatchPlans | None
     ) -> tuple[PlanSource, CallOptions]:
         """Plans for a call, and its options."""
         context, given = self._share.context, self._given
@@ -134,10 +138,12 @@ class Batches(Reports):
         if self._fixed is None:
             sizes = sizes_of(context, given, q, k, v) | {"seq_len": 1, "kv_seq_len": 1}
             layer = self._layer(sizes)
-        return _handle(documents).source(context, layer), self._options.of_batch()
+        plans = documents if isinstance(documents, BatchPlans) else _handle(documents).plans
+        return plans.source(context, layer), self._options.of_batch()
 
     # Sharding.
 
+    @outside_compile
     def shard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
@@ -146,6 +152,7 @@ class Batches(Reports):
         own, spread = own_tokens(self._share.context.groups.ranks, x, dim)
         return spread.whole(self._shards(documents).shard(own, dim, side))
 
+    @outside_compile
     def unshard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
@@ -160,6 +167,7 @@ class Batches(Reports):
             own, spread = own_tokens(context.groups.ranks, x, dim)
         return spread.whole(shards.unshard(self._share, self._options, own, dim, side))
 
+    @outside_compile
     def positions(
         self,
         *,
@@ -174,6 +182,7 @@ class Batches(Reports):
         """
         return self._shards(documents).positions(side, device, restart=restart)
 
+    @outside_compile
     def padding(
         self,
         *,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
 from mesh_attention.context_arguments import (
     has_sizes,
     process_group,
@@ -35,7 +36,9 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.distributed_tensors import Spread, own_heads
-from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.documents import BatchPlans, Documents
+from mesh_attention.runtime.modes import as_under_autocast
+from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
     fault_of_causal,
@@ -110,6 +113,7 @@ class ContextParallel(Batches, Training):
         group = process_group(group_or_mesh)
         context = context_of(group)
         self._share = context.join()
+        self._name = str(CONTEXT_PARALLELS.add(self))  # in compiled code
         self._options = CallOptions()
         mine = error = None
         try:
@@ -191,13 +195,52 @@ class ContextParallel(Batches, Training):
         label: str | int | None = None,
         softmax_scale: float | None = None,
         is_causal: bool | None = None,
+        block: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`fault`: what is wrong already. A scale is of this call; `is_causal`: what the caller
-        takes the mask for."""
-        source, options, spread = None, self._options, Spread()
+        takes the mask for; `block`: the number of a block that replaces PyTorch's attention."""
+        if torch.compiler.is_dynamo_compiling():
+            return traced_attention(
+                *(self, q, k, v, fault),
+                sinks=sinks,
+                documents=documents,
+                label=label,
+                softmax_scale=softmax_scale,
+                is_causal=is_causal,
+                block=block,
+            )
+        spread = Spread()
         try:
             ranks = self._share.context.groups.ranks
             (q, k, v), sinks, spread = own_heads(ranks, 2, sinks, q=q, k=k, v=v)
+        except MeshAttentionError as error:  # the others must not wait for us
+            fault = fault or error
+        q, k, v = as_under_autocast(q, k, v)
+        source, options, fault = self._asked(
+            *(q, k, v, fault),
+            sinks=sinks,
+            documents=documents,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+        )
+        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
+        return spread.whole(out), spread.whole(lse, 1)
+
+    def _asked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fault: MeshAttentionError | None,
+        *,
+        sinks: Tensor | None = None,
+        documents: Documents | BatchPlans | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool | None = None,
+    ) -> tuple[PlanSource | None, CallOptions, MeshAttentionError | None]:
+        """Plans for a call, its options, and what is wrong with it."""
+        source, options = None, self._options
+        try:
             source, options = self._source_for(q, k, v, documents)
             plan = source.first.plan
             fault = (
@@ -210,8 +253,7 @@ class ContextParallel(Batches, Training):
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
-        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
-        return spread.whole(out), spread.whole(lse, 1)
+        return source, options, fault
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.

@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.losses import Reduce, TokenMean, cross_entropy
 from mesh_attention.replaced_attention import Attending, replaced_attention
 from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.modes import outside_compile
 from mesh_attention.sharded_batch import IGNORE_INDEX, ShardedBatch, Sharder, shard_batch
 
 
 class Training:
+    @outside_compile
     def shard_batch(
         self: Sharder,
         *,
@@ -71,6 +73,7 @@ class Training:
             check=check,
         )
 
+    @outside_compile
     def cross_entropy(
         self: Sharder,
         logits: Tensor,

@@ -18,6 +18,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.modes import as_under_autocast, outside_compile
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
     fault_of_label,
@@ -27,6 +28,7 @@ from mesh_attention.tensor_faults import (
 )
 
 
+@outside_compile
 def mesh_attention(
     q: Tensor,
     k: Tensor,
@@ -77,6 +79,7 @@ def mesh_attention(
         if refused is not None:
             raise refused
         (q, k, v), sinks, spread = own_heads(context.groups.ranks, 2, sinks, q=q, k=k, v=v)
+        q, k, v = as_under_autocast(q, k, v)
         source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
         plan = source.first.plan
         error = (

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from mesh_attention.compiled_attention import BLOCKS
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.distributed_tensors import Spread, own_heads
 from mesh_attention.runtime.documents import Documents
@@ -44,6 +46,7 @@ class Attending(Sharder, Protocol):
         documents: Documents | None = None,
         softmax_scale: float | None = None,
         is_causal: bool | None = None,
+        block: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -55,6 +58,8 @@ def replaced_attention(
     no_restore: Collection[Tensor],
     documents: Documents | None,
 ) -> Iterator[Documents | None]:
+    if is_dynamo_compiling():
+        raise MeshAttentionError("open a block of context_parallel around compiled code, not in it")
     check_buffers(buffers, dims, no_restore)
     if buffers and documents is None and not cp._length_is_known:
         documents = cp.documents([0, buffers[0].shape[dims[0]]])
@@ -84,14 +89,16 @@ class _OverRanks(TorchFunctionMode):
         super().__init__()
         self._cp, self._documents = cp, documents
         self._to_come = 0
+        self.number = torch.tensor([BLOCKS.add(self)], device="cpu")  # in compiled code
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            self._count_checkpoints()
-            return _attend(self._cp, self._documents, *args, **kwargs)
+            if not is_dynamo_compiling():  # otherwise when the graph runs
+                self.count_checkpoints(2)
+            return _attend(self._cp, self._documents, self.number, *args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
         if func in _PASSES:
@@ -109,10 +116,11 @@ class _OverRanks(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def _count_checkpoints(self) -> None:
-        """Calls in reentrant checkpoints whose backward pass has not called again."""
+    def count_checkpoints(self, depth: int) -> None:
+        """Calls in reentrant checkpoints whose backward pass has not called again. `depth`: how
+        many of the latest frames are our own."""
         if self._to_come or not torch.is_grad_enabled():
-            self._to_come += _in_reentrant_checkpoint(sys._getframe(2))
+            self._to_come += _in_reentrant_checkpoint(sys._getframe(depth))
 
     def refuse_backward_to_come(self) -> None:
         if self._to_come > 0:
@@ -171,6 +179,7 @@ def _as_backward(
 def _attend(
     cp: Attending,
     documents: Documents | None,
+    block: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -181,13 +190,15 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """With the arguments of `scaled_dot_product_attention`."""
-    tensors, spread, fault = {"query": query, "key": key, "value": value}, Spread(), None
-    try:
-        own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
-        tensors = dict(zip(tensors, own, strict=True))
-    except MeshAttentionError as error:
-        fault = error
-    fault = fault or fault_of_unsupported(dropout_p=dropout_p) or fault_of_kind(**tensors)
+    tensors, spread = {"query": query, "key": key, "value": value}, Spread()
+    fault = fault_of_unsupported(dropout_p=dropout_p)
+    if not is_dynamo_compiling():  # otherwise found out when the graph runs
+        try:
+            own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
+            tensors = dict(zip(tensors, own, strict=True))
+        except MeshAttentionError as error:
+            fault = error
+        fault = fault or fault_of_kind(**tensors)
     if fault is None:
         fault = _fault_of_shapes(tensors, enable_gqa)
     if attn_mask is not None:
@@ -197,12 +208,13 @@ def _attend(
         )
     q, k, v = tensors.values()
     if fault is None:
-        q, k, v = (_as_under_autocast(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, _ = cp._attend(
         *(q, k, v, fault),
         documents=documents,
         softmax_scale=scale,
         is_causal=bool(is_causal),
+        block=block,
     )
     return spread.whole(out.transpose(1, 2))
 
@@ -219,11 +231,3 @@ def _fault_of_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> MeshAttent
             f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True"
         )
     return None
-
-
-def _as_under_autocast(x: Tensor) -> Tensor:
-    """As autocast has it for `scaled_dot_product_attention`."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() else x

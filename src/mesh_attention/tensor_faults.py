@@ -73,8 +73,7 @@ def fault_of_kind(**tensors: Any) -> MeshAttentionError | None:
 
 _PLAIN = "give the plain torch.Tensor that this rank holds"
 _WAYS_OUT = {
-    "FakeTensor": "tracing (torch.compile, torch.export) is not supported yet: leave the call out "
-    "of it, with torch.compiler.disable",
+    "FakeTensor": "of what traces, torch.compile is supported: call this in compiled code",
     "DTensor": f"{_PLAIN}: x.to_local() of a replicated one, x.full_tensor() of others",
     "AsyncCollectiveTensor": f"{_PLAIN}, x.wait()",
 }

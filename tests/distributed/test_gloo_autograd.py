@@ -196,22 +196,29 @@ def test_only_q_k_v_out_and_lse_are_kept_for_backward(pool: WorkerPool) -> None:
 
 
 def under_autocast(rank: int, world_size: int, kernel: str) -> list[bool]:
-    """The forward pass under it, the backward pass, and both."""
+    """The forward pass under it, the backward pass, and both: as if q, k and v had been cast to its
+    dtype before, and with any but float32 tensors as if it were not there."""
     with context(CASE, kernel=kernel) as cp:
         leaves, grad_out = local(cp)
 
-        def with_modes(forward: bool, backward: bool) -> tuple[Tensor, ...]:
+        def with_modes(forward: bool, backward: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+            cast = [x.to(dtype) for x in leaves]
             with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-                out = out_of(cp, *leaves)
+                out = out_of(cp, *cast)
             with torch.autocast("cpu", torch.bfloat16, enabled=backward):
-                return (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+                grads = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+                return (out.detach(), *grads)
 
-        wanted = with_modes(False, False)
+        full, half = torch.float32, torch.bfloat16
+        exact, wanted = with_modes(False, False, full), with_modes(False, False, half)
         return [
-            all_equal(wanted, with_modes(*modes))
-            for modes in ((True, False), (False, True), (True, True))
+            all_equal(exact, with_modes(False, True, full)),
+            all_equal(wanted, with_modes(True, False, full)),
+            all_equal(wanted, with_modes(True, True, full)),
+            all_equal(wanted, with_modes(True, True, half)),
+            exact[0].dtype is full and wanted[0].dtype is half,
         ]
 
 
-def test_autocast_around_a_call_changes_nothing(pool: WorkerPool) -> None:
-    assert pool.run(under_autocast, 4, "blockwise") == [[True] * 3] * 4
+def test_autocast_casts_q_k_and_v_and_reaches_nothing_inside(pool: WorkerPool) -> None:
+    assert pool.run(under_autocast, 4, "blockwise") == [[True] * 5] * 4

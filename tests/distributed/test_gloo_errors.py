@@ -119,7 +119,7 @@ MISTAKES = {
     "integers": (whole_numbers, "torch.int64 is not a floating-point type"),
     "grad": (without_grad, "needs_grad is False there, True elsewhere"),
     "nested": (strided_nested, "q is a nested tensor; give a dense one"),
-    "fake": (fake, "q is a FakeTensor; tracing (torch.compile, torch.export) is not supported yet"),
+    "fake": (fake, "q is a FakeTensor; of what traces, torch.compile is supported"),
     "dtensor": (spread, "q is a DTensor; give the plain torch.Tensor that this rank holds"),
     "meta": (without_data, "q is on the meta device; it must have data"),
     "sparse": (sparse, "q is a torch.sparse_coo tensor; it must be a dense torch.Tensor"),
@@ -178,7 +178,7 @@ def transformed(rank: int, world_size: int, how: str, odd: int) -> Raised:
         ("vmap", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
         ("grad", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
         ("dual", "q is a dual tensor; forward-mode derivatives are not supported"),
-        ("mode", "a FakeTensorMode is active; tracing"),
+        ("mode", "a FakeTensorMode is active; of what traces"),
     ],
 )
 def test_transforms_around_a_call_on_one_rank_are_refused_on_all(

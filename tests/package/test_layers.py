@@ -29,7 +29,10 @@ LAYERS = (
     ("__init__", "attention_module", "context_parallel", "functional", "testing"),
     ("context_batches", "context_training"),
     ("replaced_attention",),
-    ("batch_documents", "losses", "sharded_batch", "sharded_buffers", "whole_batch"),
+    (
+        *("batch_documents", "compiled_attention", "losses", "sharded_batch", "sharded_buffers"),
+        "whole_batch",
+    ),
     ("context_arguments", "context_report"),
     ("runtime",),
     ("tensor_faults",),

@@ -1,12 +1,13 @@
 """The differentiable attention: forward and backward programs as one autograd function.
 
 Only q, k, v, out and lse are kept for the backward pass, the sinks where there are some, and the
-call that it belongs to.
+call that it belongs to. Compiled code runs the same passes as ops of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,18 +37,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        guard = share.context.guard
-        with guard.whole_or_broken():
-            inputs = {name: rows_first(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        passed = (call.kinds[needs_grad], Direction.FORWARD, call.options, q.device, label)
-        share.begin(*passed, sinks=sinks is not None)
-        with guard.whole_or_broken():
-            result = share.run(call, Direction.FORWARD, inputs)
-            out = result["out"].transpose(0, 1).contiguous()
-            # A view: backward wants rows first again.
-            lse = result["lse"].squeeze(-1).permute(1, 2, 0)
-            if sinks is not None:
-                add_sinks(out, lse, sinks)
+        out, lse = forward_pass(share, call, needs_grad, label, (q, k, v), sinks)
         ctx.share, ctx.call = share, call
         ctx.label, ctx.place = label, share.context.guard.place
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -59,8 +49,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.share.refuse_if_closed()
-        context, call = ctx.share.context, ctx.call
-        with context.refused_by_all(call.options):
+
+        def saved() -> tuple[Any, ...]:
             # Gradients are recorded here only for create_graph=True. `once_differentiable` would
             # not do: torch.autograd.grad passes its error node by and returns a wrong derivative.
             if torch.is_grad_enabled():
@@ -68,39 +58,85 @@ class _Attention(torch.autograd.Function):
                     "second derivatives of attention are not supported; call with "
                     "create_graph=False"
                 )
-            if not call.options.differentiable_lse:
-                _refuse_gradient_of_lse(grad_lse)
-            # In the caller's modes: a checkpoint computes them again, by a call.
-            q, k, v, out, lse, sinks = ctx.saved_tensors
-            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-            named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
-            inputs = {name: rows_first(x) for name, x in named.items()}
-            inputs["lse"] = _rows_of_statistics(lse)
-            given = None
-            if call.options.differentiable_lse:
-                given = torch.zeros_like(lse) if grad_lse is None else grad_lse
-                # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
-                # sink it has a number, on which nothing may depend where the row is padding.
-                given = given.masked_fill(lse == -torch.inf, 0.0)
-                if sinks is not None:
-                    given.masked_fill_(call.padding(), 0.0)
-                inputs[GRAD_LSE] = _rows_of_statistics(given)
-        passed = (call.kinds[True], Direction.BACKWARD, call.options, q.device)
-        ctx.share.begin(*passed, ctx.label, ctx.place, sinks=sinks is not None)
-        with context.guard.whole_or_broken(), outside_autocast():
-            result = ctx.share.run(call, Direction.BACKWARD, inputs)
-            grad_sinks = None
-            if sinks is not None and ctx.needs_input_grad[-1]:
-                # As the program has them: fused kernels want whole rows, not any strides.
-                out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
-                grad_sinks = gradient_of_sinks(out, grad_out, lse, sinks, given)
-        grads = [
-            result[name].transpose(0, 1).contiguous() if needed else None
-            for name, needed in zip(
-                ("grad_q", "grad_k", "grad_v"), ctx.needs_input_grad[4:7], strict=True
-            )
-        ]
-        return (None, None, None, None, *grads, grad_sinks)
+            return cast(tuple[Any, ...], ctx.saved_tensors)
+
+        grads = backward_pass(
+            *(ctx.share, ctx.call, ctx.label, ctx.place, saved, grad_out, grad_lse),
+            needed=ctx.needs_input_grad[4:],
+        )
+        return (None, None, None, None, *grads)
+
+
+def forward_pass(
+    share: Share,
+    call: PreparedCall,
+    needs_grad: bool,
+    label: str | int | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). Its place among all calls is that of the guard afterwards."""
+    guard, q = share.context.guard, tensors[0]
+    with guard.whole_or_broken():
+        inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
+    passed = (call.kinds[needs_grad], Direction.FORWARD, call.options, q.device, label)
+    share.begin(*passed, sinks=sinks is not None)
+    with guard.whole_or_broken():
+        result = share.run(call, Direction.FORWARD, inputs)
+        out = result["out"].transpose(0, 1).contiguous()
+        # A view: backward wants rows first again.
+        lse = result["lse"].squeeze(-1).permute(1, 2, 0)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+    return out, lse
+
+
+def backward_pass(
+    share: Share,
+    call: PreparedCall,
+    label: str | int | None,
+    place: int,
+    saved: Callable[[], tuple[Any, ...]],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    *,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and the sinks, where they are `needed`. `saved` gives those, and out and
+    lse before the sinks; what it raises is told to all ranks."""
+    context = share.context
+    with context.refused_by_all(call.options):
+        # In the caller's modes: a checkpoint computes them again, by a call.
+        q, k, v, out, lse, sinks = saved()
+        if not call.options.differentiable_lse:
+            _refuse_gradient_of_lse(grad_lse)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
+        inputs = {name: rows_first(x) for name, x in named.items()}
+        inputs["lse"] = _rows_of_statistics(lse)
+        given = None
+        if call.options.differentiable_lse:
+            given = torch.zeros_like(lse) if grad_lse is None else grad_lse
+            # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
+            # sink it has a number, on which nothing may depend where the row is padding.
+            given = given.masked_fill(lse == -torch.inf, 0.0)
+            if sinks is not None:
+                given.masked_fill_(call.padding(), 0.0)
+            inputs[GRAD_LSE] = _rows_of_statistics(given)
+    passed = (call.kinds[True], Direction.BACKWARD, call.options, q.device)
+    share.begin(*passed, label, place, sinks=sinks is not None)
+    with context.guard.whole_or_broken(), outside_autocast():
+        result = share.run(call, Direction.BACKWARD, inputs)
+        grad_sinks = None
+        if sinks is not None and needed[3]:
+            # As the program has them: fused kernels want whole rows, not any strides.
+            out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
+            grad_sinks = gradient_of_sinks(out, grad_out, lse, sinks, given)
+    grads = [
+        result[name].transpose(0, 1).contiguous() if wanted else None
+        for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)
+    ]
+    return (*grads, grad_sinks)
 
 
 def attention(
@@ -117,20 +153,30 @@ def attention(
 
     `error`: what is wrong with this rank's arguments, for all ranks to raise.
     """
-    share.refuse_if_closed()
-    context = share.context
-    if error is not None:
-        nothing = CallShape(0, torch.float32, torch.device("cpu"))
-        context.prepare(source, options, nothing, False, error)
-    q = tensors[0]
     leaves = tensors if sinks is None else (*tensors, sinks)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    needs_grad = error is None and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     with outside_inference_mode(), outside_autocast():
-        call = context.prepare(source, options, call_shape, needs_grad)
+        call = prepared(share, source, options, tensors[0], needs_grad, error)
         # Not guarded as a whole: a checkpoint ends a recomputation by an exception of its own.
         out, lse = _Attention.apply(share, call, needs_grad, label, *tensors, sinks)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def prepared(
+    share: Share,
+    source: PlanSource | None,
+    options: CallOptions,
+    q: Any,
+    needs_grad: bool,
+    error: Exception | None,
+) -> PreparedCall:
+    """The call that all ranks are about to make; `error` is for all of them to raise."""
+    share.refuse_if_closed()
+    if error is not None:
+        nothing = CallShape(0, torch.float32, torch.device("cpu"))
+        share.context.prepare(source, options, nothing, False, error)
+    call_shape = CallShape(q.shape[0], q.dtype, q.device)
+    return share.context.prepare(source, options, call_shape, needs_grad)
 
 
 def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:

@@ -6,12 +6,34 @@ the forward pass does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
 
 _NOTHING = nullcontext()
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiled code ends its graph here and begins another one afterwards; `fullgraph=True`, which
+    forbids that, names the function. Nothing in it is traced: it plans, compares calls among ranks
+    and makes what outlives them."""
+    untraced = _disable_dynamo(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" in sys.modules:
+            return untraced(*args, **kwargs)
+        return function(*args, **kwargs)  # without an import that takes seconds
+
+    return called
 
 
 @contextmanager
@@ -23,6 +45,20 @@ def outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def as_under_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """As autocast has those of `scaled_dot_product_attention`: in its dtype, unless in float64."""
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        return tensors
+    return tuple([_cast(x) if isinstance(x, Tensor) else x for x in tensors])
+
+
+def _cast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return x
+    return x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(kind))
 
 
 def outside_autocast() -> AbstractContextManager[object]:

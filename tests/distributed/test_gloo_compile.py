@@ -1,0 +1,281 @@
+"""Attention under torch.compile: whole graphs that equal eager calls, are not compiled again for
+other documents, and make every call, in order, on all ranks.
+
+The backend traces forward and backward graphs and runs them as they are: inductor, which makes
+kernels of them, is tried in a slow test.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from mesh_attention import ContextParallel, ContextParallelAttention, MeshAttentionError
+from mesh_attention.compiled_attention import attention_backward_op, attention_op
+from support.pool import WorkerPool
+from support.transformer_block import HEAD_DIM, HEADS, WIDTH, Decoder
+
+Function = Callable[..., Any]
+SECONDS = 300.0  # graphs are made by Python, on machines with other things to do
+
+
+class Compiled:
+    """Counts the graphs that were made; there is none that is not whole."""
+
+    def __init__(self, function: Function, backend: str = "aot_eager") -> None:
+        import torch._dynamo
+        from torch._dynamo.backends.registry import lookup_backend
+
+        torch._dynamo.reset()
+        self.graphs = 0
+
+        def counted(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return lookup_backend(backend)(graph, inputs)
+
+        self._compiled = torch.compile(function, fullgraph=True, backend=counted)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+
+def local(cp: ContextParallel, starts: list[int], batch: int = 1) -> tuple[Any, ...]:
+    """The hidden states of a whole batch, this rank's part of them and of the positions."""
+    documents = cp.documents(starts)
+    chance = torch.Generator().manual_seed(len(starts))
+    whole = torch.randn(batch, starts[-1], WIDTH, generator=chance)
+    x = cp.shard(whole, 1, documents=documents)
+    return x, cp.positions(documents=documents, restart=True), documents
+
+
+def gradients(function: Function, leaves: list[Tensor]) -> list[Tensor]:
+    """Outputs and the gradients of all leaves."""
+    found = function()
+    outs = found if isinstance(found, tuple) else (found,)
+    loss = sum((out.double() ** 2).sum() for out in outs)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [*(out.detach() for out in outs), *(g for g in grads if g is not None)]
+
+
+def difference(first: list[Tensor], second: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def parameters(*modules: torch.nn.Module) -> list[Tensor]:
+    return [p for module in modules for p in module.parameters()]
+
+
+def block(rank: int, world_size: int, backend: str) -> tuple[list[float], list[int]]:
+    torch.manual_seed(0)
+    errors, graphs = [], []
+    with ContextParallel(causal=True) as cp:
+        eager = Decoder(cp, sinks=True)
+        copy = Decoder(cp, sinks=True)
+        copy.load_state_dict(eager.state_dict())
+        compiled = Compiled(copy, backend)
+        packs = [[0, 5, 16], [0, 1, 7, 16], [0, 3, 24], [0, 20, 40], [0, 4, 16]]
+        for starts in packs:
+            inputs = local(cp, starts)
+            wanted = gradients(lambda: eager(*inputs), parameters(eager))  # noqa: B023
+            found = gradients(lambda: compiled(*inputs), parameters(copy))  # noqa: B023
+            errors.append(difference(wanted, found))
+            graphs.append(compiled.graphs)
+    return errors, graphs
+
+
+def test_a_transformer_block_compiles_whole_and_once_for_all_documents(pool: WorkerPool) -> None:
+    """Need 23: other documents compile nothing, other lengths once more, for any of them."""
+    for errors, graphs in pool.run(block, 2, "aot_eager", seconds=SECONDS):
+        assert max(errors) < 1e-5
+        assert graphs == [1, 1, 2, 2, 2]
+
+
+def qkv(cp: ContextParallel, documents: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(1)
+    whole = torch.randn(3, 1, 16, HEADS, HEAD_DIM).to(dtype).unbind()
+    return [cp.shard(x, 1, documents=documents).requires_grad_() for x in whole]
+
+
+def forms(rank: int, world_size: int) -> dict[str, float]:
+    """Calls as code makes them, compiled against eager."""
+    found: dict[str, float] = {}
+    with ContextParallel(causal=True, differentiable_lse=True) as cp:
+        docs = cp.documents([0, 5, 16])
+        q, k, v = leaves = qkv(cp, docs)
+        sinks = torch.randn(HEADS, requires_grad=True)
+        module = ContextParallelAttention(cp)
+
+        def attend(q: Tensor, **given: Any) -> Any:
+            return cp.attention(q, k, v, documents=docs, **given)
+
+        def several() -> Any:
+            middle = attend(q.sin(), label=1, sinks=sinks) + module(q, k, v, docs)
+            return attend(middle, label="last", return_lse=True)
+
+        def checkpointed() -> Tensor:
+            x = q
+            for _ in range(2):
+                x = checkpoint(lambda x: attend(x.sin()).relu() + x, x, use_reentrant=False)
+            return x
+
+        def lower_precision() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out: Tensor = cp.attention(q, k, v.bfloat16(), documents=docs)  # type: ignore[assignment]
+            assert out.dtype is torch.bfloat16
+            return out
+
+        def replaced() -> Tensor:
+            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+            return scaled_dot_product_attention(a, b, c, is_causal=True)
+
+        for function in (several, checkpointed, lower_precision):
+            wanted = gradients(function, [*leaves, sinks])
+            found[function.__name__] = difference(
+                wanted, gradients(Compiled(function), [*leaves, sinks])
+            )
+        compiled = Compiled(replaced)
+        for starts in ([0, 5, 16], [0, 9, 16]):
+            with cp.context_parallel(documents=cp.documents(starts)):
+                both = gradients(replaced, leaves), gradients(compiled, leaves)
+            found[f"replaced {starts}"] = difference(*both)
+        found["graphs of two blocks"] = compiled.graphs - 1
+    return found
+
+
+def test_every_form_of_the_call_compiles_to_the_numbers_of_eager_calls(pool: WorkerPool) -> None:
+    """Need 23: sinks, lse, labels, the module, checkpoints, autocast, PyTorch's own attention."""
+    for found in pool.run(forms, 2, seconds=SECONDS):
+        assert all(error < 1e-6 for error in found.values()), found
+
+
+def effects(rank: int, world_size: int) -> list[int]:
+    """Each rank uses something else of the same calls; how many were made."""
+    with ContextParallel(causal=True) as cp:
+        docs = cp.documents([0, 16])
+        q, k, v = leaves = qkv(cp, docs)
+
+        def odd(q: Tensor) -> Tensor:
+            def attend(label: int) -> Tensor:
+                out: Tensor = cp.attention(q, k, v, documents=docs, label=label)  # type: ignore[assignment]
+                return out
+
+            unused, first, second, third = (attend(label) for label in (0, 1, 2, 2))
+            if rank == 0:
+                return third + second
+            return second.cos() + third + first + unused.sin()
+
+        def forward_bytes() -> int:
+            return cp.traffic["forward"].total.sent_bytes
+
+        with torch.no_grad():
+            cp.attention(*leaves, documents=docs)
+        one = forward_bytes()
+        compiled = Compiled(odd)
+        counts = []
+        for _ in range(2):
+            before = forward_bytes()
+            out = compiled(q)
+            counts.append((forward_bytes() - before) // one)
+        with torch.no_grad():
+            before = forward_bytes()
+            compiled(q)
+            counts.append((forward_bytes() - before) // one)
+        del out
+        return counts
+
+
+def test_no_call_is_dropped_merged_or_moved(pool: WorkerPool) -> None:
+    """On one rank two of four results are unused, and two calls look alike."""
+    assert pool.run(effects, 2, seconds=SECONDS) == [[4, 4, 4]] * 2
+
+
+def faults(rank: int, world_size: int) -> dict[str, str]:
+    """Errors, by what is wrong; the first ones on one rank alone."""
+    found: dict[str, str] = {}
+    cp = ContextParallel(causal=True)
+    docs = cp.documents([0, 5, 16])
+    q, k, v = leaves = qkv(cp, docs)
+
+    def told(name: str, action: Function) -> None:
+        try:
+            action()
+            found[name] = "nothing"
+        except MeshAttentionError as error:
+            found[name] = str(error)
+
+    odd = 0.5 if rank == 1 else 0.0
+    told("dropout", Compiled(lambda: cp.attention(*leaves, documents=docs, dropout_p=odd)))
+    other = [q[:, :4], k, v] if rank == 0 else leaves
+    told("shape", Compiled(lambda: cp.attention(*other, documents=docs)))
+
+    compiled = Compiled(lambda docs: cp.attention(*leaves, documents=docs, return_lse=True))
+    made = cp.documents([0, 9, 16])
+    out, _ = compiled(made)
+    wanted = torch.autograd.grad(cp.attention(*leaves, documents=made).sum(), leaves)  # type: ignore[union-attr]
+    del made
+    gc.collect()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    same = all(map(torch.equal, grads, wanted))
+    found["documents that nobody holds"] = "the same" if same else "others"
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        made = cp.documents([0, 9, 16])
+        out, _ = compiled(made)
+    del made
+    gc.collect()
+    told("copied by hooks", lambda: torch.autograd.grad(out.sum(), leaves))
+    out, lse = compiled(docs)
+    told("lse", lambda: torch.autograd.grad(lse.sum(), leaves))
+    cp.close()
+    told("closed", lambda: compiled(docs))
+    return found
+
+
+def test_mistakes_in_compiled_code_are_told_to_all_ranks(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(faults, 2, seconds=SECONDS)):
+        assert "dropout_p=0.5: dropout of attention weights" in found["dropout"], (rank, found)
+        assert "q has shape (1, 4, 2, 8), expected (1, 8, 2, 8)" in found["shape"]
+        assert found["documents that nobody holds"] == "the same"
+        assert "the documents of this call are gone" in found["copied by hooks"]
+        assert "a loss depends on lse" in found["lse"]
+        assert "this ContextParallel is closed" in found["closed"]
+
+
+def checked_ops(rank: int, world_size: int) -> list[set[str]]:
+    with ContextParallel(causal=True, differentiable_lse=True) as cp:
+        docs = cp.documents([0, 5, 16])
+        leaves = qkv(cp, docs)
+        sinks = torch.randn(HEADS, requires_grad=True)
+        given: Any = (
+            cp._name,
+            *leaves,
+            sinks,
+            docs.number,
+            None,
+            "x",
+            None,
+            None,
+            None,
+            True,
+            None,
+        )
+        checks = [torch.library.opcheck(attention_op, given)]
+        with torch.no_grad():
+            out, lse, place = attention_op(*given)
+        saved: Any = (*leaves, out, lse, place, sinks)
+        saved = [x.detach() for x in saved]
+        last: Any = (docs.number, "x", None, None, True)
+        checks.append(
+            torch.library.opcheck(attention_backward_op, (cp._name, out, None, *saved, *last))
+        )
+    return [set(check.values()) for check in checks]
+
+
+def test_opcheck_passes_for_both_ops(pool: WorkerPool) -> None:
+    assert pool.run(checked_ops, 1, seconds=SECONDS) == [[{"SUCCESS"}] * 2]
