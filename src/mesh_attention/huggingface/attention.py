@@ -16,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.masks import LayerMask, layer_mask
-from mesh_attention.replaced_attention import _as_under_autocast
 from mesh_attention.runtime.documents import Documents
 
 NAME = "mesh_attention"
@@ -102,7 +101,7 @@ def attend(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    return _as_under_autocast(x).transpose(1, 2)
+    return x.transpose(1, 2)
 
 
 def _mask_of(given: Any) -> LayerMask:
