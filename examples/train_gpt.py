@@ -45,7 +45,7 @@ from mesh_attention.cli.output import progress
 from mesh_attention.plots import pyplot
 
 VOCABULARY = 256  # bytes
-SAME_RUN = ("seed", "packs", "tokens", "width", "layers", "heads", "kv_heads", "rate")
+SAME_RUN = ("seed", "packs", "tokens", "width", "layers", "heads", "kv_heads", "rate", "bf16")
 
 
 class Block(nn.Module):
@@ -261,7 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = sys.argv[1:] if arguments is None else arguments
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         command = [sys.executable, *torchrun, __file__, *given]
-        raise SystemExit(subprocess.call(command, env=environment))
+        try:
+            raise SystemExit(subprocess.call(command, env=environment))
+        except KeyboardInterrupt:  # torchrun has it too, and ends its ranks
+            raise SystemExit(130) from None
     # A GPU for each process, or none at all.
     gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
