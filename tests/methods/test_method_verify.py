@@ -89,7 +89,7 @@ def test_every_shape_of_every_method_on_up_to_64_ranks_is_proven(name: str, rank
 @pytest.mark.parametrize("name", NAMES)
 def test_many_manners_with_every_shape_causal_and_not_are_proven(name: str, ranks: int) -> None:
     """A part of the product, spread over it."""
-    part = 9 * ranks - 19
+    part = 18 * ranks - 37
     for number, (setting, causal, heads) in enumerate(product_of(name, ranks)):
         if number % part == 0:
             prove(name, problem_of(ranks, heads, causal=causal), ranks, setting)

@@ -28,7 +28,7 @@ from mesh_attention.plan.question import make_plan
 GENERATOR = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_methods.py"))
 VOLUMES: dict[str, tuple[str, str]] = GENERATOR["VOLUMES"]
 
-RANKS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 25)
+RANKS = (1, 2, 3, 4, 6, 8, 9, 12, 18)
 F = Fraction
 
 
@@ -72,7 +72,7 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
     name: str, direction: Direction, layout: str
 ) -> None:
     formula = VOLUMES[name][direction is Direction.BACKWARD]
-    for ranks in RANKS if layout == "contiguous" else (4, 9, 12):
+    for ranks in RANKS if layout == "contiguous" else (4, 9):
         for setting in as_counted(name, ranks):
             expected = eval(formula, {"__builtins__": {}}, variables(ranks, setting))
             found = volumes(name, ranks, setting | {"layout": layout}, direction)

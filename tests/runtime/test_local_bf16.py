@@ -96,7 +96,7 @@ def show(kernel: str, mask: str, combine: Combine) -> None:
     ("kernel", "mask"),
     [
         ("blockwise", "causal"),
-        ("blockwise", "full"),
+        pytest.param("blockwise", "full", marks=pytest.mark.slow),
         ("cpu_flash", "causal"),
         pytest.param("cpu_flash", "full", marks=pytest.mark.slow),
     ],

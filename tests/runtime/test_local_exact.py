@@ -55,12 +55,19 @@ def random_cases(ranks: int, tile: tuple[int, int]) -> list[Case]:
 
 @pytest.mark.parametrize(
     ("ranks", "tile"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] > 12)) for one in tiles()],
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] > 9)) for one in tiles()],
 )
 def test_random_cases_equal_the_truth_and_move_the_counted_bytes(
     ranks: int, tile: tuple[int, int]
 ) -> None:
-    for case in random_cases(ranks, tile):
+    for case in random_cases(ranks, tile)[::2]:
+        check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tile"), tiles())
+def test_the_other_random_cases_equal_the_truth_too(ranks: int, tile: tuple[int, int]) -> None:
+    for case in random_cases(ranks, tile)[1::2]:
         check(case)
 
 
