@@ -185,12 +185,12 @@ class _Door:
 
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        told = {name: way_out for name, way_out in _AT_THE_DOOR.items() if _is_given(given, name)}
-        for name, way_out in told.items():
-            raise MeshAttentionError(f"{name} was given to the model: {way_out}")
         documents = given.get("documents")
         if documents is None:
             raise MeshAttentionError(WITHOUT_BATCH)
+        for name, way_out in _AT_THE_DOOR.items():
+            if _is_given(given, name):
+                raise MeshAttentionError(f"{name} was given to the model: {way_out}")
         if given.get("position_ids") is None:
             raise MeshAttentionError(
                 "position_ids were not given to the model, which would count this rank's tokens "

@@ -46,9 +46,12 @@ class ContextParallelTrainer(Trainer):
     ) -> None:
         _refuse(args, more)
         super().__init__(model, args, *others, **more)
-        if not dist.is_initialized():
-            raise MeshAttentionError("there is one process only: start it with torchrun")
-        world_size = dist.get_world_size()
+        world_size = dist.get_world_size() if dist.is_initialized() else 0
+        if self.args.world_size != world_size:  # DDP would not be where ranks are
+            raise MeshAttentionError(
+                f"the default process group has {world_size} processes, and accelerate sees "
+                f"{self.args.world_size}: start them with torchrun, and leave the group to Trainer"
+            )
         self.cp_size = world_size if cp_size is None else cp_size
         if self.cp_size < 1 or world_size % self.cp_size:
             raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")

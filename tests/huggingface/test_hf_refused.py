@@ -1,0 +1,257 @@
+"""Need 6 for models of transformers: what they are given is used or refused by name, never ignored,
+and what only one rank is given is told to all of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from support.pool import WorkerPool
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    from mesh_attention import MeshAttentionError
+
+    try:
+        action()
+    except MeshAttentionError as error:
+        return str(error)
+    return "nothing"
+
+
+def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
+    import torch
+    from transformers import DynamicCache
+
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.tiny_models import PLAIN, make_model
+
+    model = make_model("llama")
+    told = {}
+    with ModelContextParallel(model) as cp:
+        part = cp.shard_batch(**PLAIN.whole)
+        given = part.model_inputs()
+        local = torch.ones_like(part.position_ids)
+        for name, more in {
+            "labels": {"labels": part.labels},
+            "attention_mask": {"attention_mask": local},
+            "attention_mask 4-D": {"attention_mask": local[:, None, None].bool()},
+            "past_key_values": {"past_key_values": DynamicCache(config=model.config)},
+            "output_attentions": {"output_attentions": True},
+            "logits_to_keep": {"logits_to_keep": 1},
+            "position_ids": {"position_ids": None},
+            "documents": {"documents": None},
+            "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 19])},
+            "is_causal": {"is_causal": False},
+            "head_mask": {"head_mask": local},
+            "of one rank": {"head_mask": local} if rank == 1 else {},
+        }.items():
+            told[name] = refusal(lambda: model(**given | more))  # noqa: B023
+        told["whole batch"] = refusal(lambda: model(**part))
+        ids, documents = part.input_ids, part.documents
+        told["positional"] = refusal(lambda: model(ids, local, documents=documents))
+        told["inside"] = refusal(lambda: model.model(**given))
+        told["generate"] = refusal(
+            lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=1)
+        )
+        told["twice"] = refusal(lambda: ModelContextParallel(model))
+        told["pickled"] = refusal(lambda: pickle.dumps(model))
+        told["fine"] = refusal(lambda: copy.deepcopy(model)(**given))
+    model.set_attn_implementation("mesh_attention")
+    told["closed"] = refusal(lambda: model(PLAIN.whole["input_ids"]))
+    model.set_attn_implementation("eager")
+    told["after"] = refusal(lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=2))
+    return told
+
+
+def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
+    """Needs 6 and 27."""
+    wanted = {
+        "labels": "targets already",
+        "attention_mask": "shard_batch reads it",
+        "attention_mask 4-D": "shard_batch reads it",
+        "past_key_values": "caches",
+        "output_attentions": "attention weights are never made",
+        "logits_to_keep": "not the last of the sequence",
+        "position_ids": "batch.model_inputs()",
+        "documents": "batch.model_inputs()",
+        "cu_seq_lens_q": "give cu_seqlens to shard_batch",
+        "is_causal": "causal",
+        "head_mask": "head_mask is not supported",
+        "of one rank": "head_mask is not supported",
+        "whole batch": "labels was given",
+        "positional": "attention_mask was given",
+        "inside": "batch.model_inputs()",
+        "generate": "For generate",
+        "twice": "already; close() it",
+        "pickled": "cannot be pickled",
+        "fine": "nothing",
+        "closed": "For generate",
+        "after": "nothing",
+    }
+    for rank, told in enumerate(model_pool.run(wrong_calls, 2)):
+        assert told.keys() == wanted.keys()
+        for name, words in wanted.items():
+            assert words in told[name], f"rank {rank}, {name}: {told[name]}"
+
+
+def wrong_models(rank: int, world_size: int) -> dict[str, str]:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.tiny_models import PLAIN, make_model
+
+    def called(name: str, **changes: Any) -> Any:
+        model = make_model(name, **changes).eval()
+        with ModelContextParallel(model) as cp:
+            model(**cp.shard_batch(**PLAIN.whole).model_inputs())
+
+    def trained(name: str, **changes: Any) -> Any:
+        model = make_model(name, **changes).train()
+        with ModelContextParallel(model) as cp:
+            model(**cp.shard_batch(**PLAIN.whole).model_inputs())
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
+    llama = make_model("llama")
+    actions: dict[str, Callable[[], Any]] = {
+        "gpt2": lambda: ModelContextParallel(gpt2),
+        "no model": lambda: ModelContextParallel(nn.Linear(2, 2)),
+        "wrapped": lambda: ModelContextParallel(DistributedDataParallel(llama)),
+        "causal": lambda: ModelContextParallel(llama, causal=True),
+        "option": lambda: ModelContextParallel(llama, tiles=3),
+        "dropout": lambda: trained("llama", attention_dropout=0.1),
+        "dropout, evaluated": lambda: called("llama", attention_dropout=0.1),
+        "bidirectional": lambda: called("gemma3_text", use_bidirectional_attention=True),
+        "not causal": lambda: called("llama", is_causal=False),
+        "router": lambda: called("gpt_oss", output_router_logits=True),
+    }
+    return {name: refusal(action) for name, action in actions.items()}
+
+
+def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) -> None:
+    """Need 6: masks, dropout and losses that are not those of this library."""
+    wanted = {
+        "gpt2": "untested=True",
+        "no model": "Linear, which is no model of transformers",
+        "wrapped": "before it is wrapped",
+        "causal": "causal: the model says this",
+        "option": "'tiles'",
+        "dropout": "attention_dropout=0.1",
+        "dropout, evaluated": "nothing",
+        "bidirectional": "causal",
+        "not causal": "causal",
+        "router": "output_router_logits",
+    }
+    for told in model_pool.run(wrong_models, 2):
+        assert told.keys() == wanted.keys()
+        for name, words in wanted.items():
+            assert words in told[name], f"{name}: {told[name]}"
+
+
+def masks(rank: int, world_size: int) -> list[Any]:
+    import torch
+    from transformers import masking_utils as made
+
+    from mesh_attention.huggingface.masks import layer_mask
+
+    window = made.sliding_window_causal_mask_function(4)
+    packed = made.packed_sequence_mask_function(torch.zeros(1, 3))
+    causal = made.causal_mask_function
+
+    def own(batch: int, head: int, query: int, key: int) -> bool:
+        return query == key
+
+    found = [
+        layer_mask(mask_function=function)
+        for function in (
+            causal,
+            window,
+            made.and_masks(window, packed),
+            made.and_masks(causal, own),
+            made.or_masks(causal, packed),
+            made.chunked_causal_mask_function(4, torch.zeros(1)),
+            made.bidirectional_mask_function,
+            made.sliding_window_bidirectional_mask_function(4),
+        )
+    ]
+    return [*found, layer_mask(), layer_mask(mask_function=causal, attention_mask=torch.ones(1, 3))]
+
+
+def test_masks_are_read_from_their_functions_and_others_refused(model_pool: WorkerPool) -> None:
+    """Need 6: a window that is left out in silence trains another model."""
+    [found] = model_pool.run(masks, 1)
+    assert [mask.window for mask in found[:3]] == [None, 4, 4]
+    assert all(mask.refused is None for mask in found[:3])
+    assert all(mask.refused for mask in found[3:])
+
+
+def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    from accelerate import ParallelismConfig
+    from transformers import TrainingArguments
+
+    from mesh_attention.huggingface import ContextParallelTrainer
+    from support.tiny_models import make_model
+    from support.tiny_trainer import Texts, launched
+
+    def made(cp_size: int | None = None, **arguments: Any) -> Any:
+        given = {
+            name: arguments.pop(name)
+            for name in ("compute_loss_func", "model_init", "data_collator")
+            if name in arguments
+        }
+        model = None if "model_init" in given else make_model("llama")
+        return ContextParallelTrainer(
+            *(model, TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)),
+            train_dataset=Texts(2),
+            cp_size=cp_size,
+            **given,
+        )
+
+    actions: dict[str, Callable[[], Any]] = {
+        name: lambda given=given: made(**given)  # type: ignore[misc]
+        for name, given in {
+            "parallelism_config": {"parallelism_config": ParallelismConfig(cp_size=1)},
+            "compute_loss_func": {"compute_loss_func": print},
+            "model_init": {"model_init": lambda: make_model("llama")},
+            "cp_size": {"cp_size": 3},
+            "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+            "average_tokens_across_devices": {"average_tokens_across_devices": False},
+            "auto_find_batch_size": {"auto_find_batch_size": True},
+            "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+        }.items()
+    }
+    actions["data_collator"] = lambda: made(data_collator=lambda rows: rows).train()
+    actions["no labels"] = lambda: made(
+        data_collator=lambda rows: {"input_ids": rows[0]["input_ids"][None]}
+    ).train()
+    told = {}
+    for name, action in actions.items():
+        with launched(rank, world_size):
+            told[name] = refusal(action)
+    with launched(0, 0):
+        told["one process"] = refusal(made)
+    return told
+
+
+def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_path: Any) -> None:
+    """Need 6."""
+    wanted = {
+        "parallelism_config": "cp_size says all",
+        "compute_loss_func": "override compute_loss",
+        "model_init": "give the model",
+        "cp_size": "cp_size=3 does not divide 2 processes",
+        "neftune_noise_alpha": "neftune_noise_alpha",
+        "average_tokens_across_devices": "targets of all ranks",
+        "auto_find_batch_size": "auto_find_batch_size",
+        "dispatch_batches": "dispatch_batches",
+        "data_collator": "tensors by name",
+        "no labels": "no labels",
+        "one process": "torchrun",
+    }
+    for told in model_pool.run(wrong_trainers, 2, str(tmp_path)):
+        for name, words in wanted.items():
+            assert words in told[name], f"{name}: {told[name]}"
