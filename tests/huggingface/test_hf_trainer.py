@@ -67,10 +67,56 @@ def test_a_trainer_on_two_ranks_is_that_of_one_process(
     check(model_pool.run(on_ranks, 2, folder, ALONE, 2), wanted)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_evaluation_and_training_are_the_same_on_any_number_of_ranks(
+    model_pool: WorkerPool, tmp_path: Path, ranks: int
+) -> None:
+    """Need 20; more ranks than a batch has rows."""
+    folder = str(tmp_path)
+    [wanted] = model_pool.run(one_process, 1, folder, ["smoothed"])
+    check(model_pool.run(on_ranks, ranks, folder, ["smoothed"], ranks), wanted)
+
+
 def test_data_parallel_by_context_parallel_ranks_train_as_one_process(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
     """Need 9, two by two ranks."""
     folder = str(tmp_path)
-    [wanted] = model_pool.run(one_process, 1, folder, ["data-parallel"])
-    check(model_pool.run(on_ranks, 4, folder, ["data-parallel"], 2), wanted)
+    names = ["data-parallel", "streamed"]
+    [wanted] = model_pool.run(one_process, 1, folder, names)
+    check(model_pool.run(on_ranks, 4, folder, names, 2), wanted)
+
+
+def saved(rank: int, world_size: int, folder: str) -> bool:
+    """A training that goes on from a checkpoint ends as if it had not been interrupted."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from support.tiny_trainer import RUNS, launched
+
+    ends = []
+    for checkpoint in (None, str(Path(folder) / "checkpoint-1")):
+        with launched(rank, world_size):
+            trainer = RUNS["saved"].trainer(folder, world_size)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            logits = trainer.predict(trainer.eval_dataset).predictions
+            ends.append((dict(trainer.model.named_parameters()), torch.tensor(logits)))
+            trainer.close()
+    loaded = AutoModelForCausalLM.from_pretrained(str(Path(folder) / "checkpoint-2"))
+    (whole, logits), (resumed, same) = ends
+    assert loaded.config._attn_implementation != "mesh_attention"
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, whole[name])
+        assert torch.equal(parameter, resumed[name])
+    assert torch.equal(logits, same)
+    first = trainer.eval_dataset[0]["input_ids"]
+    alone = loaded.eval()(first[None]).logits[0]
+    return bool((logits[0, : len(first)] - alone).abs().max() < EXACT * alone.abs().max())
+
+
+def test_models_are_saved_by_one_rank_and_trainings_go_on_from_checkpoints(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert model_pool.run(saved, 2, str(tmp_path)) == [True, True]
+    files = {file.name for file in (tmp_path / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= files

@@ -108,10 +108,10 @@ PACKED = Batch((1, 23), {"position_ids": _POSITIONS}, _POSITIONS == 0)
 ALL = [PLAIN, RIGHT, LEFT, PACKED]
 
 
-def on_one_process(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def on_one_process(model: Any, batch: Batch, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Loss and logits as transformers have them; of packed documents each by itself, since not all
     models of transformers keep them apart (gpt-oss does not)."""
-    whole = batch.whole
+    whole = {name: x.to(device) for name, x in batch.whole.items()}
     positions = whole.get("position_ids")
     if positions is None:
         out = model(**whole, use_cache=False)
@@ -127,8 +127,3 @@ def on_ranks(cp: ModelContextParallel, model: Any, batch: Batch) -> tuple[Any, T
     logits = model(**part.model_inputs()).logits
     mean = cp.cross_entropy(logits, part.labels, reduce="sum")
     return mean, cp.unshard(logits.detach(), 1, documents=part.documents)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative to the largest."""
-    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from mesh_attention.huggingface import ContextParallelTrainer
@@ -36,6 +36,16 @@ class Texts(Dataset[dict[str, Tensor]]):
         labels = ids.clone()
         labels[: 1 + at % 3] = -100
         return {"input_ids": ids, "labels": labels}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The same without a length."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.texts[at] for at in range(len(self.texts)))
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -71,6 +81,7 @@ class Run:
     collate: str = "padded"
     lora: bool = False
     num_examples: int = 13  # the last batch is half full
+    stream: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
@@ -101,9 +112,10 @@ class Run:
             disable_tqdm=True,
             **usual | self.arguments,
         )
+        texts = Texts(self.num_examples)
         given: dict[str, Any] = {
-            "train_dataset": Texts(self.num_examples),
-            "eval_dataset": Texts(self.num_examples),
+            "train_dataset": Stream(texts) if self.stream else texts,
+            "eval_dataset": texts,
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
@@ -136,7 +148,9 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]  # what was logged; p
 
 
 def train(trainer: Any) -> Trained:
-    """And evaluate it."""
+    """And evaluate it, before training too: that must not change how it is trained."""
+    if len(trainer.eval_dataset) < 5:
+        trainer.evaluate()
     trainer.train()
     trainer.evaluate()
     names = ("loss", "grad_norm", "eval_loss", "eval_logits", "eval_rows", "num_input_tokens_seen")
@@ -166,5 +180,13 @@ RUNS = {
     "data-parallel": Run(
         "mistral", batch_size=4, num_examples=12, arguments={"gradient_accumulation_steps": 2}
     ),
-    "smoothed": Run("llama", arguments={"label_smoothing_factor": 0.2, "max_steps": 2}),
+    "streamed": Run("qwen3", num_examples=8, stream=True, arguments={"max_steps": 2}),
+    "saved": Run(
+        "llama",
+        arguments={"max_steps": 2, "save_strategy": "steps", "save_steps": 1},
+        num_examples=4,
+    ),
+    "smoothed": Run(
+        "llama", num_examples=4, arguments={"label_smoothing_factor": 0.2, "max_steps": 2}
+    ),
 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -134,7 +135,21 @@ class ContextParallelTrainer(Trainer):
             count = torch.tensor(whole if is_first else 0, device=self.args.device)
         self.state.num_input_tokens_seen += self.accelerator.gather(count).sum().item()
 
-    # Losses.
+    # Losses and gradients.
+
+    def train(self, *args: Any, **more: Any) -> Any:
+        """Accelerate takes a model that was evaluated before for one that is wrapped already."""
+        if self.model_wrapped is self.model:
+            self.model._is_accelerate_prepared = False
+        return super().train(*args, **more)
+
+    def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
+        if dist.get_world_size() > 1 and not isinstance(model, DistributedDataParallel):
+            raise MeshAttentionError(
+                f"the model is wrapped by {type(model).__name__} and not by "
+                "DistributedDataParallel, so gradients would not be averaged over all ranks"
+            )
+        return super().training_step(model, *args, **more)
 
     def compute_loss(
         self,

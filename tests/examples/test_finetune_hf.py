@@ -1,0 +1,61 @@
+"""The example of fine-tuning with transformers runs, and learns the same on any number of ranks.
+
+It runs in processes that have imported transformers already; the group is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from support.pool import WorkerPool
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_hf.py"
+
+
+def run(rank: int, world_size: int, *arguments: str) -> str:
+    from support.tiny_trainer import launched
+
+    printed = io.StringIO()
+    with (
+        launched(rank, world_size),
+        patch("torch.distributed.destroy_process_group"),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLE))["main"](arguments)
+    return printed.getvalue()
+
+
+def losses(printed: str) -> tuple[float, float]:
+    last = printed.splitlines()[-1].split()
+    return float(last[4]), float(last[6])
+
+
+def test_fine_tuning_learns_the_same_on_one_and_on_two_ranks(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    given = ["--steps", "2", "--tokens", "500", "--output", str(tmp_path)]
+    first, other = model_pool.run(run, 2, "--cp", "2", *given, "--checkpointing")
+    assert not other
+    [alone] = model_pool.run(run, 1, "--cp", "1", *given)
+    before, after = losses(first)
+    assert (before, after) == pytest.approx(losses(alone), abs=2e-5)
+    assert after < before - 0.3
+    assert "1 data-parallel by 2 context-parallel ranks, 2 steps" in first
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_fine_tuning_trains_adapters_on_data_parallel_by_context_parallel_ranks(
+    model_pool: WorkerPool,
+) -> None:
+    given = ["--steps", "10", "--cp", "2", "--lora"]
+    first, *others = model_pool.run(run, 4, *given)
+    assert not any(others)
+    before, after = losses(first)
+    assert after < before - 0.1
