@@ -34,7 +34,7 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
         part = cp.shard_batch(**PLAIN.whole)
         given = part.model_inputs()
         local = torch.ones_like(part.position_ids)
-        for name, more in {
+        wrong: dict[str, dict[str, Any]] = {
             "labels": {"labels": part.labels},
             "attention_mask": {"attention_mask": local},
             "attention_mask 4-D": {"attention_mask": local[:, None, None].bool()},
@@ -47,7 +47,8 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             "is_causal": {"is_causal": False},
             "head_mask": {"head_mask": local},
             "of one rank": {"head_mask": local} if rank == 1 else {},
-        }.items():
+        }
+        for name, more in wrong.items():
             told[name] = refusal(lambda: model(**given | more))  # noqa: B023
         told["whole batch"] = refusal(lambda: model(**part))
         ids, documents = part.input_ids, part.documents

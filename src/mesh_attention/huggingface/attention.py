@@ -30,7 +30,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, layer_mask)
 
 
-class Attending(Protocol):
+class LayerAttending(Protocol):
     """What is asked of a `ModelContextParallel`; a `fault` is raised by all ranks."""
 
     def attend_layer(
@@ -47,7 +47,7 @@ class Attending(Protocol):
 class ModelBatch:
     """What goes through the model with a batch."""
 
-    cp: Attending
+    cp: LayerAttending
     documents: Documents
 
 
