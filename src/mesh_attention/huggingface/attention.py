@@ -89,7 +89,7 @@ def attend(
         or _unknown(others)
     )
     out = documents.cp.attend_layer(
-        (_rows_first(query), _rows_first(key), _rows_first(value)),
+        (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
         None if told is None else MeshAttentionError(told),
         *(mask.window, softcap),
         documents=documents.documents,
@@ -98,10 +98,6 @@ def attend(
         label=getattr(module, "layer_idx", None),
     )
     return out, None
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
 
 
 def _mask_of(given: Any) -> LayerMask:
