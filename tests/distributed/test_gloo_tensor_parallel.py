@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -158,6 +159,7 @@ def as_dtensors(rank: int, world_size: int) -> dict[str, bool]:
         out, lse = both
         once = mesh_attention(*cut, causal=True, group=mesh["cp"])
         joined: Any = cp.unshard(out, 1, documents=docs)
+        late = [AsyncCollectiveTensor(x) for x in own]  # as collectives give them without gradients
         copied: Any = cp.shard(spread(heads[0], Replicate()), 1, documents=docs)
         return {
             "shards": all(map(torch.equal, [x.to_local() for x in cut], own)),
@@ -169,6 +171,10 @@ def as_dtensors(rank: int, world_size: int) -> dict[str, bool]:
             "joined": torch.equal(joined.to_local(), cp.unshard(wanted[0], 1, documents=docs)),
             "spread alike": joined.placements == (Shard(2),) == out.placements,
             "copies": torch.equal(copied.to_local(), own[0]),
+            "in flight": torch.equal(
+                cp.attention(*late, sinks=sinks, documents=docs),  # type: ignore[arg-type]
+                wanted[0],
+            ),
             "still copies": copied.placements == (Replicate(),),
         }
 

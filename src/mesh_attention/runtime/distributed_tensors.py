@@ -48,7 +48,7 @@ def own_heads(
     """q, k and v, by their names, and sinks, as this rank holds them; heads are along `dim`.
     `ranks` are those of the context-parallel group."""
     if not any(map(is_dtensor, tensors.values())):
-        return [*tensors.values()], sinks, Spread()
+        return [*map(_held, tensors.values())], sinks, Spread()
     first = next(x for x in tensors.values() if is_dtensor(x))
     dims = {name: (x, dim) for name, x in tensors.items()}
     if is_dtensor(sinks):  # plain ones are those of this rank's heads
@@ -66,15 +66,14 @@ def own_heads(
                 "gradient will have, x.to_local(grad_placements=...), or a DTensor that is "
                 f"sharded evenly over heads, Shard({at}),",
             )
-    own = None if sinks is None else sinks.to_local() if is_dtensor(sinks) else sinks
-    locals_ = [x.to_local() for x in tensors.values()]
-    return locals_, own, Spread(first.device_mesh, first.placements)
+    spread = Spread(first.device_mesh, first.placements)
+    return [*map(_held, tensors.values())], _held(sinks), spread
 
 
 def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
     """Of a tensor that has tokens along `dim`."""
     if not is_dtensor(x) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        return x, Spread()
+        return _held(x), Spread()
     others = [at for at in range(x.ndim) if at != dim % x.ndim]
     if not _fits(ranks, x, others, replicated=True):
         raise _refusal(
@@ -82,7 +81,7 @@ def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
             "x.full_tensor(), or a DTensor that is replicated or sharded evenly over another "
             f"dimension than {dim}",
         )
-    return x.to_local(), Spread(x.device_mesh, x.placements)
+    return _held(x), Spread(x.device_mesh, x.placements)
 
 
 def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
@@ -90,7 +89,16 @@ def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
     for name, x in tensors.items():
         if is_dtensor(x) and not _fits(ranks, x, (), replicated=True):
             raise _refusal(name, x, "x.full_tensor(), or a DTensor that is replicated")
-    return [x.to_local() if is_dtensor(x) else x for x in tensors.values()]
+    return [*map(_held, tensors.values())]
+
+
+def _held(x: Any) -> Any:
+    """What this rank holds, and has received: collectives of tensor parallelism that no gradient
+    goes through, as in evaluation, may be in flight."""
+    own = x.to_local() if is_dtensor(x) else x
+    if type(own).__name__ == "AsyncCollectiveTensor" and not own.requires_grad:
+        return own.wait()
+    return own
 
 
 def _fits(
