@@ -109,6 +109,7 @@ class Maker:
                 if direction not in made:
                     made[direction] = self._executor(self.bases[base][0].plan, direction, {})
                 found[direction] = made[direction].for_mask(mine.plan, known)
+        for direction in reversed(Direction):  # what is made for backward may serve both
             found[direction].prepare_kernels()
         return found
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
+    BlockMask,
+    BlockSize,
     Choice,
     RowKernels,
     choose_rows,
@@ -164,13 +166,18 @@ class Executor:
 
     def prepare_kernels(self) -> None:
         """What kernels make of masks, where they can do so ahead of a call."""
+        table = self._program.buffer_table()
+        done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
         for at, masks in self._compute.masks.items():
             op = self._program.operations[at]
             assert isinstance(op, Attention)
             for call, mask in zip(op.calls, masks, strict=True):
                 prepare = getattr(self._kernels[kind_of(mask)], "prepare", None)
-                if prepare is not None:
-                    size = call_size(self._problem, self._program.buffer_table(), op, call)
+                if prepare is None:
+                    continue
+                size = call_size(self._problem, table, op, call)
+                if (mask, size) not in done:
+                    done.add((mask, size))
                     prepare(self._direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
