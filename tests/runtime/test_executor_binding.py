@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.kernels import Block
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import AllToAll, Free, Merge, MergeRule, Operation, Task
@@ -141,3 +142,26 @@ def test_what_is_computed_while_a_transfer_is_in_flight_is_beside_it() -> None:
     operations += [computation, computation]
     waits: list[tuple[int, ...]] = [(), (), (), (), (1,), (3,)]
     assert _beside_transfers(operations, waits) == {2, 4}
+
+
+def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
+    problem = Problem(64, 4, 8, element_bytes=4, mask=Mask(causal=True, window=(9, 0)))
+    plan = make_plan(problem, 2, method="seen", head_slices=(2, 2))
+    one, asked = plan.forward, []
+
+    class Asked:
+        def prepare(self, direction: Direction, block: Block) -> None:
+            asked.append((block.mask, block.q.shape[1:3], block.k.shape[1:3]))
+
+    transport = AloneTransport(one.programs[0], receive)
+    executor = Executor(plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
+    executor._kernels = dict.fromkeys(executor._kernels, Asked())  # type: ignore[arg-type]
+    executor.prepare_kernels()
+    assert len(executor._compute.masks) == 2  # slices of heads
+    calls = [
+        (mask, (call.q_stop - call.q_start, 2), (call.k_stop - call.k_start, 2))
+        for at, masks in executor._compute.masks.items()
+        for call, mask in zip(one.programs[0].operations[at].calls, masks, strict=True)  # type: ignore[union-attr]
+    ]
+    assert asked == list(dict.fromkeys(calls))
+    assert len(calls) >= 2 * len(asked)

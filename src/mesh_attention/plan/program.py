@@ -12,7 +12,6 @@ their place in the group, so the members of many groups can share one operation 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -93,10 +92,7 @@ class _Named(Value):
         try:
             return self._touched  # type: ignore[attr-defined, no-any-return]
         except AttributeError:
-            read = _names(reads(self))  # type: ignore[arg-type]
-            names = tuple(dict.fromkeys(read + self.written))
-            object.__setattr__(self, "_touched", names)
-            return names
+            return self._find_names()[0]
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -104,13 +100,16 @@ class _Named(Value):
         try:
             return self._written  # type: ignore[attr-defined, no-any-return]
         except AttributeError:
-            names = _names(writes(self))  # type: ignore[arg-type]
-            object.__setattr__(self, "_written", names)
-            return names
+            return self._find_names()[1]
 
-
-def _names(pieces: Sequence[Piece]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([piece.buffer for piece in pieces]))
+    def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        op: Operation = self  # type: ignore[assignment]
+        written = dict.fromkeys([piece.buffer for piece in writes(op)])
+        read = dict.fromkeys([piece.buffer for piece in reads(op)])
+        found = tuple(read | written), tuple(written)
+        object.__setattr__(self, "_touched", found[0])
+        object.__setattr__(self, "_written", found[1])
+        return found
 
 
 @value

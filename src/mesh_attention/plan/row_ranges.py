@@ -161,13 +161,24 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for s in segments:
         last = found[-1] if found else None
-        if last and _hold(last.intervals, s):
+        if last and _are_apart(last, s):
+            found.append(s)
+        elif last and _hold(last.intervals, s):
             found[-1] = Segment(last.start, s.stop, last.intervals)
         elif last and _hold(s.intervals, last):
             found[-1] = Segment(last.start, s.stop, s.intervals)
         else:
             found.append(s)
     return tuple(found)
+
+
+def _are_apart(one: Segment, other: Segment) -> bool:
+    """Whether their first lines are parallel, as those of two documents are: neither holds for both
+    then."""
+    if not one.intervals or not other.intervals:
+        return False
+    a, b = one.intervals[0], other.intervals[0]
+    return a.lo_slope == b.lo_slope and a.lo != b.lo
 
 
 def _hold(lines: tuple[Interval, ...], on: Segment) -> bool:
