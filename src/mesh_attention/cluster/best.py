@@ -4,17 +4,20 @@ First every shape worth trying (tile, node patch, team, degree, ...: the method'
 cut into a few slices of heads and into a few chunks of rows. Then, for slices and for chunks since
 steps do not lead from one to the other: the cut of the best shape, by doubling and halving while
 that helps, and the cut found with the next best shapes. What the caller gave stays as it is.
+
+All of that goes by what one rank sees (`one_rank.py`); the few best are simulated, with all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import a_cluster
+from mesh_attention.cluster.one_rank import Estimate, estimate
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
@@ -24,20 +27,75 @@ from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.build.slices import HeadSlices, usual_heads
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Direction, a_direction
+from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
+NUM_SIMULATED = 6  # settings at most, besides the method's own choice
+# Operations of all ranks in these simulations, about; a million takes minutes.
+MAX_SIMULATED_OPERATIONS = 50_000
+
+Progress = Callable[[int, int], None]
+Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
+Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """`options` make the plan of `timeline` (with `plan_on`); `tried` counts simulations."""
+    """`options` make the plan of `timeline` (with `plan_on`); `tried` counts settings."""
 
     timeline: Timeline
     options: dict[str, Any]
     tried: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is asked: one pass of any method, on a cluster."""
+
+    problem: Problem
+    num_ranks: int
+    cluster: Cluster
+    direction: Direction
+    given: Mapping[str, Any]
+    overlap: Overlap = Overlap.EVENTS
+    kernel: str | None = None
+
+    def plan(self, method: str, setting: Mapping[str, Any]) -> Plan:
+        only = (self.direction,)
+        return plan_on(
+            *(self.cluster, self.problem, self.num_ranks),
+            **{"method": method, "directions": only, **setting},
+        )
+
+    def estimate(self, plan: Plan, ranks: Sequence[int] | None = None) -> Estimate:
+        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+        return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
+
+    def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
+        plan = self.plan(method, setting)
+        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+        return simulate(plan, self.cluster, self.direction, **how)
+
+    def score(self, seconds: float, peak_bytes: int) -> Score:
+        return peak_bytes > self.cluster.gpu.memory_gib * 2**30, seconds
+
+    def score_of(self, timeline: Timeline) -> Score:
+        return self.score(timeline.runtime_seconds, timeline.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A setting by what one rank sees of it: the score that is expected, and one that no simulation
+    is better than. Passes of one plan have one place."""
+
+    method: str
+    options: dict[str, Any]
+    expected: Score
+    least: Score
+    place: Place
+    num_operations: int
 
 
 def find_best(
@@ -50,92 +108,147 @@ def find_best(
     options: Mapping[str, Any] | None = None,
     overlap: Overlap | str = Overlap.EVENTS,
     kernel: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Best:
     """Never slower than the method's own choice. Settings that fit into the GPU's memory win over
     those that do not; those that the method refuses are passed over, unless it refuses all."""
-    cluster, overlap = a_cluster(cluster), choice(Overlap, "overlap", overlap)
-    num_ranks = ask(problem, num_ranks, method=method).num_ranks
+    search = a_search(
+        *(problem, num_ranks, cluster, direction, options), overlap=overlap, kernel=kernel
+    )
+    ask(problem, num_ranks, method=method)
+    explored = explore(search, method, progress)
+    best: tuple[Score, dict[str, Any], Timeline] | None = None
+    for one in finalists(search, explored):
+        if best is None or one.least < best[0]:
+            timeline = search.simulate(method, one.options)
+            score = search.score_of(timeline)
+            if best is None or score < best[0]:
+                best = score, one.options, timeline
+    assert best is not None
+    return Best(best[2], best[1], explored.tried)
+
+
+def a_search(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    direction: Direction | str,
+    options: Mapping[str, Any] | None,
+    *,
+    overlap: Overlap | str = Overlap.EVENTS,
+    kernel: str | None = None,
+) -> Search:
+    """From what people give, or a refusal."""
+    cluster, how = a_cluster(cluster), choice(Overlap, "overlap", overlap)
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
+    num_ranks = ask(problem, num_ranks).num_ranks
     given = dict(options or {})
-    one = a_direction(direction)
+    return Search(problem, num_ranks, cluster, a_direction(direction), given, how, kernel)
 
-    def measure(setting: dict[str, Any]) -> Timeline:
-        plan = plan_on(cluster, problem, num_ranks, method=method, directions=(one,), **setting)
-        return simulate(plan, cluster, one, overlap=overlap, kernel=kernel)
 
-    search = _Search(measure, progress)
-    search.attempt(given)  # the method's own choice, and its refusal of what was given
-    shapes = METHODS[method].candidates(problem, num_ranks, cluster.node.ranks)
+def explore(search: Search, method: str, progress: Progress | None = None) -> Explored:
+    """The settings of a method that were looked at; its refusal where it takes none of them."""
+    found = Explored(search, method, progress)
+    problem, given = search.problem, dict(search.given)
+    found.attempt(given)  # the method's own choice, and its refusal of what was given
+    shapes = METHODS[method].candidates(problem, search.num_ranks, search.cluster.node.ranks)
     free = free_names(METHODS[method].options(), given)
-    search.expected += 2 * len(shapes) + 40 if free else len(shapes)
+    found.expected += 2 * len(shapes) + 40 if free else len(shapes)
     begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are sliced
     for shape in ({}, *shapes):
         for cut in first_cuts(problem, shape | given):
             setting = shape | given | cut.options(free)
-            search.attempt(setting)
+            found.attempt(setting)
             begun[cut.heads is not None].append(setting)
     for settings in begun.values() if free else ():
-        _refine(search, free, problem, search.ranking(settings))
-    return search.answer()
+        _refine(found, free, problem, found.ranking(settings))
+    found.refuse_if_none()
+    return found
 
 
-Score = tuple[bool, float]
 Key = tuple[tuple[str, Any], ...]
 
 
-class _Search:
-    """Settings tried so far, each once."""
+class Explored:
+    """Settings of a method tried so far, each once, with what one rank expects of them."""
 
-    def __init__(
-        self,
-        measure: Callable[[dict[str, Any]], Timeline],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._measure, self._progress = measure, progress
-        self._scores: dict[Key, Score | None] = {}
-        self._best: tuple[Score, dict[str, Any], Timeline] | None = None
+    def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
+        self.method = method
+        self._search, self._progress = search, progress
+        self._known: dict[Key, tuple[Score, dict[str, Any], int] | None] = {}
         self._refusal: PlanError | None = None
-        self.expected = 1  # simulations, about
+        self.expected = 1  # settings, about
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
-        key = tuple(sorted(setting.items()))
-        if key in self._scores:
-            return self._scores[key]
-        score = None
+        key = _key(setting)
+        if key in self._known:
+            found = self._known[key]
+            return None if found is None else found[0]
+        score, search = None, self._search
+        self._known[key] = None
         try:
-            timeline = self._measure(setting)
+            # One rank is enough to rank by: in the middle, where masks leave the mean of work.
+            seen = search.estimate(search.plan(self.method, setting), (search.num_ranks // 2,))
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
-            memory = timeline.cluster.gpu.memory_gib * 2**30
-            score = (timeline.peak_bytes > memory, timeline.runtime_seconds)
-            if self._best is None or score < self._best[0]:
-                self._best = score, setting, timeline
-        self._scores[key] = score
+            score = search.score(seen.seconds, seen.peak_bytes)
+            self._known[key] = score, setting, seen.num_operations
         if self._progress:
-            done = len(self._scores)
+            done = len(self._known)
             self._progress(done, max(done, self.expected))
         return score
 
-    def ranking(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ranking(self, settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that the method takes, best first."""
         scored = [(score, s) for s in settings if (score := self.attempt(s)) is not None]
         return [setting for _, setting in sorted(scored, key=lambda pair: pair[0])]
 
-    def answer(self) -> Best:
-        if self._best is None:
+    def all_in_order(self) -> list[tuple[Score, dict[str, Any], int]]:
+        """What the method takes, best first: score, setting, operations of all ranks."""
+        return sorted((one for one in self._known.values() if one), key=lambda one: one[0])
+
+    @property
+    def tried(self) -> int:
+        return sum(one is not None for one in self._known.values())
+
+    def refuse_if_none(self) -> None:
+        if not self.tried:
             assert self._refusal is not None
             raise self._refusal
-        _, setting, timeline = self._best
-        tried = sum(score is not None for score in self._scores.values())
-        return Best(timeline, setting, tried)
+
+
+def finalists(search: Search, explored: Explored) -> Iterator[Candidate]:
+    """Settings worth a simulation of all ranks, the best first, and the method's own choice."""
+    own = _key(search.given)
+    simulated = 0
+    for at, (_, setting, operations) in enumerate(explored.all_in_order()):
+        simulated += operations
+        much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
+        if not much or _key(setting) == own:
+            yield candidate(search, explored.method, setting)
+
+
+def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:
+    plan = search.plan(method, setting)
+    seen = search.estimate(plan)
+    return Candidate(
+        *(method, dict(setting)),
+        search.score(seen.seconds, seen.peak_bytes),
+        search.score(seen.least_seconds, seen.peak_bytes),
+        (str(plan.q_layout.to_json()), plan.devices),
+        seen.num_operations,
+    )
+
+
+def _key(setting: Mapping[str, Any]) -> Key:
+    return tuple(sorted(setting.items()))
 
 
 def _refine(
-    search: _Search, free: Sequence[str], problem: Problem, ranking: Sequence[dict[str, Any]]
+    search: Explored, free: Sequence[str], problem: Problem, ranking: Sequence[dict[str, Any]]
 ) -> None:
     if not ranking:
         return
@@ -153,7 +266,7 @@ def _refine(
 
 
 def _climb(
-    search: _Search, shape: dict[str, Any], cut: Cut, free: Sequence[str]
+    search: Explored, shape: dict[str, Any], cut: Cut, free: Sequence[str]
 ) -> tuple[Cut, Score | None]:
     """From a cut to better neighbours until there are none."""
     best, score = cut, search.attempt(shape | cut.options(free))
