@@ -1,15 +1,17 @@
 """The setting of a method with the shortest simulated time. Pure: same question, same answer.
 
 First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
-cut into a few slices of heads and into a few chunks of rows. Then, for slices and for chunks since
-steps do not lead from one to the other: the cut of the best shape, by doubling and halving while
-that helps, and the cut found with the next best shapes. What the caller gave stays as it is.
+then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
+and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
+and halving while that helps, and the cut found with the next best shapes. What the caller gave
+stays as it is.
 
 All of that goes by what one rank sees (`one_rank.py`); the few best are simulated, with all ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
+NUM_SHAPES = 4  # that are cut
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
 NUM_SIMULATED = 6  # settings at most, besides the method's own choice
 # Operations of all ranks in these simulations, about; a million takes minutes.
@@ -150,20 +153,8 @@ def a_search(
 def explore(search: Search, method: str, progress: Progress | None = None) -> Explored:
     """The settings of a method that were looked at; its refusal where it takes none of them."""
     found = Explored(search, method, progress)
-    problem, given = search.problem, dict(search.given)
-    found.attempt(given)  # the method's own choice, and its refusal of what was given
-    shapes = METHODS[method].candidates(problem, search.num_ranks, search.cluster.node.ranks)
-    free = free_names(METHODS[method].options(), given)
-    found.expected += 2 * len(shapes) + 40 if free else len(shapes)
-    begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are sliced
-    for shape in ({}, *shapes):
-        for cut in first_cuts(problem, shape | given):
-            setting = shape | given | cut.options(free)
-            found.attempt(setting)
-            begun[cut.heads is not None].append(setting)
-    for settings in begun.values() if free else ():
-        _refine(found, free, problem, found.ranking(settings))
-    found.refuse_if_none()
+    found.try_shapes()
+    found.try_cuts()
     return found
 
 
@@ -178,7 +169,39 @@ class Explored:
         self._search, self._progress = search, progress
         self._known: dict[Key, tuple[Score, dict[str, Any], int] | None] = {}
         self._refusal: PlanError | None = None
-        self.expected = 1  # settings, about
+        self.least_moving = math.inf  # seconds of all transfers, of any setting
+        self.given = dict(search.given)
+        self.free = free_names(METHODS[method].options(), self.given)
+        node = search.cluster.node.ranks
+        self._shapes = METHODS[method].candidates(search.problem, search.num_ranks, node)
+        self._expected = 1 + len(self._shapes) + (60 if self.free else 0)  # settings, about
+
+    def try_shapes(self) -> None:
+        """As they are, and the method's own choice; its refusal where it takes none of them."""
+        self.attempt(self.given)
+        for shape in self._shapes:
+            self.attempt(shape | self.given | self._uncut)
+        if not self.tried:
+            assert self._refusal is not None
+            raise self._refusal
+
+    @property
+    def _uncut(self) -> dict[str, Any]:
+        return {"chunks": (1, 1)} if "chunks" in self.free else {}
+
+    def try_cuts(self) -> None:
+        """Of the best shapes, and from the best cut on to better ones."""
+        problem, free, given = self._search.problem, self.free, self.given
+        if not free:
+            return
+        shapes = self.ranking(shape | given | self._uncut for shape in self._shapes)
+        begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are cut
+        for setting in (given, *shapes[:NUM_SHAPES]):
+            shape = {name: value for name, value in setting.items() if name not in free}
+            for cut in first_cuts(problem, shape):
+                begun[cut.heads is not None].append(shape | cut.options(free))
+        for settings in begun.values():
+            _refine(self, free, problem, self.ranking(settings))
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
@@ -196,9 +219,10 @@ class Explored:
         else:
             score = search.score(seen.seconds, seen.peak_bytes)
             self._known[key] = score, setting, seen.num_operations
+            self.least_moving = min(self.least_moving, seen.moving_seconds)
         if self._progress:
             done = len(self._known)
-            self._progress(done, max(done, self.expected))
+            self._progress(done, max(done, self._expected))
         return score
 
     def ranking(self, settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,11 +237,6 @@ class Explored:
     @property
     def tried(self) -> int:
         return sum(one is not None for one in self._known.values())
-
-    def refuse_if_none(self) -> None:
-        if not self.tried:
-            assert self._refusal is not None
-            raise self._refusal
 
 
 def finalists(search: Search, explored: Explored) -> Iterator[Candidate]:

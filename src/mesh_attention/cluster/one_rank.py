@@ -18,7 +18,8 @@ from typing import NamedTuple
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.compute_cost import TimedCall
 from mesh_attention.cluster.operation_costs import ClusterCosts
-from mesh_attention.cluster.waits import Overlap, Waits, WaitsOfOps
+from mesh_attention.cluster.simulate import collector_paused
+from mesh_attention.cluster.waits import Overlap, waits_of_rank
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Collective, Free, SendRecv
@@ -50,20 +51,19 @@ def estimate(
     ranks: Sequence[int] | None = None,
 ) -> Estimate:
     """`ranks`: those to look at; left out, the first, the last and one in between."""
-    one = plan.direction(direction)
-    costs = ClusterCosts(cluster, plan, one, kernel)
-    waits = Waits(plan, one, overlap, range(plan.num_ranks))
-    last = plan.num_ranks - 1
-    seen = sorted({0, last // 2, last}) if ranks is None else ranks
-    found = [_Rank(plan, one, cluster, costs, waits.of(rank), rank) for rank in seen]
-    kept = max(rank.kept_bytes for rank in found)
-    return Estimate(
-        max(rank.seconds() for rank in found),
-        max(rank.least_seconds() for rank in found) * _ROUNDING,
-        max(rank.moving_seconds for rank in found),
-        waits.workspace_bytes + kept,
-        plan.num_ranks * max(rank.num_operations for rank in found),
-    )
+    with collector_paused():
+        one, last = plan.direction(direction), plan.num_ranks - 1
+        costs = ClusterCosts(cluster, plan, one, kernel)
+        seen = sorted({0, last // 2, last}) if ranks is None else ranks
+        found = [_Rank(plan, one, cluster, costs, overlap, rank) for rank in seen]
+        least = max(rank.least_seconds() for rank in found)
+        return Estimate(
+            max(least, *(rank.run(disturbed=True) for rank in found)),
+            least * _ROUNDING,
+            max(rank.moving_seconds for rank in found),
+            max(rank.workspace_bytes for rank in found) + max(rank.kept_bytes for rank in found),
+            plan.num_ranks * max(rank.num_operations for rank in found),
+        )
 
 
 class _Move(NamedTuple):
@@ -83,14 +83,14 @@ class _Rank:
         one: Pass,
         cluster: Cluster,
         costs: ClusterCosts,
-        waits: WaitsOfOps,
+        overlap: Overlap,
         at: int,
     ) -> None:
         program, problem = one.programs[at], plan.problem
         table = program.buffer_table()
         meter = TrafficMeter(problem, table)
         splits = splits_wanted(program) if one.direction is Direction.FORWARD else 1
-        self.waits = waits
+        self.waits, self.workspace_bytes = waits_of_rank(plan, one, overlap, at)
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []
         self.num_operations = len(program.operations)
@@ -132,15 +132,12 @@ class _Rank:
         calls = [call for _, several in self.compute for call in several]
         busy = sum(call.seconds for call in calls)
         lost = min(map(self.loss, calls), default=0.0)
-        return max(self._run(disturbed=False), busy + lost * self.moving_seconds)
-
-    def seconds(self) -> float:
-        return max(self._run(disturbed=True), self.least_seconds())
+        return max(self.run(disturbed=False), busy + lost * self.moving_seconds)
 
     def loss(self, call: TimedCall) -> float:
         return self._usual_loss if call.lost is None else call.lost
 
-    def _run(self, *, disturbed: bool) -> float:
+    def run(self, *, disturbed: bool) -> float:
         return _Streams(self, disturbed=disturbed).run()
 
     @property

@@ -12,7 +12,7 @@ from mesh_attention.plan.arguments import number
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.question import Question, ask
 
 
 def plan_on(
@@ -25,6 +25,21 @@ def plan_on(
     **options: Any,
 ) -> Plan:
     """`make_plan` for so many ranks of this cluster."""
+    return ask_on(
+        *(cluster, problem, num_ranks), method=method, directions=directions, **options
+    ).plan()
+
+
+def ask_on(
+    cluster: Cluster | str | Path,
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    directions: tuple[Direction, ...] = tuple(Direction),
+    **options: Any,
+) -> Question:
+    """`ask` for so many ranks of this cluster."""
     cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if num_ranks > cluster.num_ranks:
         raise ClusterError(
@@ -40,7 +55,7 @@ def plan_on(
     nodes = {"ranks_per_node": cluster.node.ranks}
     if isinstance(method, str) and method in METHODS and "costs" in METHODS[method].options():
         options.setdefault("costs", cluster.planning_costs(num_ranks))
-    return make_plan(problem, num_ranks, method=method, directions=directions, **nodes, **options)
+    return ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
 
 
 def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,12 +61,12 @@ def simulate(
         )
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one, kernel)
-    with _collector_paused():
+    with collector_paused():
         return _Simulation(plan, one, cluster, given, overlap).run()
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """A simulation makes hundreds of thousands of small objects, none of them garbage: looking for
     cycles among them takes a third of the time."""
     was_on = gc.isenabled()

@@ -40,14 +40,9 @@ class Waits:
         key = (self._alike[rank], tuple(map(self._use, program.operations)))
         known = self._known.get(key)
         if known is None:
-            memory = workspace_map(program, self._plan.problem)
-            self.workspace_bytes = max(self.workspace_bytes, memory.total_bytes)
-            known = dependencies(program, memory)
-            if self._overlap is Overlap.NONE:
-                known = tuple((at - 1,) if at else () for at in range(len(program.operations)))
-            if self._overlap is Overlap.STRICT:
-                known = _by_steps(program, self._one.schedule, known)
-            known = self._known[key] = _last_on_each_stream(program, known)
+            known, num_bytes = waits_of_rank(self._plan, self._one, self._overlap, rank)
+            self.workspace_bytes = max(self.workspace_bytes, num_bytes)
+            self._known[key] = known
         return known
 
     def _use(self, op: Operation) -> int:
@@ -58,6 +53,18 @@ class Waits:
             key = (op.task, type(op), *pieces)
             found = self._use_of[op] = self._uses.setdefault(key, len(self._uses))
         return found
+
+
+def waits_of_rank(plan: Plan, one: Pass, overlap: Overlap, rank: int) -> tuple[WaitsOfOps, int]:
+    """Of one rank by itself, with the bytes of its workspace."""
+    program = one.programs[rank]
+    memory = workspace_map(program, plan.problem)
+    waits = dependencies(program, memory)
+    if overlap is Overlap.NONE:
+        waits = tuple((at - 1,) if at else () for at in range(len(program.operations)))
+    if overlap is Overlap.STRICT:
+        waits = _by_steps(program, one.schedule, waits)
+    return _last_on_each_stream(program, waits), memory.total_bytes
 
 
 def _last_on_each_stream(program: Program, waits: WaitsOfOps) -> WaitsOfOps:

@@ -23,19 +23,21 @@ BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
 @dataclass(frozen=True)
 class Question:
-    """Equal questions have equal plans, on every rank."""
+    """Equal questions have equal plans, on every rank. `backward`: asked apart for that pass, by
+    another method or setting; both must lay out the tokens alike."""
 
     problem: Problem
     num_ranks: int
     method: str
     setting: Setting
     directions: tuple[Direction, ...] = BOTH
+    backward: Question | None = None
 
     @property
     def of_any_mask(self) -> Question | None:
         """The question whose programs answer this one too, and those of all other masks; None
         where the mask decides what goes where."""
-        if METHODS[self.method].reads_mask or not self.setting.one_call:
+        if METHODS[self.method].reads_mask or not self.setting.one_call or self.backward:
             return None
         if self.setting.layout is None:  # it is chosen by the mask
             return None
@@ -50,9 +52,29 @@ class Question:
         )
         return replace(self, problem=problem, setting=setting)
 
+    def with_problem(self, problem: Problem) -> Question:
+        backward = None if self.backward is None else self.backward.with_problem(problem)
+        return replace(self, problem=problem, backward=backward)
+
     def plan(self) -> Plan:
         build = METHODS[self.method].build
-        return build(self.problem, self.num_ranks, self.setting, self.directions)
+        plan = build(self.problem, self.num_ranks, self.setting, self.directions)
+        if self.backward is None:
+            return plan
+        other = self.backward.plan()
+        shards = [(one.q_layout, one.kv_layout, one.devices) for one in (plan, other)]
+        if shards[0] != shards[1]:
+            raise PlanError("the passes of a plan must have the same shards on the same devices")
+        name = plan.method if plan.method == other.method else f"{plan.method}/{other.method}"
+        return replace(plan, passes=(*plan.passes, *other.passes), method=name)
+
+
+def joined(forward: Question, backward: Question) -> Question:
+    """One question from one for each pass."""
+    alike = replace(forward, directions=backward.directions) == backward
+    if alike:
+        return replace(forward, directions=BOTH)
+    return replace(forward, backward=backward)
 
 
 # As of 0.1, and what to write now.

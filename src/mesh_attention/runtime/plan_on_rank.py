@@ -107,7 +107,7 @@ class PlanSource:
             return self.first
         if element_bytes not in self._known:
             problem = replace(asked.problem, element_bytes=element_bytes)
-            self._known[element_bytes] = self._find(replace(asked, problem=problem))
+            self._known[element_bytes] = self._find(asked.with_problem(problem))
         return self._known[element_bytes]
 
     def plans(self) -> tuple[PlanOnRank, ...]:

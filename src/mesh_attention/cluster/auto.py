@@ -1,0 +1,271 @@
+"""The best plan over all methods, each pass apart: what `auto` finds when it may search.
+
+Every method has its candidates (heads, queries and keys: Ulysses degree, tile, team, ring, node
+patch) and its cuts (slices, chunks), as `best.py` goes through them. Here all methods meet. One
+whose least transfers and computation take longer than what was simulated already is not looked at
+further, and neither is a setting whose bound (`one_rank.py`) is above it. Whatever is left out so
+could not have won: the answer is never slower than any method's own best.
+
+Both passes of a plan have the same shards on the same devices, so they are chosen together where
+the best of each would want others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cluster.best import (
+    Candidate,
+    Explored,
+    Place,
+    Progress,
+    Score,
+    Search,
+    a_search,
+    candidate,
+    finalists,
+)
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.planning import ask_on
+from mesh_attention.cluster.reasons import why
+from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cluster.waits import Overlap
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.runs import Run, visible_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A method at its best in one pass. `timeline` where it was simulated; `seconds` otherwise is
+    what one rank expects, and is not below what was found for the best."""
+
+    method: str
+    options: dict[str, Any]
+    seconds: float
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BestOfAll:
+    """`chosen` for each pass, `standings` of all methods in each, best first; methods that take no
+    setting are in `refused`, with the reason. `tried` counts settings."""
+
+    chosen: dict[Direction, Standing]
+    standings: dict[Direction, tuple[Standing, ...]]
+    refused: dict[str, str]
+    reason: str
+    tried: int
+    question: Question
+
+    def plan(self) -> Plan:
+        return self.question.plan()
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.chosen.values())
+
+
+def find_best_of_all(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    *,
+    directions: Sequence[Direction] = BOTH,
+    options: Mapping[str, Any] | None = None,
+    overlap: Overlap | str = Overlap.EVENTS,
+    kernel: str | None = None,
+    progress: Progress | None = None,
+) -> BestOfAll:
+    """The methods that have all the options given are searched."""
+    methods = methods_with(options or {})
+    how: dict[str, Any] = {"overlap": overlap, "kernel": kernel}
+    searches = [a_search(problem, num_ranks, cluster, one, options, **how) for one in directions]
+    total = len(methods) * len(searches)
+    found = []
+    for at, search in enumerate(searches):
+        told = _Part(progress, at * len(methods), total)
+        found.append(_OnePass(search, methods, told))
+    chosen = _in_one_place(found)
+    first = found[0]
+    by_pass = {one.search.direction: best for one, best in zip(found, chosen, strict=True)}
+    standings = {one.search.direction: one.standings() for one in found}
+    return BestOfAll(
+        by_pass,
+        standings,
+        first.refused,
+        why(chosen, list(standings.values())),
+        sum(one.tried for one in found),
+        _question(first.search, by_pass),
+    )
+
+
+def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that have all of these options."""
+    given = {name for name, value in options.items() if value is not None}
+    fits = tuple(name for name, method in METHODS.items() if given <= method.options().keys())
+    if not fits:
+        known = {option for method in METHODS.values() for option in method.options()}
+        unknown = sorted(given - known)
+        if unknown:
+            raise PlanError(f"no method has an option {unknown[0]!r}")
+        raise PlanError(
+            f"no method has all of the options {', '.join(sorted(given))}; leave one out, or name "
+            "a method"
+        )
+    return fits
+
+
+class _Part:
+    """Progress of one pass among several: methods done, of all in all passes."""
+
+    def __init__(self, progress: Progress | None, begin: int, total: int) -> None:
+        self._progress, self._done, self._total = progress, begin, total
+
+    def __call__(self) -> None:
+        self._done += 1
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+class _OnePass:
+    """All methods in one pass. `simulated` and `candidates` are what was looked at closely."""
+
+    def __init__(self, search: Search, methods: Sequence[str], told: Callable[[], None]) -> None:
+        self.search = search
+        self.refused: dict[str, str] = {}
+        self.simulated: list[tuple[Score, Candidate, Timeline]] = []
+        self.candidates: list[Candidate] = []
+        self._known: list[Explored] = []
+        for name in methods:
+            explored = Explored(search, name)
+            try:
+                explored.try_shapes()
+                self._known.append(explored)
+            except PlanError as error:
+                self.refused[name] = str(error)
+                told()
+        if not self._known:
+            name, text = next(iter(self.refused.items()))
+            raise PlanError(text if len(methods) == 1 else f"no method fits; {name}: {text}")
+        for explored in sorted(self._known, key=lambda one: one.all_in_order()[0][0]):
+            if not self.simulated or (False, self._least(explored)) < self.best[0]:
+                self._search(explored)
+            told()
+
+    @property
+    def best(self) -> tuple[Score, Candidate, Timeline]:
+        return min(self.simulated, key=_in_order)
+
+    def _least(self, explored: Explored) -> float:
+        """Seconds that any cut of any shape of the method takes: all transfers, which are longer
+        where they are cut, and on a rank with the mean of all work computation at the best rate of
+        any kernel, slowed by them."""
+        search, problem = self.search, self.search.problem
+        pairs = visible_pairs([Run(0, problem.q_tokens)], [Run(0, problem.keys)], problem.rows)
+        flops = problem.flops(int(pairs[0, 0]), backward=search.direction is Direction.BACKWARD)
+        kernels = search.cluster.passes(search.direction).values()
+        rate = max(rate.tflops for kernel in kernels for rate in kernel.rates.values()) * 1e12
+        usual, sms = search.cluster.disturbance.compute_slowdown, search.cluster.gpu.sms
+        lost = min(one.sm_margin / sms if one.sm_margin else usual for one in kernels)
+        moving = explored.least_moving
+        return max(moving, flops / search.num_ranks / rate + lost * moving)
+
+    def _search(self, explored: Explored) -> None:
+        explored.try_cuts()
+        for one in finalists(self.search, explored):
+            self.candidates.append(one)
+            if not self.simulated or one.least < self.best[0]:
+                self.simulate(one)
+
+    @property
+    def tried(self) -> int:
+        return sum(one.tried for one in self._known)
+
+    def simulate(self, one: Candidate) -> tuple[Score, Candidate, Timeline]:
+        """Once."""
+        for known in self.simulated:
+            if known[1] is one:
+                return known
+        timeline = self.search.simulate(one.method, one.options)
+        self.simulated.append((self.search.score_of(timeline), one, timeline))
+        return self.simulated[-1]
+
+    def places(self) -> dict[Place, Score]:
+        """What to expect at best in each."""
+        found: dict[Place, Score] = {}
+        exact = {id(one): score for score, one, _ in self.simulated}
+        for one in self.candidates:
+            score = exact.get(id(one), one.expected)
+            found[one.place] = min(found.get(one.place, score), score)
+        return found
+
+    def at(self, place: Place) -> tuple[Score, Candidate, Timeline]:
+        """The best that is known there; simulated now if it was not."""
+        here = [one for one in self.candidates if one.place == place]
+        self.simulate(min(here, key=lambda one: one.expected))
+        return min((s for s in self.simulated if s[1].place == place), key=lambda one: one[0])
+
+    def add(self, one: Candidate) -> None:
+        """The setting of another pass, for this one: some place must be common."""
+        self.candidates.append(candidate(self.search, one.method, one.options))
+
+    def standings(self) -> tuple[Standing, ...]:
+        """Every method at its best, the best first."""
+        found = []
+        for method in self._known:
+            name = method.method
+            simulated = [one for one in self.simulated if one[1].method == name]
+            if simulated:
+                score, one, timeline = min(simulated, key=_in_order)
+                found.append((score, Standing(name, one.options, score[1], timeline)))
+            else:
+                score, options, _ = method.all_in_order()[0]
+                found.append((score, Standing(name, options, score[1])))
+        return tuple(standing for _, standing in sorted(found, key=lambda pair: pair[0]))
+
+
+def _in_order(simulated: tuple[Score, Candidate, Timeline]) -> tuple[Score, int]:
+    """Of settings that are alike the one in fewer words."""
+    return simulated[0], len(simulated[1].options)
+
+
+def _in_one_place(passes: Sequence[_OnePass]) -> list[Standing]:
+    """The best of each pass, where they have the same shards on the same devices; otherwise the
+    two of a common place that take the least time together."""
+    best = [one.best for one in passes]
+    if len({one[1].place for one in best}) > 1:
+        for one, other in ((passes[0], passes[1]), (passes[1], passes[0])):
+            if one.best[1].place not in other.places():
+                other.add(one.best[1])
+        maps = [one.places() for one in passes]
+        common = [place for place in maps[0] if place in maps[1]]
+        common.sort(key=lambda place: _sum([one[place] for one in maps]))
+        pairs = [[one.at(place) for one in passes] for place in common[:_NUM_PLACES]]
+        best = min(pairs, key=lambda pair: _sum([score for score, _, _ in pair]))
+    return [Standing(c.method, c.options, score[1], timeline) for score, c, timeline in best]
+
+
+_NUM_PLACES = 3  # in which both passes are simulated, where the best of each want others
+
+
+def _sum(scores: Sequence[Score]) -> Score:
+    return any(bad for bad, _ in scores), sum(seconds for _, seconds in scores)
+
+
+def _question(search: Search, chosen: Mapping[Direction, Standing]) -> Question:
+    """What makes the plan of all passes."""
+    questions = [
+        ask_on(
+            *(search.cluster, search.problem, search.num_ranks),
+            **{"method": one.method, "directions": (direction,), **one.options},
+        )
+        for direction, one in chosen.items()
+    ]
+    return questions[0] if len(questions) == 1 else joined(*questions)

@@ -1,0 +1,123 @@
+"""The best of all methods: never slower than any at its best, and one plan for both passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from simulated_cases import problem_of
+
+from mesh_attention.cluster import Cluster, load_cluster
+from mesh_attention.cluster.auto import find_best_of_all
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.load import cluster_names
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.verify import verify
+
+PAPER = load_cluster("paper")
+
+
+def drawn(seed: int) -> tuple[Problem, int, Cluster]:
+    """A small problem and a cluster of small nodes, with links of other rates than it has."""
+    random = Random(seed)
+    kv_heads = random.choice((1, 2, 3, 4))
+    problem = Problem(
+        q_tokens=random.choice((3, 4096, 10_000, 65_536)),
+        num_heads=kv_heads * random.choice((1, 2, 4)),
+        num_kv_heads=kv_heads,
+        head_dim=random.choice((64, 128)),
+        mask=Mask(causal=random.random() < 0.6),
+    )
+    cluster = load_cluster(random.choice(cluster_names()))
+    ranks = random.choice((1, 2, 4))
+    node = replace(
+        cluster.node,
+        ranks=ranks,
+        all_to_all_gb_per_second=cluster.node.all_to_all_gb_per_second * random.uniform(0.1, 1),
+    )
+    network = replace(cluster.network, nics=random.choice([n for n in (1, 2, 4) if ranks % n == 0]))
+    return (
+        problem,
+        random.choice((1, 2, 3, 4, 5, 6, 8)),
+        replace(cluster, node=node, network=network),
+    )
+
+
+def is_never_slower(seed: int) -> None:
+    problem, ranks, cluster = drawn(seed)
+    for direction in Direction:
+        found = find_best_of_all(problem, ranks, cluster, directions=(direction,))
+        chosen = found.chosen[direction]
+        for method in METHODS:
+            try:
+                best = find_best(problem, ranks, cluster, method=method, direction=direction)
+            except PlanError:
+                assert method in found.refused
+                continue
+            limit = cluster.gpu.memory_gib * 2**30
+            if best.timeline.peak_bytes <= limit:
+                assert chosen.seconds <= best.timeline.runtime_seconds, (seed, method)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_is_never_slower_than_any_method_at_its_best(seed: int) -> None:
+    is_never_slower(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_it_is_never_slower_than_any_method_at_its_best_in_200_cases(seed: int) -> None:
+    is_never_slower(seed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens"), [(1, 4096), (7, 4096), (5, 3)], ids=["alone", "prime", "few tokens"]
+)
+def test_there_is_always_an_answer_whose_plan_holds(ranks: int, tokens: int) -> None:
+    problem = replace(problem_of(tokens), mask=Mask(causal=True))
+    found = find_best_of_all(problem, ranks, "hgx-h100")
+    plan = found.plan()
+    assert verify(plan) == []
+    assert [one.direction for one in plan.passes] == list(Direction)
+    assert found.reason
+    for direction, one in found.chosen.items():
+        assert one.timeline is not None
+        assert one.seconds == one.timeline.runtime_seconds
+        assert plan.direction(direction).programs == one.timeline.one.programs
+        assert found.standings[direction][0].seconds <= one.seconds
+        assert {s.method for s in found.standings[direction]} | {*found.refused} == {*METHODS}
+
+
+def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
+    """32 H100s in 4 nodes, 64:8 heads, 128K tokens, causal."""
+    problem = Problem(131072, 64, 128, num_kv_heads=8, mask=Mask(causal=True))
+    only = {"directions": (Direction.FORWARD,)}
+    found = find_best_of_all(problem, 32, "hgx-h100", **only)  # type: ignore[arg-type]
+    seconds = {one.method: one.seconds for one in found.standings[Direction.FORWARD]}
+    assert found.seconds < 0.97 * seconds["mesh"]
+    assert "beats" in found.reason or "as fast as" in found.reason
+    assert "from other nodes" in found.reason
+
+
+def test_what_is_given_narrows_the_methods() -> None:
+    found = find_best_of_all(problem_of(4096), 4, PAPER, options={"tile": (2, 2)})
+    for direction, one in found.chosen.items():
+        assert one.options["tile"] == (2, 2)
+        assert "tile" in METHODS[one.method].options()
+        assert {s.method for s in found.standings[direction]} < {*METHODS}
+    with pytest.raises(PlanError, match="no method has all of the options inner, team"):
+        find_best_of_all(problem_of(4096), 4, PAPER, options={"team": 1, "inner": 2})
+    with pytest.raises(PlanError, match="no method has an option 'tyle'"):
+        find_best_of_all(problem_of(4096), 4, PAPER, options={"tyle": (2, 2)})
+
+
+def test_progress_grows_to_the_end() -> None:
+    told: list[tuple[int, int]] = []
+    find_best_of_all(problem_of(4096), 2, PAPER, progress=lambda *now: told.append(now))
+    assert [done for done, _ in told] == list(range(1, 2 * len(METHODS) + 1))
+    assert {total for _, total in told} == {2 * len(METHODS)}

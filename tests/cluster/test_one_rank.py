@@ -1,0 +1,56 @@
+"""What one rank sees: never above the simulation as a bound, and near it as an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from simulated_cases import problem_of
+
+from mesh_attention.cluster import load_cluster, simulate
+from mesh_attention.cluster.one_rank import estimate
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.waits import Overlap
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+
+PAPER = load_cluster("paper")
+SMALL = replace(PAPER, node=replace(PAPER.node, ranks=2), network=replace(PAPER.network, nics=1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_simulation_is_shorter_than_the_bound_or_needs_less_memory(method: str) -> None:
+    random = Random(method)
+    problem = problem_of(random.choice((8192, 65536)))
+    shape = random.choice(METHODS[method].candidates(problem, 8, 2))
+    plan = plan_on(SMALL, problem, 8, method=method, **shape)
+    for direction in Direction:
+        overlap = random.choice(list(Overlap))
+        seen = estimate(plan, SMALL, direction, overlap=overlap)
+        timeline = simulate(plan, SMALL, direction, overlap=overlap)
+        assert seen.least_seconds <= timeline.runtime_seconds
+        assert seen.peak_bytes <= timeline.peak_bytes
+        assert seen.moving_seconds <= timeline.runtime_seconds
+        operations = sum(len(p.operations) for p in timeline.one.programs)
+        assert 0.5 < operations / seen.num_operations <= 1.01
+
+
+def test_the_estimate_is_near_the_simulation() -> None:
+    hgx = load_cluster("hgx-h100")
+    for method in ("mesh", "ring", "usp"):
+        plan = plan_on(hgx, problem_of(131072), 16, method=method)
+        for direction in Direction:
+            seen = estimate(plan, hgx, direction)
+            exact = simulate(plan, hgx, direction).runtime_seconds
+            assert seen.least_seconds <= seen.seconds
+            assert seen.seconds == pytest.approx(exact, rel=0.03)
+
+
+def test_alone_there_is_nothing_to_wait_for() -> None:
+    plan = plan_on(PAPER, problem_of(8192), 1)
+    seen = estimate(plan, PAPER, Direction.FORWARD)
+    assert seen.moving_seconds == 0
+    exact = simulate(plan, PAPER).runtime_seconds
+    assert seen.seconds == pytest.approx(exact)
+    assert seen.least_seconds == pytest.approx(exact)
