@@ -90,7 +90,7 @@ def test_there_is_always_an_answer_whose_plan_holds(ranks: int, tokens: int) -> 
         assert one.seconds == one.timeline.runtime_seconds
         assert plan.direction(direction).programs == one.timeline.one.programs
         assert found.standings[direction][0].seconds <= one.seconds
-        assert {s.method for s in found.standings[direction]} | {*found.refused} == {*METHODS}
+        assert {s.name for s in found.standings[direction]} | {*found.refused} == {*METHODS}
 
 
 def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
@@ -98,7 +98,7 @@ def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
     problem = Problem(131072, 64, 128, num_kv_heads=8, mask=Mask(causal=True))
     only = {"directions": (Direction.FORWARD,)}
     found = find_best_of_all(problem, 32, "hgx-h100", **only)  # type: ignore[arg-type]
-    seconds = {one.method: one.seconds for one in found.standings[Direction.FORWARD]}
+    seconds = {one.name: one.seconds for one in found.standings[Direction.FORWARD]}
     assert found.seconds < 0.97 * seconds["mesh"]
     assert "beats" in found.reason or "as fast as" in found.reason
     assert "from other nodes" in found.reason
@@ -108,8 +108,8 @@ def test_what_is_given_narrows_the_methods() -> None:
     found = find_best_of_all(problem_of(4096), 4, PAPER, options={"tile": (2, 2)})
     for direction, one in found.chosen.items():
         assert one.options["tile"] == (2, 2)
-        assert "tile" in METHODS[one.method].options()
-        assert {s.method for s in found.standings[direction]} < {*METHODS}
+        assert "tile" in METHODS[one.name].options()
+        assert {s.name for s in found.standings[direction]} < {*METHODS}
     with pytest.raises(PlanError, match="no method has all of the options inner, team"):
         find_best_of_all(problem_of(4096), 4, PAPER, options={"team": 1, "inner": 2})
     with pytest.raises(PlanError, match="no method has an option 'tyle'"):

@@ -34,7 +34,7 @@ from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.first_answer import methods_with
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import BOTH, Question, joined
@@ -46,7 +46,7 @@ class Standing:
     """A method at its best in one pass. `timeline` where it was simulated; `seconds` otherwise is
     what one rank expects, and is not below what was found for the best."""
 
-    method: str
+    name: str  # of the method
     options: dict[str, Any]
     seconds: float
     timeline: Timeline | None = None
@@ -104,22 +104,6 @@ def find_best_of_all(
         sum(one.tried for one in found),
         _question(first.search, by_pass),
     )
-
-
-def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those that have all of these options."""
-    given = {name for name, value in options.items() if value is not None}
-    fits = tuple(name for name, method in METHODS.items() if given <= method.options().keys())
-    if not fits:
-        known = {option for method in METHODS.values() for option in method.options()}
-        unknown = sorted(given - known)
-        if unknown:
-            raise PlanError(f"no method has an option {unknown[0]!r}")
-        raise PlanError(
-            f"no method has all of the options {', '.join(sorted(given))}; leave one out, or name "
-            "a method"
-        )
-    return fits
 
 
 class _Part:
@@ -193,7 +177,7 @@ class _OnePass:
         for known in self.simulated:
             if known[1] is one:
                 return known
-        timeline = self.search.simulate(one.method, one.options)
+        timeline = self.search.simulate(one.name, one.options)
         self.simulated.append((self.search.score_of(timeline), one, timeline))
         return self.simulated[-1]
 
@@ -214,14 +198,14 @@ class _OnePass:
 
     def add(self, one: Candidate) -> None:
         """The setting of another pass, for this one: some place must be common."""
-        self.candidates.append(candidate(self.search, one.method, one.options))
+        self.candidates.append(candidate(self.search, one.name, one.options))
 
     def standings(self) -> tuple[Standing, ...]:
         """Every method at its best, the best first."""
         found = []
         for method in self._known:
-            name = method.method
-            simulated = [one for one in self.simulated if one[1].method == name]
+            name = method.name
+            simulated = [one for one in self.simulated if one[1].name == name]
             if simulated:
                 score, one, timeline = min(simulated, key=_in_order)
                 found.append((score, Standing(name, one.options, score[1], timeline)))
@@ -249,7 +233,7 @@ def _in_one_place(passes: Sequence[_OnePass]) -> list[Standing]:
         common.sort(key=lambda place: _sum([one[place] for one in maps]))
         pairs = [[one.at(place) for one in passes] for place in common[:_NUM_PLACES]]
         best = min(pairs, key=lambda pair: _sum([score for score, _, _ in pair]))
-    return [Standing(c.method, c.options, score[1], timeline) for score, c, timeline in best]
+    return [Standing(c.name, c.options, score[1], timeline) for score, c, timeline in best]
 
 
 _NUM_PLACES = 3  # in which both passes are simulated, where the best of each want others
@@ -264,7 +248,7 @@ def _question(search: Search, chosen: Mapping[Direction, Standing]) -> Question:
     questions = [
         ask_on(
             *(search.cluster, search.problem, search.num_ranks),
-            **{"method": one.method, "directions": (direction,), **one.options},
+            **{"method": one.name, "directions": (direction,), **one.options},
         )
         for direction, one in chosen.items()
     ]

@@ -93,7 +93,7 @@ class Candidate:
     """A setting by what one rank sees of it: the score that is expected, and one that no simulation
     is better than. Passes of one plan have one place."""
 
-    method: str
+    name: str  # of the method
     options: dict[str, Any]
     expected: Score
     least: Score
@@ -165,7 +165,7 @@ class Explored:
     """Settings of a method tried so far, each once, with what one rank expects of them."""
 
     def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
-        self.method = method
+        self.name = method
         self._search, self._progress = search, progress
         self._known: dict[Key, tuple[Score, dict[str, Any], int] | None] = {}
         self._refusal: PlanError | None = None
@@ -213,7 +213,7 @@ class Explored:
         self._known[key] = None
         try:
             # One rank is enough to rank by: in the middle, where masks leave the mean of work.
-            seen = search.estimate(search.plan(self.method, setting), (search.num_ranks // 2,))
+            seen = search.estimate(search.plan(self.name, setting), (search.num_ranks // 2,))
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
@@ -247,7 +247,7 @@ def finalists(search: Search, explored: Explored) -> Iterator[Candidate]:
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         if not much or _key(setting) == own:
-            yield candidate(search, explored.method, setting)
+            yield candidate(search, explored.name, setting)
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:

@@ -9,10 +9,13 @@ from typing import Any
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.plan.arguments import number
+from mesh_attention.plan.methods.first_answer import AUTO, first_answers
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import CallKind
 from mesh_attention.plan.question import Question, ask
+from mesh_attention.plan.way_costs import Rates
 
 
 def plan_on(
@@ -52,10 +55,39 @@ def ask_on(
             f"ranks_per_node={given}: a node of {cluster.name} has {cluster.node.ranks} ranks; "
             "leave it out, or describe another cluster in a file"
         )
-    nodes = {"ranks_per_node": cluster.node.ranks}
+    nodes: dict[str, Any] = {"ranks_per_node": cluster.node.ranks}
+    if method == AUTO:
+        first = first_answers(problem, num_ranks, options, rates_of(cluster))[0]
+        method, options = first.name, first.options | options
     if isinstance(method, str) and method in METHODS and "costs" in METHODS[method].options():
         options.setdefault("costs", cluster.planning_costs(num_ranks))
     return ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
+
+
+def rates_of(cluster: Cluster) -> Rates:
+    """What first answers reckon with: the kernel that is fastest under a mask in each pass, and the
+    links as one rank has them."""
+    curves = []
+    for direction in Direction:
+        found = [
+            rate
+            for kernel in cluster.passes(direction).values()
+            for kind, rate in kernel.rates.items()
+            if kind is not CallKind.FULL
+        ]
+        curves.append(max(found, key=lambda rate: rate.tflops))
+    forward, backward = curves
+    node, network = cluster.node, cluster.network
+    collective = network.collective
+    return Rates(
+        flops=(forward.tflops * 1e12, backward.tflops * 1e12),
+        half_keys=(forward.half_columns, backward.half_columns),
+        half_rows=forward.half_rows,
+        inside_bytes=node.collective.gb_per_second * 1e9,
+        between_bytes=collective.gb_per_second * 1e9 * network.nics / node.ranks,
+        latency=(collective.base_microseconds + collective.hop_microseconds) * 1e-6,
+        ranks_per_node=node.ranks,
+    )
 
 
 def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, Any]:

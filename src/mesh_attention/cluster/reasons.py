@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> str:
     """Such as: usp beats mesh by 9 %: a rank receives 12 MiB, 4 MiB of it between nodes (mesh: 40
     and 31), and 0.4 ms of communication stay open (mesh: 1.9)."""
-    names = " forward and ".join(dict.fromkeys(one.method for one in chosen))
+    names = " forward and ".join(dict.fromkeys(one.name for one in chosen))
     names += " backward" if " and " in names else ""
     totals: dict[str, list[Standing]] = {}
     for of_pass in standings:
         for one in of_pass:
-            totals.setdefault(one.method, []).append(one)
+            totals.setdefault(one.name, []).append(one)
     whole = {name: found for name, found in totals.items() if len(found) == len(chosen)}
-    mine = {one.method for one in chosen}
+    mine = {one.name for one in chosen}
     others = [name for name in whole if mine != {name}]
     told = _told([one.timeline for one in chosen if one.timeline])
     open_ = sum(one.timeline.exposed_communication_seconds for one in chosen if one.timeline)

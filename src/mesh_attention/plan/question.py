@@ -14,9 +14,11 @@ from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.layout import LayoutKind, Stretches
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.first_answer import AUTO, first_answers
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.way_costs import Rates
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
@@ -92,17 +94,27 @@ def ask(
     *,
     method: str = DEFAULT_METHOD,
     directions: tuple[Direction, ...] = BOTH,
+    rates: Rates | None = None,
     **options: Any,
 ) -> Question:
-    """Every option is used, or refused by name."""
-    if not isinstance(method, str) or method not in METHODS:
-        raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    """Every option is used, or refused by name. Method `auto` is the first answer to what is asked
+    (`first_answer.py`), by the `rates` of the machine, for nodes of `ranks_per_node` or 8 ranks."""
+    if not isinstance(method, str) or method not in (*METHODS, AUTO):
+        known_methods = ", ".join((*METHODS, AUTO))
+        raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
     num_ranks = number("ranks", num_ranks)
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
     if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
     options = {name: value for name, value in options.items() if value is not None}
+    if method == AUTO:
+        rates = rates or Rates()
+        if "ranks_per_node" in options:
+            per_node = number("ranks_per_node", options["ranks_per_node"])
+            rates = replace(rates, ranks_per_node=per_node)
+        first = first_answers(problem, num_ranks, options, rates)[0]
+        method, options = first.name, first.options | options
     known = METHODS[method].options()
     unknown = [name for name in options if name not in known]
     if unknown:
