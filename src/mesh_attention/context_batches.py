@@ -205,7 +205,7 @@ class Batches(Reports):
         starts = mask.documents or (0, plan.problem.q_tokens)
         kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
         return Shards(
-            *(plan.q_layout, plan.kv_layout, mine.rank, plan.devices, mine.words),
+            *(*plan.shards, mine.rank, plan.devices, mine.words),
             starts=(starts, kv_starts),
         )
 

@@ -22,7 +22,7 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
     batch = q.shape[0] if q.ndim == 4 else 1
     if batch == 0:
         return MeshAttentionError(f"q has shape {tuple(q.shape)}: a batch of 0 is not supported")
-    slots, kv_slots = plan.q_layout.slots, plan.kv_layout.slots
+    slots, kv_slots = (shards.slots for shards in plan.shards)
     wanted = {
         "q": (q, (batch, slots, p.num_heads, p.head_dim)),
         "k": (k, (batch, kv_slots, p.kv_heads, p.head_dim)),

@@ -140,7 +140,7 @@ class _Run:
 
     def layout(self, name: str) -> Layout:
         keys = name in ("k", "v", "grad_k", "grad_v")
-        return self.plan.kv_layout if keys else self.plan.q_layout
+        return self.plan.shards[keys]
 
     def shard(self, name: str, whole: Tensor, rank: int) -> Tensor:
         return rows_first(take_shard(whole, self.layout(name), rank, 1))

@@ -73,7 +73,7 @@ def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
         "digest": digest(plan),
         "problem": dataclasses.asdict(plan.problem),
         "layout": str(plan.q_layout.kind),
-        "slots": {"q": plan.q_layout.slots, "kv": plan.kv_layout.slots},
+        "slots": {side: one.slots for side, one in zip(("q", "kv"), plan.shards, strict=True)},
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
         "passes": passes,

@@ -28,6 +28,7 @@ def question_digest(plan: Plan) -> str:
     asked = {
         "problem": _fields(plan.problem) | {"mask": _fields(plan.problem.mask)},
         "layouts": [one.to_json() for one in dict.fromkeys((plan.q_layout, plan.kv_layout))],
+        "relayout": plan.relayout,
         "devices": plan.devices,
         "ranks_per_node": plan.ranks_per_node,
         "method": plan.method,

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -311,3 +311,19 @@ class Layout:
     def tokens(self, rank: int) -> list[int | None]:
         """Positions of a rank's slots with None for padding; for reading, not for speed."""
         return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
+
+
+@lru_cache(maxsize=64)
+def contiguous_shards(num_tokens: int, devices: tuple[int, ...]) -> Layout:
+    """Contiguous by device: the rank that device d plays owns block d.
+
+    >>> contiguous_shards(5, (1, 0)).tokens(0)
+    [3, 4, None]
+    """
+    num_ranks = len(devices)
+    plain = Layout(LayoutKind.CONTIGUOUS, num_tokens, num_ranks)
+    if devices == tuple(range(num_ranks)):
+        return plain
+    ends = [min(device * plain.slots, num_tokens) for device in range(num_ranks + 1)]
+    stretches = tuple(((ends[d], ends[d + 1]),) if ends[d] < ends[d + 1] else () for d in devices)
+    return Layout(LayoutKind.LISTED, num_tokens, num_ranks, stretches=stretches)

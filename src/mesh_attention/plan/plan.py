@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar, overload
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Layout, contiguous_shards
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule.tasks import Schedule, Step
@@ -112,6 +112,16 @@ class Plan:
     devices: tuple[int, ...]
     ranks_per_node: int | None = None
     method: str = ""
+    relayout: bool = False  # callers have contiguous shards, whatever the layouts
+
+    @property
+    def shards(self) -> tuple[Layout, Layout]:
+        """How the caller's queries and keys lie on the ranks."""
+        if not self.relayout:
+            return self.q_layout, self.kv_layout
+        tokens = self.q_layout.num_tokens, self.kv_layout.num_tokens
+        q, kv = (contiguous_shards(count, self.devices) for count in tokens)
+        return q, kv
 
     @property
     def num_ranks(self) -> int:

@@ -211,7 +211,7 @@ class AttendBackward(_Named):
 
 class MergeRule(StrEnum):
     SOFTMAX = "softmax"  # (out, lse, out, lse, ...) -> (out, lse); of nothing: (0, -inf)
-    LSE = "lse"  # (lse, lse, ...) -> (lse)
+    LSE = "lse"  # (lse, lse, ...) -> (lse); of nothing: -inf
     RESCALE = "rescale"  # (out, its lse, global lse) -> (out), ready for a plain sum
     SUM = "sum"  # (x, x, ...) -> (x), also a copy or a change of precision; of nothing: 0
     DELTA = "delta"  # (out, grad_out) -> (delta)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mesh_attention.errors import PlanTextError
-from mesh_attention.plan.arguments import number
+from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
 from mesh_attention.plan.layout import Layout, LayoutKind, read_stretches
 from mesh_attention.plan.mask import Mask
@@ -61,7 +61,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         "kv_layout": plan.kv_layout.to_json(),
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
-    }
+    } | ({"relayout": True} if plan.relayout else {})
     yield json.dumps(head)
     seen: dict[Buffer | Operation, str] = {}
 
@@ -127,6 +127,7 @@ def _parse(head: dict[str, Any], lines: list[str]) -> Plan:
         devices=tuple(number("devices", device, least=0) for device in head["devices"]),
         ranks_per_node=None if per_node is None else number("ranks_per_node", per_node),
         method=_words("method", head["method"]),
+        relayout=flag("relayout", head.get("relayout", False)),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -168,6 +169,8 @@ class ComputeOperations:
                 outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
                 return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
             case MergeRule.LSE:
+                if not inputs:
+                    return partial(_fill, statistics(outputs[0]), -inf)
                 return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
                 out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
@@ -184,6 +187,10 @@ class ComputeOperations:
                     return partial(rows.delta, out, grad_out, delta)
                 grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
                 return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+
+def _fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
 
 
 def _checked_forward(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:

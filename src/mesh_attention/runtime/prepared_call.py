@@ -80,7 +80,7 @@ class PreparedCall:
 
     def padding(self) -> Tensor:
         """(rows), true where a row of this rank's queries holds no token."""
-        layout = self._mine.plan.q_layout
+        layout, _ = self._mine.plan.shards
         positions = torch.from_numpy(layout.positions(self._mine.rank))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 

@@ -1,8 +1,9 @@
-"""From a method on its head groups to a pass, with the exchange of tokens for heads around it.
+"""From a method on its head groups to a pass, with the exchanges around it.
 
 A method gives, for every unit of a head group, its operations and buffers. Here they become
-programs: the caller's tensors, delta where it is used, the all-to-alls of Ulysses where the degree
-is above one, and frees. Nothing here knows which method it is.
+programs: the caller's tensors, delta where it is used, the all-to-alls where units work on rows of
+other ranks (the tokens of Ulysses, shards that lie otherwise: `exchanged_rows.py`), and frees.
+Nothing here knows which method it is.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import NamedTuple, Protocol
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.build.assemble import Assembler
+from mesh_attention.plan.build.exchanged_rows import Cuts, ExchangedRows, RelayoutRows, UnitRows
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.holders import Holders
-from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Programs
 from mesh_attention.plan.problem import Problem
@@ -24,7 +26,7 @@ from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, P
 from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
-Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a unit
+Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
 _KEPT = 16  # ranks whose exchanges are kept for the next mask: in training there is one
 
 
@@ -72,10 +74,8 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     # A unit alone has nobody to talk to: so a rank makes the builder of its own head group only.
     for builder in builders if first.head_group.num_units > 1 else ():
         groups.update(builder.groups())
-    if degree > 1:
-        for unit in range(first.head_group.num_units):
-            groups[f"U{unit}"] = tuple(range(unit * degree, (unit + 1) * degree))
     around = _around(first)
+    groups.update(around.groups())
     assembler = Assembler(first.hold)
 
     def program(rank: int) -> Program:
@@ -86,9 +86,11 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
         return assembler.program(rank, operations, buffers)
 
     order = first.schedule
-    if degree > 1:
-        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
     setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
+    if first.head_group.is_exchanged:
+        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
+    if first.head_group.shards is not None:
+        setting["relayout"] = f"contiguous shards, {first.head_group.q_layout.kind} inside"
     programs = Programs(degree * first.head_group.num_units, program)
     return Pass(first.direction, groups, programs, order, setting)
 
@@ -98,7 +100,7 @@ def _around(inner: UnitBuilder) -> _Exchange:
     group = inner.head_group
     problem = replace(group.problem, mask=Mask())
     layouts = group.q_layout, group.kv_layout
-    return _exchange(problem, *layouts, group.degree, inner.direction, inner.needs)
+    return _exchange(problem, *layouts, group.degree, group.shards, inner.direction, inner.needs)
 
 
 @lru_cache(maxsize=8)
@@ -107,21 +109,28 @@ def _exchange(
     q_layout: Layout,
     kv_layout: Layout,
     degree: int,
+    shards: tuple[Layout, Layout] | None,
     direction: Direction,
     needs: tuple[Kind, ...],
 ) -> _Exchange:
-    groups = [HeadGroup(problem, q_layout, kv_layout, degree, index) for index in range(degree)]
+    layouts = q_layout, kv_layout
+    groups = [HeadGroup(problem, *layouts, degree, index, shards) for index in range(degree)]
     return _Exchange(groups, direction, needs)
 
 
 class _Exchange:
-    """What stands around a method: caller's tensors, delta, and tokens exchanged for heads."""
+    """What stands around a method: caller's tensors, delta, and rows that are exchanged."""
 
     def __init__(
         self, head_groups: list[HeadGroup], direction: Direction, needs: tuple[Kind, ...]
     ) -> None:
         self._head_groups = head_groups
-        self._degree = head_groups[0].degree
+        first = self._first = head_groups[0]
+        self._rows: ExchangedRows = (
+            UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
+        )
+        self._shards = first.shards or (first.q_layout, first.kv_layout)
+        self.groups = self._rows.groups
         self._needs = needs
         self._inputs, self._outputs = caller_kinds(direction)
         self._delta = Kind.DELTA in needs
@@ -139,7 +148,7 @@ class _Exchange:
         if self._delta:
             roles[Kind.DELTA] = Role.WORKSPACE
         made = {kind.value: self._caller_buffer(rank, kind, role) for kind, role in roles.items()}
-        if self._degree > 1:
+        if self._first.is_exchanged:
             for kind in (*self._needs, *self._outputs):
                 made[head_group.local(kind)] = head_group.local_buffer(kind, unit, Role.WORKSPACE)
             for kind in self._outputs:
@@ -150,37 +159,55 @@ class _Exchange:
         return made
 
     def _caller_buffer(self, rank: int, kind: Kind, role: Role) -> Buffer:
-        head_group = self._head_groups[0]
-        slots = head_group.layout(kind).slots
-        heads = head_group.problem.kv_heads if kind.is_key_side else head_group.problem.num_heads
-        rows = ((rank * slots, (rank + 1) * slots),)
+        problem = self._first.problem
+        heads = problem.kv_heads if kind.is_key_side else problem.num_heads
+        rows = self._rows.shard(kind.is_key_side, rank)
         return Buffer(kind.value, kind, rows, (0, heads), kind.precision, role)
 
+    def _slots(self, kind: Kind) -> int:
+        """Rows of a shard."""
+        return self._shards[kind.is_key_side].slots
+
     def before(self, unit: int, index: int) -> list[Operation]:
-        return self._before(unit, index) if self._degree > 1 else self._before(0, 0)
+        return self._before(unit, index) if self._first.is_exchanged else self._before(0, 0)
 
     def _make_before(self, unit: int, index: int) -> list[Operation]:
         operations: list[Operation] = []
         if self._delta:
-            slots = self._head_groups[0].q_layout.slots
             out, grad, delta = (
-                Piece(kind.value, 0, slots) for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
+                Piece(kind.value, 0, self._slots(kind))
+                for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
             )
             operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
-        if self._degree > 1:
-            sends = self._tokens_of(*self._cuts(unit, index))
+        if self._first.is_exchanged:
+            operations += self._empty(unit, index)
+            sends = self._tokens_of(*self._rows.given(unit, index))
             receives = self._own_heads(self._needs, unit, index)
-            operations.append(AllToAll(TO_HEADS, f"U{unit}", sends, receives))
+            operations.append(AllToAll(TO_HEADS, self._rows.group(unit), sends, receives))
         return operations
 
+    def _empty(self, unit: int, index: int) -> list[Operation]:
+        """Rows that no shard has are padding, and must hold what padding holds."""
+        cuts, local = self._rows.unfilled(unit), self._head_groups[index].local
+        return [
+            Merge(
+                *(TO_HEADS.at("empty"), MergeRule.LSE if kind is Kind.LSE else MergeRule.SUM, ()),
+                outputs=(Piece(local(kind), a, b),),
+            )
+            for kind in self._needs
+            for a, b in cuts[kind.is_key_side]
+        ]
+
     def _make_after(self, unit: int, index: int) -> list[Operation]:
-        if self._degree == 1:
+        if not self._first.is_exchanged:
             return []
         sends = self._own_heads(self._outputs, unit, index, parted=True)
-        receives = self._results_of(*self._cuts(unit, index))
-        operations: list[Operation] = [AllToAll(TO_TOKENS, f"U{unit}", sends, receives)]
+        receives = self._results_of(*self._rows.given(unit, index))
+        operations: list[Operation] = [
+            AllToAll(TO_TOKENS, self._rows.group(unit), sends, receives)
+        ]
         for kind in self._outputs:
-            slots = self._head_groups[0].layout(kind).slots
+            slots = self._slots(kind)
             for total, copies in self._holders.sums if kind.is_key_side else ():
                 parts = tuple(
                     Piece(f"{kind.value}.copy{copy}", 0, slots, heads)
@@ -190,46 +217,48 @@ class _Exchange:
                 operations.append(Merge(TO_TOKENS.at("sum"), MergeRule.SUM, parts, (end,)))
         return operations
 
-    def _cuts(self, unit: int, index: int) -> tuple[Spans, Spans]:
-        """The parts of a rank's own rows: of queries, and of keys."""
-        group = self._head_groups[index]
-        rank = group.rank_of(unit)
-        return group.q_layout.parts(rank), group.kv_layout.parts(rank)
-
-    def _make_tokens(self, *cuts: Spans) -> Pieces:
-        """A rank's tokens, for each head group its heads of them."""
+    def _make_tokens(self, *given: Cuts) -> Pieces:
+        """For each member the rows that its unit works on, its heads of them."""
         named = [(kind.value, kind.is_key_side) for kind in self._needs]
+        heads = [(group.heads(Kind.Q), group.heads(Kind.K)) for group in self._head_groups]
         return tuple(
-            tuple([Piece(name, a, b, heads[side]) for name, side in named for a, b in cuts[side]])
-            for heads in ([group.heads(Kind.Q), group.heads(Kind.K)] for group in self._head_groups)
+            tuple(
+                [
+                    Piece(name, a, b, heads[index][side])
+                    for name, side in named
+                    for a, b in cuts[side]
+                ]
+            )
+            for index, cuts in zip(self._rows.indices, given, strict=True)
         )
 
-    def _make_results(self, *cuts: Spans) -> Pieces:
-        """Where a rank's tokens come back from each head group."""
+    def _make_results(self, *given: Cuts) -> Pieces:
+        """Where a rank's rows come back from each member."""
         named = [(kind.value, kind.is_key_side) for kind in self._outputs]
+        parts = [self._holders.parts(group) for group in self._head_groups]
         return tuple(
             tuple(
                 [
                     Piece(f"{name}{copy}", a, b, heads)
                     for name, side in named
                     for a, b in cuts[side]
-                    for copy, heads, _ in parts[side]
+                    for copy, heads, _ in parts[index][side]
                 ]
             )
-            for parts in map(self._holders.parts, self._head_groups)
+            for index, cuts in zip(self._rows.indices, given, strict=True)
         )
 
     def _own_heads(
         self, kinds: tuple[Kind, ...], unit: int, index: int, *, parted: bool = False
     ) -> Pieces:
-        """This head group's heads, for each member of the unit its tokens of them; `parted` where
-        other head groups hold some of them as well."""
+        """This head group's heads, for each member its tokens of them; `parted` where other head
+        groups hold some of them as well."""
         group = self._head_groups[index]
         parts = self._holders.parts(group)
         sources = [
             (
                 group.local(kind),
-                group.member_rows(kind, unit),
+                kind.is_key_side,
                 [part.here for part in parts[kind.is_key_side]] if parted else [None],
             )
             for kind in kinds
@@ -238,10 +267,10 @@ class _Exchange:
             tuple(
                 [
                     Piece(name, a, b, heads)
-                    for name, rows, parts_of in sources
-                    for a, b in rows[member]
+                    for name, side, parts_of in sources
+                    for a, b in cuts[side]
                     for heads in parts_of
                 ]
             )
-            for member in range(self._degree)
+            for cuts in self._rows.held(unit)
         )

@@ -76,7 +76,7 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
 
 
 @lru_cache(maxsize=64)  # all tensors and head groups of a rank ask for the same
-def _unit_rows(layout: Layout, degree: int, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
+def unit_rows(layout: Layout, degree: int, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
     """The places of a unit's rows, and for each member where its own lie among them.
 
     Members come one after the other, or in order of position where that makes long stretches of
@@ -115,6 +115,12 @@ class HeadGroup:
     kv_layout: Layout
     degree: int = 1
     index: int = 0
+    shards: tuple[Layout, Layout] | None = None  # how queries and keys come, where otherwise
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether a unit's own rows come from other ranks, and are no tensors of the caller."""
+        return self.degree > 1 or self.shards is not None
 
     @property
     def num_units(self) -> int:
@@ -148,11 +154,11 @@ class HeadGroup:
 
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows."""
-        return _unit_rows(self.layout(kind), self.degree, unit)[0]
+        return unit_rows(self.layout(kind), self.degree, unit)[0]
 
     def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
         """Of each member: where the parts of its own rows lie among the rows of its unit."""
-        return _unit_rows(self.layout(kind), self.degree, unit)[1]
+        return unit_rows(self.layout(kind), self.degree, unit)[1]
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
@@ -176,10 +182,10 @@ class HeadGroup:
 
     def local(self, kind: Kind) -> str:
         """The name of this rank's own rows of a tensor inside the method."""
-        return kind.value if self.degree == 1 else f"{kind.value}.u"
+        return f"{kind.value}.u" if self.is_exchanged else kind.value
 
     def local_buffer(self, kind: Kind, unit: int, role: Role) -> Buffer:
-        held = role if self.degree == 1 else Role.WORKSPACE
+        held = Role.WORKSPACE if self.is_exchanged else role
         rows, heads = self.rows(kind, unit), self.heads(kind)
         return Buffer(self.local(kind), kind, rows, heads, kind.precision, held)
 

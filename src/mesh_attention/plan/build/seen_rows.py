@@ -47,12 +47,18 @@ class OwnedStretches:
         return OwnedStretches(self.starts[which], self.stops[which], self.places[which])
 
 
-@lru_cache(maxsize=16)
-def stretches_of(layout: Layout) -> OwnedStretches:
+def blocks_of(layout: Layout) -> tuple[Array, Array, Array]:
+    """Consecutive positions of one rank, padding too, in order of place: where blocks of them
+    begin, their sizes, and their places."""
     table = _runs_of(layout)
     run, turn = expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
-    starts, block = table[run, 0] + turn * table[run, 2], table[run, 1]
-    places = np.cumsum(block) - block
+    sizes = table[run, 1]
+    return table[run, 0] + turn * table[run, 2], sizes, np.cumsum(sizes) - sizes
+
+
+@lru_cache(maxsize=16)
+def stretches_of(layout: Layout) -> OwnedStretches:
+    starts, block, places = blocks_of(layout)
     # What one rank owns in one piece, as the halves in the middle of a zigzag, is one stretch.
     new = np.ones(len(starts), dtype=np.bool_)
     owners = places // layout.slots

@@ -65,7 +65,7 @@ class Option:
 def options_of(setting: type[Setting]) -> Iterator[Option]:
     """
     >>> [option.name for option in options_of(Setting)]
-    ['layout', 'stripe_block', 'stretches', 'one_call', 'gather_out', 'ranks_per_node']
+    ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'ranks_per_node']
     """
     kinds = get_type_hints(setting)
     for one in fields(setting):
@@ -90,6 +90,11 @@ class Setting:
         "with layout=listed: the (start, stop) positions of each rank, in the order in which they "
         "lie there; only where queries and keys have as many tokens",
         "-",
+    )
+    relayout: bool = option(
+        False,
+        "shards come and go contiguous, rank r with the r-th; they are exchanged for the layout "
+        "that the method works in, and back, in both passes",
     )
     one_call: bool = option(
         False,

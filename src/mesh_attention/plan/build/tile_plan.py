@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, patch_devices
@@ -14,10 +14,12 @@ from mesh_attention.plan.build.rotate import members_per_node
 from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
-from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.layout import Layout, LayoutKind, contiguous_shards
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
+
+Layouts = tuple[Layout, Layout]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ def shared_options(method: str, setting: Setting, *, ulysses: int | None = None)
     return SharedOptions(**given, method=method)
 
 
-def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple[Layout, Layout]:
+def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
+    """Of queries and of keys, as the method works."""
+    if shared.relayout and shared.ulysses == num_ranks:
+        # Every rank has all tokens of its heads, however they came: as shards are is best.
+        shared = replace(shared, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
     kind = shared.layout
     if kind is None:
         kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
@@ -53,6 +59,16 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> tuple
     if problem.q_tokens == problem.keys:
         return q, q
     return q, Layout(kind, problem.keys, num_ranks, shared.stripe_block, shared.stretches)
+
+
+def shards_of(
+    layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions
+) -> Layouts | None:
+    """Of the caller's tensors, where they lie otherwise than the method works."""
+    if not shared.relayout:
+        return None
+    q, kv = (contiguous_shards(layout.num_tokens, devices) for layout in layouts)
+    return None if (q, kv) == layouts else (q, kv)
 
 
 def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
@@ -110,6 +126,7 @@ class TilePlanner:
         self._shared = shared
         self._layouts = layouts_of(problem, num_ranks, shared)
         self._devices = _devices_of(tile, shared)
+        self.shards = shards_of(self._layouts, self._devices, shared)
         per_node = shared.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: shared.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
@@ -131,7 +148,9 @@ class TilePlanner:
         out = shared.gather_out
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(self._problem, *self._layouts, shared.ulysses, index)
+            group = HeadGroup(
+                self._problem, *self._layouts, shared.ulysses, index, self.shards
+            )
             return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)
@@ -144,6 +163,7 @@ class TilePlanner:
             devices=self._devices,
             ranks_per_node=self._shared.ranks_per_node,
             method=self._shared.method,
+            relayout=self.shards is not None,
         )
 
 

@@ -6,7 +6,6 @@ import re
 
 from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.draw.work import balance
-from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.text import digest
@@ -30,7 +29,7 @@ def draw_summary(plan: Plan) -> str:
     rows = [
         ("plan", f"{plan.method} on {plan.num_ranks} ranks{_nodes_text(plan)}"),
         ("problem", problem_text(plan.problem)),
-        ("layout", _layout_text(plan.q_layout, plan.kv_layout)),
+        ("layout", _layout_text(plan)),
         ("digest", digest(plan)[:12]),
     ]
     lines = [f"{name:<9} {text}" for name, text in rows]
@@ -56,15 +55,17 @@ def _nodes_text(plan: Plan) -> str:
     return f" in {plan.num_nodes} nodes of {plan.ranks_per_node}{mapped}"
 
 
-def _layout_text(q: Layout, kv: Layout) -> str:
-    block = f" by blocks of {q.block}" if q.block > 1 else ""
+def _layout_text(plan: Plan) -> str:
+    (q, kv), inside = plan.shards, plan.q_layout
+    block = f" by blocks of {inside.block}" if inside.block > 1 else ""
     if q.slots == kv.slots:
         slots = f"{q.slots} slots a rank"
     else:
         slots = f"{q.slots} query and {kv.slots} key slots a rank"
     padding = q.padded_tokens - q.num_tokens
     padded = f", {padding} of all query slots are padding" if padding else ""
-    return f"{q.kind}{block}, {slots}{padded}"
+    kind = f"contiguous shards, {inside.kind}" if plan.relayout else f"{inside.kind}"
+    return f"{kind}{block}{' inside' if plan.relayout else ''}, {slots}{padded}"
 
 
 def _pass_lines(plan: Plan, one: Pass, counted: PassCount) -> list[str]:

@@ -92,6 +92,12 @@ def plan_mesh(
         if cap is not None and heads is not None:
             setting = _within_cap(problem, num_ranks, setting, directions, method)
     planner = TilePlanner(problem, num_ranks, shared_options(method, setting, ulysses=degree), tile)
+    if cap is not None and planner.shards is not None:
+        raise PlanError(
+            "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
+            "live through the whole pass, and the cap does not count them; leave one out, or say "
+            "layout=contiguous"
+        )
 
     def build(direction: Direction) -> Pass:
         chunks, slices = _cut_of(setting, direction, problem, degree)

@@ -21,7 +21,7 @@ from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.build.seen_side import SeenSide
 from mesh_attention.plan.build.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
-from mesh_attention.plan.build.tile_plan import layouts_of, shared_options, tile_for
+from mesh_attention.plan.build.tile_plan import layouts_of, shards_of, shared_options, tile_for
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.mask import Mask
@@ -48,7 +48,9 @@ def plan_seen(
     layouts = layouts_of(problem, ranks, shared)
     _check_stretches(layouts[1])
     tile = tile_for(setting.tile or (1, ranks), ranks)
-    head_group = HeadGroup(problem, *layouts)
+    devices = tuple(range(ranks))
+    shards = shards_of(layouts, devices, shared)
+    head_group = HeadGroup(problem, *layouts, shards=shards)
     lowerings = Lowerings(*layouts, problem.rows)
     seen = [find(*layouts, problem.rows, tile) for find in (seen_queries, seen_keys)]
     # Both passes exchange the same rows.
@@ -84,9 +86,10 @@ def plan_seen(
         problem,
         *layouts,
         tuple(map(build, directions)),
-        devices=tuple(range(ranks)),
+        devices=devices,
         ranks_per_node=setting.ranks_per_node,
         method="seen",
+        relayout=shards is not None,
     )
 
 

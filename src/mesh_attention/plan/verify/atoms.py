@@ -49,6 +49,10 @@ class Side:
     def __len__(self) -> int:
         return len(self.cuts) - 1
 
+    def has_token(self, atom: int) -> bool:
+        runs = self.layout.runs(self.cuts[atom], self.cuts[atom + 1])
+        return any(run.start < self.layout.num_tokens for run in runs)
+
     def of(self, start: int, stop: int) -> range:
         return range(self._index[start], self._index[stop])
 

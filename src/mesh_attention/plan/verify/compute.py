@@ -7,18 +7,20 @@ from functools import cache, partial
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.layout import Spans, slice_spans
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
 from mesh_attention.plan.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.verify.memory import DATA, Broken, Content, Memory, Partial
+from mesh_attention.plan.verify.structure import CALLER
 
 
 class SymbolicCompute:
-    def __init__(self, plan: Plan, atoms: Atoms, memory: Memory) -> None:
+    def __init__(self, plan: Plan, one: Pass, atoms: Atoms, memory: Memory) -> None:
         self._plan = plan
         self._atoms = atoms
         self._memory = memory
+        self._given = (*CALLER[one.direction][0], Kind.DELTA)
         self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
@@ -88,10 +90,12 @@ class SymbolicCompute:
         inputs = [self._memory.read(rank, piece) for piece in op.inputs]
         size = len(self._memory.labels(rank, op.outputs[0]))
         name = op.outputs[0].buffer
-        if op.rule is MergeRule.DELTA:
+        if kind in self._given and not op.inputs:
+            results: list[Content] = self._of_nothing(rank, op.outputs[0])
+        elif op.rule is MergeRule.DELTA:
             if any(value is not DATA for values in inputs for value in values):
                 raise Broken(rank, "takes delta of something that is not final")
-            results: list[Content] = [DATA] * size
+            results = [DATA] * size
         elif op.rule is MergeRule.SOFTMAX:
             for out, lse in zip(inputs[::2], inputs[1::2], strict=True):
                 if out != lse or any(isinstance(v, Partial) and v.scaled_to for v in out):
@@ -114,6 +118,14 @@ class SymbolicCompute:
         for piece in op.outputs:
             self._memory.write(rank, piece, results, accumulates=piece in kept)
 
+    def _of_nothing(self, rank: int, piece: Piece) -> list[Content]:
+        """What callers give comes from them, but for rows that hold no token."""
+        labels = self._memory.labels(rank, piece)
+        side = self._atoms.kv if self._memory.buffer(rank, piece).kind.is_key_side else self._atoms.q
+        if any(side.has_token(atom) for atom, _ in labels):
+            raise Broken(rank, f"makes up rows of {piece.buffer} that hold tokens")
+        return [DATA] * len(labels)
+
     def _check_operands(self, rank: int, op: Merge) -> Kind:
         """They are those of the rule; gives the kind of the last result."""
         if len(op.outputs) != (2 if op.rule is MergeRule.SOFTMAX else 1):
@@ -122,8 +134,6 @@ class SymbolicCompute:
         kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
         if kinds != _kinds_of(op, kinds[-1]):
             raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
-        if op.rule is MergeRule.LSE and not op.inputs:
-            raise Broken(rank, f"merges nothing by the rule {op.rule}")
         if op.rule is MergeRule.SUM and len(op.inputs) != 1:
             check_summable(rank, kinds[-1])
         return kinds[-1]

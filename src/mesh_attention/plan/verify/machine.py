@@ -65,7 +65,7 @@ class _Machine:
         self.atoms = Atoms(plan, one)
         self.head_bits = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
         self.memory = Memory(plan.problem, one, self.atoms)
-        self.compute = SymbolicCompute(plan, self.atoms, self.memory)
+        self.compute = SymbolicCompute(plan, one, self.atoms, self.memory)
 
     def run(self) -> Iterator[None]:
         """Yields once for every operation done; stops at the first that breaks."""

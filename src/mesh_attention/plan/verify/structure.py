@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mesh_attention.plan.buffers import Kind, Piece, Precision, Role
-from mesh_attention.plan.layout import Spans
+from mesh_attention.plan.layout import Layout, Spans, joined
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -75,7 +79,7 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
     return findings or _schedule_findings(one) or _meeting_findings(one)
 
 
-_CALLER = {
+CALLER = {
     Direction.FORWARD: ((Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)),
     Direction.BACKWARD: (
         (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
@@ -88,7 +92,7 @@ def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | 
     """The caller's tensors: each exactly once, the whole own partition, all heads."""
     wanted = {
         (role, kind): _caller_buffer(plan, program.rank, kind)
-        for role, kinds in zip((Role.INPUT, Role.OUTPUT), _CALLER[one.direction], strict=True)
+        for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[one.direction], strict=True)
         for kind in kinds
     }
     for buffer in program.buffers:
@@ -108,10 +112,30 @@ def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | 
 
 
 def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
-    slots = (plan.kv_layout if kind.is_key_side else plan.q_layout).slots
+    rows = _shard_places(*_layouts(plan, kind), rank)
     heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
     precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
-    return ((rank * slots, (rank + 1) * slots),), (0, heads), precision
+    return rows, (0, heads), precision
+
+
+def _layouts(plan: Plan, kind: Kind) -> tuple[Layout, Layout]:
+    """Of the caller's tensor, and of the plan."""
+    side = int(kind.is_key_side)
+    return plan.shards[side], (plan.q_layout, plan.kv_layout)[side]
+
+
+@lru_cache(maxsize=1024)
+def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
+    """The places that the positions of a shard have in the layout, one by one."""
+    if shards == layout:
+        return ((rank * layout.slots, (rank + 1) * layout.slots),)
+    return joined((place, place + 1) for place in _places(layout)[shards.positions(rank)].tolist())
+
+
+@lru_cache(maxsize=4)
+def _places(layout: Layout) -> NDArray[np.int64]:
+    """Of every position."""
+    return np.argsort(layout.positions_of(((0, layout.padded_tokens),)))
 
 
 def _schedule_findings(one: Pass) -> list[Finding]:
