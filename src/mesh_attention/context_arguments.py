@@ -103,11 +103,12 @@ def layer_of_batches(
             "transport='symmetric' is not supported with documents that change with every batch; "
             "leave it out"
         )
-    others = ("layout", "ranks_per_node")  # that leave the method to us
+    others = ("layout", "ranks_per_node", "relayout")  # that leave the method to us
     named = [n for n in given if n in _method_options() and given[n] is not None]
     setting, says_how = asked.setting, set(named) - {*others}
     return Layer(
-        *(asked.problem, asked if says_how else None, setting.layout, setting.ranks_per_node)
+        *(asked.problem, asked if says_how else None, setting.layout, setting.ranks_per_node),
+        relayout=setting.relayout,
     )
 
 

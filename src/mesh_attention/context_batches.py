@@ -110,6 +110,11 @@ class Batches(Reports):
                 f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
                 "tensors of a batch have one"
             )
+        if len({layer.relayout for layer in layers}) > 1:
+            raise MeshAttentionError(
+                "objects that share a batch differ in relayout, and the shards of a batch lie in "
+                "one way; say relayout=True in all of them, or in none"
+            )
         return Packer(layers, len(context.groups.ranks))
 
     def _layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, contiguous_shards
 from mesh_attention.plan.methods.ways import Way, choose_ways
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question
@@ -34,12 +34,14 @@ class Layer:
     given: Question | None = None
     layout: LayoutKind | None = None  # if the caller wants that one
     ranks_per_node: int | None = None  # if the caller says it
+    relayout: bool = False  # its tensors are contiguous shards, whatever the layout
 
 
 @dataclass(frozen=True)
 class Pack:
     """A batch of documents, shared out.
 
+    layout     in which the layers work; the tensors lie so too, unless `relayout`
     num_rows   rows of the batch that are one pack here, one after the other
     reason     what was chosen for it and why, in a line
     """
@@ -52,6 +54,17 @@ class Pack:
     ways: tuple[tuple[Layer, Way], ...]  # for those whose way was chosen
     reason: str
     num_rows: int = 1
+    relayout: bool = False  # its tensors are contiguous shards
+
+    @property
+    def shards(self) -> tuple[Layout, Layout]:
+        """How queries and keys lie on the ranks."""
+        if not self.relayout:
+            return self.layout, self.kv_layout
+        devices = tuple(range(self.num_ranks))
+        tokens = self.documents[-1], self.kv_documents[-1]
+        q, kv = (contiguous_shards(count, devices) for count in tokens)
+        return q, kv
 
     @cached_property
     def layout(self) -> Layout:
@@ -70,12 +83,18 @@ class Pack:
     def words(self) -> str:
         """What ranks compare: a digest, and enough for people to see a difference."""
         told = (self.documents, self.kv_documents, self.layout_kind, self.stretches, self.num_rows)
-        digest = blake2b(repr(told).encode(), digest_size=16).hexdigest()
+        digest = blake2b(repr((*told, self.relayout)).encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
     def question(self, layer: Layer) -> Question:
         """What to plan for a layer: one of those it was chosen for, or any other that takes the
         layout as it is."""
+        if layer.relayout != self.relayout:
+            raise PlanError(
+                f"the documents were made with relayout={self.relayout}, and this attention has "
+                f"relayout={layer.relayout}: the shards of a batch lie in one way; say the same in "
+                "both objects"
+            )
         problem = layer.problem.with_documents(self.documents, self.kv_documents)
         if layer.given is not None:
             return layer.given.for_batch(problem, self.layout_kind, self.stretches)
@@ -84,11 +103,12 @@ class Pack:
             chosen = choose_ways(
                 *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
                 layout=(self.layout_kind, self.stretches),
+                relayout=self.relayout,
                 rates=_rates([layer]),
             )
             (way,) = chosen.ways
         layout = {"layout": self.layout_kind, "stretches": self.stretches, "one_call": True}
-        return way.ask(problem, self.num_ranks, **layout)
+        return way.ask(problem, self.num_ranks, relayout=self.relayout, **layout)
 
 
 @dataclass(frozen=True)
@@ -98,6 +118,10 @@ class Packer:
 
     layers: tuple[Layer, ...]
     num_ranks: int
+
+    @property
+    def relayout(self) -> bool:
+        return any(layer.relayout for layer in self.layers)
 
     def __call__(self, cu_seqlens: Any, kv_cu_seqlens: Any = None) -> Pack:
         """From cumulative starts (0, ..., tokens), or a list of them for each row of a batch."""
@@ -118,6 +142,7 @@ class Packer:
             chosen = choose_ways(
                 *(problems, self.num_ranks, documents, kv_documents),
                 layout=None if wanted is None else (wanted, None),
+                relayout=self.relayout,
                 rates=_rates(self.layers),
             )
             ways = tuple(zip(free, chosen.ways, strict=True))
@@ -131,6 +156,7 @@ class Packer:
             ways=ways,
             reason=reason,
             num_rows=num_rows,
+            relayout=self.relayout,
         )
 
 

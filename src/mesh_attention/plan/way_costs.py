@@ -57,6 +57,9 @@ class Cost(NamedTuple):
     received_bytes: float
     unevenness: float
 
+    def longer_by(self, seconds: float) -> Cost:
+        return self._replace(seconds=self.seconds + seconds)
+
 
 def pairs_of_ranks(layout: Layout, rows: RowRanges) -> Array:
     """Visible pairs of the queries of each rank."""
@@ -164,6 +167,19 @@ class LayerCosts:
         pairs = visible_pairs(q_runs, k_runs, self._rows)
         parts = len(q_runs) // b
         return float(pairs.reshape(b, parts, a, parts).sum((1, 3)).max())
+
+    def relayout(self) -> float:
+        """Seconds of exchanges from contiguous shards and back, forward and backward; as if all
+        rows changed their rank."""
+        p, slots, kv_slots = self._problem, self._slots, self._kv_slots
+        width, kv = p.head_dim + p.v_dim, kv_slots * self._kv_bytes
+        forward = slots * p.num_heads * width * p.element_bytes + kv
+        backward = slots * p.num_heads * (width + p.head_dim) * p.element_bytes + 2 * kv
+        seconds = 0.0
+        for volume in (forward, backward):
+            outside = self._outside * volume
+            seconds += self._transfer(volume - outside, outside, 4)
+        return seconds
 
     # Seconds.
 

@@ -82,7 +82,7 @@ class Documents:
             )
         self.pack = pack
         self.shards = Shards(
-            *(pack.layout, pack.kv_layout, dist.get_rank(context.groups.parent)),
+            *(*pack.shards, dist.get_rank(context.groups.parent)),
             devices=tuple(range(num_ranks)),
             words=pack.words,
             starts=(pack.documents, pack.kv_documents),

@@ -203,9 +203,7 @@ class _Exchange:
             return []
         sends = self._own_heads(self._outputs, unit, index, parted=True)
         receives = self._results_of(*self._rows.given(unit, index))
-        operations: list[Operation] = [
-            AllToAll(TO_TOKENS, self._rows.group(unit), sends, receives)
-        ]
+        operations: list[Operation] = [AllToAll(TO_TOKENS, self._rows.group(unit), sends, receives)]
         for kind in self._outputs:
             slots = self._slots(kind)
             for total, copies in self._holders.sums if kind.is_key_side else ():

@@ -188,8 +188,15 @@ def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
     own: list[list[tuple[int, int]]] = [[] for _ in range(shards.num_ranks)]
     for rank, start, stop in np.stack([sources, places, places + sizes], 1).tolist():
         own[rank].append((start, stop))
-    spans_of = tuple(map(joined, own))
-    return _Moves(*(x[at] for x in columns), np.add.reduceat(sizes, at), size, spans_of)
+    return _Moves(
+        sources[at],
+        source_rows[at],
+        units[at],
+        rows[at],
+        sizes=np.add.reduceat(sizes, at),
+        unit_size=size,
+        shards=tuple(map(joined, own)),
+    )
 
 
 _Table = tuple[Array, Array]  # where stretches begin, in order, and where they lie

@@ -61,9 +61,7 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layou
     return q, Layout(kind, problem.keys, num_ranks, shared.stripe_block, shared.stretches)
 
 
-def shards_of(
-    layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions
-) -> Layouts | None:
+def shards_of(layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions) -> Layouts | None:
     """Of the caller's tensors, where they lie otherwise than the method works."""
     if not shared.relayout:
         return None
@@ -148,9 +146,7 @@ class TilePlanner:
         out = shared.gather_out
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(
-                self._problem, *self._layouts, shared.ulysses, index, self.shards
-            )
+            group = HeadGroup(self._problem, *self._layouts, shared.ulysses, index, self.shards)
             return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)

@@ -21,6 +21,7 @@ from typing import Any
 
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.balance import balanced_stretches
+from mesh_attention.plan.build.exchanged_rows import can_relayout
 from mesh_attention.plan.build.seen_rows import num_stretches
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.methods.seen import most_stretches
@@ -73,10 +74,12 @@ def choose_ways(
     *,
     layout: tuple[LayoutKind, Stretches | None] | None = None,
     tile: tuple[int, int] | None = None,
+    relayout: bool = False,
     rates: Rates | None = None,
 ) -> Chosen:
     """`layout`: where the tensors are cut already. `tile`: of the mesh, the same for every batch;
-    left out, the one that moves the fewest bytes by the sizes of the first layer."""
+    left out, the one that moves the fewest bytes by the sizes of the first layer. `relayout`: the
+    tensors are contiguous shards, and any other layout costs an exchange."""
     tile = tile or best_tile(num_ranks, layers[0])
     asked = [one.with_documents(documents, kv_documents) for one in layers]
     costs = {problem: LayerCosts(problem, num_ranks, rates or Rates()) for problem in asked}
@@ -87,7 +90,7 @@ def choose_ways(
         if documents[-1] != kv_documents[-1]:
             kv = Layout(kind, kv_documents[-1], num_ranks, stretches=stretches)
         may_mesh = kind is LayoutKind.ZIGZAG or layout is not None
-        boards.append(_Board(q, kv, asked, costs, tile if may_mesh else None))
+        boards.append(_Board(q, kv, asked, costs, tile if may_mesh else None, relayout))
     best = min(boards, key=lambda board: board.score)
     seconds = {words: value for board in boards for words, value in board.all_alike()}
     return Chosen(
@@ -121,8 +124,11 @@ class _Board:
         asked: Sequence[Problem],
         costs: Mapping[Problem, LayerCosts],
         tile: tuple[int, int] | None,
+        relayout: bool,
     ) -> None:
         self.layout = layout
+        self._moves = relayout and layout.kind is not LayoutKind.CONTIGUOUS
+        fits = not self._moves or (can_relayout(layout) and can_relayout(kv_layout))
         self._asked, self._tile = asked, tile
         can_see = num_stretches(kv_layout) <= most_stretches(layout.num_ranks)
         self._found: dict[Problem, dict[str, Cost]] = {}
@@ -130,13 +136,14 @@ class _Board:
             found = self._found[problem] = {}
             if layout.num_ranks <= problem.num_heads:
                 found[HEADS_FIRST] = cost.heads_first()
-            if can_see:
-                found[SEEN] = cost.seen(layout, kv_layout)
-            if tile is not None and layout.num_ranks > 1:
+            around = cost.relayout() if self._moves else 0.0
+            if can_see and fits:
+                found[SEEN] = cost.seen(layout, kv_layout).longer_by(around)
+            if tile is not None and layout.num_ranks > 1 and fits:
                 # The pairs of its tiles are worth counting only where it could be the best.
                 rest = min((_score(*one) for one in found.items()), default=math.inf)
-                if WORTH_A_PLAN * cost.mesh_at_best(tile) < rest:
-                    found[MESH] = cost.mesh(layout, kv_layout, tile)
+                if WORTH_A_PLAN * (cost.mesh_at_best(tile) + around) < rest:
+                    found[MESH] = cost.mesh(layout, kv_layout, tile).longer_by(around)
 
     def method(self, problem: Problem) -> str:
         found = self._found[problem]
@@ -160,7 +167,9 @@ class _Board:
         if method == HEADS_FIRST:
             return _WORDS[method]
         tile = f" {self._tile[0]}x{self._tile[1]}" if method == MESH and self._tile else ""
-        return f"{_WORDS[method]}{tile} on {_LAYOUTS[self.layout.kind]} shards"
+        kind = _LAYOUTS[self.layout.kind]
+        where = f"in {kind} order inside contiguous" if self._moves else f"on {kind}"
+        return f"{_WORDS[method]}{tile} {where} shards"
 
     def all_alike(self) -> Iterator[tuple[str, float]]:
         """Seconds of all layers if all were done by one method, for those that can."""

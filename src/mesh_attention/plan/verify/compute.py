@@ -121,7 +121,9 @@ class SymbolicCompute:
     def _of_nothing(self, rank: int, piece: Piece) -> list[Content]:
         """What callers give comes from them, but for rows that hold no token."""
         labels = self._memory.labels(rank, piece)
-        side = self._atoms.kv if self._memory.buffer(rank, piece).kind.is_key_side else self._atoms.q
+        side = (
+            self._atoms.kv if self._memory.buffer(rank, piece).kind.is_key_side else self._atoms.q
+        )
         if any(side.has_token(atom) for atom, _ in labels):
             raise Broken(rank, f"makes up rows of {piece.buffer} that hold tokens")
         return [DATA] * len(labels)
@@ -134,6 +136,8 @@ class SymbolicCompute:
         kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
         if kinds != _kinds_of(op, kinds[-1]):
             raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
+        if op.rule is MergeRule.LSE and not op.inputs and Kind.LSE not in self._given:
+            raise Broken(rank, f"merges nothing by the rule {op.rule}")
         if op.rule is MergeRule.SUM and len(op.inputs) != 1:
             check_summable(rank, kinds[-1])
         return kinds[-1]
