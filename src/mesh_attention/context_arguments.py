@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
+from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
@@ -40,7 +41,7 @@ _PROBLEM = (
 MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
 _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
-    *("nvtx", "timeout"),
+    *("deterministic", "nvtx", "timeout"),
 )
 _OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks")
 
@@ -232,6 +233,7 @@ def _call_options(
     kernel: Any = None,
     transport: Any = TransportName.AUTO,
     cuda_graph: Any = False,
+    deterministic: Any = False,
     nvtx: Any = False,
     timeout: Any = None,
 ) -> CallOptions:
@@ -259,6 +261,7 @@ def _call_options(
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
+    always = flag("deterministic", deterministic)
     return CallOptions(
         scale,
         cap,
@@ -268,6 +271,8 @@ def _call_options(
         graph,
         flag("nvtx", nvtx),
         timeout,
+        must_be_deterministic=always,
+        deterministic=Determinism.REQUIRED if always else asked_of_torch(),
     )
 
 

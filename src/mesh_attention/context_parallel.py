@@ -72,6 +72,9 @@ class ContextParallel(Batches, Training):
                     torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
     cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only, and
                     never through shared memory
+    deterministic   the same bits in every run, in both passes: only kernels that promise them are
+                    chosen, and one forced by `kernel` that does not is an error; otherwise as
+                    `torch.use_deterministic_algorithms` asks
     nvtx            name every operation for profilers
     timeout         how long ranks wait for each other; None: that of the group
 
@@ -103,6 +106,7 @@ class ContextParallel(Batches, Training):
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
         cuda_graph: bool = False,
+        deterministic: bool = False,
         nvtx: bool = False,
         timeout: timedelta | None = None,
         **options: Any,

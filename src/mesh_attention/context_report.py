@@ -72,4 +72,4 @@ class Reports:
         return found
 
     def _calls(self) -> list[PreparedCall]:
-        return self._share.context.calls(self._source.plans(), self._options)
+        return self._share.context.calls(self._source.plans(), self._options.now())

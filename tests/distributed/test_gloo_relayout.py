@@ -87,10 +87,10 @@ def batches(rank: int, world_size: int) -> list[float]:
             assert cp.positions(documents=docs).tolist() == [
                 *range(rank * slots, (rank + 1) * slots)
             ]
-            whole_batch = {"input_ids": torch.arange(50)[None], "labels": torch.arange(50)[None]}
-            batch = cp.shard_batch(**whole_batch, cu_seqlens=[0, 9, 50])
-            ids = batch["input_ids"][~batch.padding]
-            assert torch.equal(ids, torch.arange(50)[rank * slots : (rank + 1) * slots])
+            ids = torch.arange(50)[None]
+            batch = cp.shard_batch(input_ids=ids, labels=ids, cu_seqlens=[0, 9, 50])
+            own = batch["input_ids"][~batch.padding]
+            assert torch.equal(own, torch.arange(50)[rank * slots : (rank + 1) * slots])
     return found
 
 

@@ -91,8 +91,10 @@ def as_range(block: Block) -> BlockMask:
     return RowRange(torch.zeros_like(row), hi, key)
 
 
-def _run(kernel: Kernel, block: Block, softcap: float = 0.0) -> Result:
-    of_kernel = block.of_kernel()._replace(softcap=softcap)
+def _run(
+    kernel: Kernel, block: Block, softcap: float = 0.0, *, deterministic: bool = False
+) -> Result:
+    of_kernel = block.of_kernel()._replace(softcap=softcap, deterministic=deterministic)
     out, lse = kernel.forward(of_kernel)
     row_sums = delta(out, block.grad_out)
     return Result(out, lse, *backward(kernel, of_kernel, block.grad_out, out, lse, row_sums))
@@ -214,14 +216,10 @@ def test_results_are_the_same_every_time(kernel: Kernel) -> None:
         pytest.skip(f"{kernel.name} does not promise it")
     shape = Shape(S=1000, T=1000, H=8, G=2, D=128, E=128)
     block = make_block(shape, torch.bfloat16, documents, device="cuda")
-    torch.use_deterministic_algorithms(True)
-    try:
-        first = _run(kernel, block)
-        for _ in range(3):
-            for name, x in _run(kernel, block).named().items():
-                assert torch.equal(x, first.named()[name]), name
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first = _run(kernel, block, deterministic=True)
+    for _ in range(3):
+        for name, x in _run(kernel, block, deterministic=True).named().items():
+            assert torch.equal(x, first.named()[name]), name
 
 
 def test_offsets_beyond_32_bits_are_exact(kernel: Kernel) -> None:

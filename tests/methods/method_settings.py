@@ -97,7 +97,7 @@ def deal(
         fitting = [fitting[(2 * i + 1) * len(fitting) // (2 * at_most)] for i in range(at_most)]
     ways = manners(method)
     # Where there are many ways, short steps would stay with the first layouts.
-    strides = (7, 5, 11, 13) if len(ways) < 100 else (61, 67, 71)
+    strides = (5, 7, 11, 13) if len(ways) < 100 else (67, 61, 71)
     stride = next(s for s in strides if len(ways) % s)
     wanted = max(at_least, len(fitting)) if fitting else 0
     for number in islice(count(), wanted):

@@ -107,6 +107,8 @@ def test_the_cases_of_a_method_cover_what_they_promise(name: str) -> None:
     all_of_it = [case for ranks in ranks_in_turn(name) for case in drawn(name, ranks)]
     assert {case.ranks for case in all_of_it} >= {*range(1, 13), 16, 18}
     assert {case.options["layout"] for case in all_of_it} == set(LayoutKind)
+    relayouts = {(case.options["layout"], case.options["relayout"]) for case in all_of_it}
+    assert relayouts == set(product(LayoutKind, (False, True)))
     assert {case.batch for case in all_of_it} == {1, 2}
     assert {case.dtype for case in all_of_it} == {torch.float64}
     for wanted in (

@@ -38,7 +38,7 @@ _VERSIONS = ((1, 32), (1, 33))  # from, and below
 class CudnnRanges:
     name = "cudnn_ranges"
     takes_unions = True
-    deterministic = True  # where PyTorch is asked for it
+    deterministic = True
     backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 
     def refuses(self, request: Request) -> str | None:
@@ -137,7 +137,7 @@ class _Prepared:
         launch(*tensors)
 
     def backward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
-        deterministic, scale = torch.are_deterministic_algorithms_enabled(), block.softmax_scale
+        deterministic, scale = block.deterministic, block.softmax_scale
         key = (deterministic, scale, *(x.stride() for x in tensors))
         launch = self._launches.get(key)
         if launch is None:

@@ -57,6 +57,7 @@ class FlashAttn3(FlashPackage):
     `fa3-fwd`. Alone among dense kernels it can leave multiprocessors to a transfer."""
 
     name = "flash_attn3"
+    deterministic = "forward"
     has_softcap = True
     generations = (9,)
     head_dims = range(257)
@@ -89,7 +90,7 @@ class FlashAttn3(FlashPackage):
         return self.forward_function.why_unusable() is not None
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        q, k, v, _, scale, softcap, leave_sms, into = block
+        q, k, v, _, scale, softcap, leave_sms, into, *_ = block
         if not self._alone():
             out, lse, *_ = self.forward_function(q, k, v, scale, causal, softcap, leave_sms)
             return out, lse
@@ -133,6 +134,7 @@ class FlashAttn4(FlashPackage):
     is younger than FlashAttention 3's and than cuDNN's."""
 
     name = "flash_attn4"
+    deterministic = "forward"
     generations = (10, 11)
     head_dims = (64, 96, 128)
     head_dims_text = f"of {head_dims}"

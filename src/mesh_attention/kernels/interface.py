@@ -70,6 +70,7 @@ class Block(NamedTuple):
     # Where results are wanted, (out,) or (dq, dk, dv), None where they are not: a kernel may write
     # them there and return those tensors, which then need not be copied.
     into: tuple[Tensor | None, ...] = ()
+    deterministic: bool = False  # the same bits every time, of kernels that can do so
 
 
 class BackwardInputs(NamedTuple):
@@ -154,11 +155,12 @@ class Kernel(Protocol):
     """Attention on one block. Results may be in a wider dtype than the inputs.
 
     A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one that takes row ranges
-    of several intervals by `takes_unions = True`, and one whose backward pass gives the same bits
-    every time (where `torch.use_deterministic_algorithms` asks for it) by `deterministic = True`;
-    others are asked for none of these. One that makes something of a mask, and waits for the device
-    meanwhile, may do so in `prepare(direction, block)`, which is called ahead of a block's first
-    call where there is time: its tensors have the shapes and hold nothing.
+    of several intervals by `takes_unions = True`, and one that gives the same bits every time where
+    `Block.deterministic` asks for them by `deterministic = True`, or where only one of its passes
+    does, by `deterministic = "forward"` (or `"backward"`); others are asked for none of these. One
+    that makes something of a mask, and waits for the device meanwhile, may do so in
+    `prepare(direction, block)`, which is called ahead of a block's first call where there is time:
+    its tensors have the shapes and hold nothing.
     """
 
     @property

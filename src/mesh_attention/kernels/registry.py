@@ -51,7 +51,9 @@ class KernelRefusedError(MeshAttentionError):
 @dataclass(frozen=True)
 class Choice:
     kernel: Kernel
-    reasons: tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
+    # (name, why not, or "chosen", or "chosen, deterministic"), in the order asked
+    reasons: tuple[tuple[str, str], ...]
+    warning: str = ""  # for whoever uses it
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -80,7 +82,8 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
     reasons: list[tuple[str, str]] = []
     for kernel in candidates:
         reason = _why_not(kernel, request)
-        reasons.append((kernel.name, reason or "chosen"))
+        found = "chosen, deterministic" if request.deterministic else "chosen"
+        reasons.append((kernel.name, reason or found))
         if reason is None:
             return Choice(kernel, tuple(reasons))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons)
@@ -102,8 +105,8 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
     needs = kernel.backward_needs
     if backward and request.lse_gradient and needs is not None and needs.out:
         return "its backward pass takes `out`, where differentiable_lse=True needs one with `delta`"
-    if backward and request.deterministic and not getattr(kernel, "deterministic", False):
-        return "its backward pass is not deterministic, as torch.use_deterministic_algorithms asks"
+    if (reason := _why_not_deterministic(kernel, request)) is not None:
+        return reason
     reason = kernel.refuses(request)
     if reason is not None and not (isinstance(reason, str) and reason):
         raise MeshAttentionError(
@@ -113,10 +116,30 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
     return reason
 
 
+def _why_not_deterministic(kernel: Kernel, request: Request) -> str | None:
+    """A kernel that says nothing has promised nothing."""
+    said = getattr(kernel, "deterministic", False)
+    if not request.deterministic or said is True or said == request.direction:
+        return None
+    return (
+        f"its {request.direction} pass is not deterministic (a kernel with `deterministic = True` "
+        "is), as deterministic=True or torch.use_deterministic_algorithms asks"
+    )
+
+
 def _has_forward_only(kernel: Kernel, request: Request) -> bool:
-    """Whether a kernel that refuses this backward pass takes the forward pass before it."""
-    forward = replace(request, direction=Direction.FORWARD)
-    return request.direction is Direction.BACKWARD and _why_not(kernel, forward) is None
+    """Whether a kernel that refuses this backward pass takes the forward pass before it. One that
+    has the pass, and not the same bits every time, is not left out in silence."""
+    if request.direction is not Direction.BACKWARD or _could_otherwise(kernel, request):
+        return False
+    return _why_not(kernel, replace(request, direction=Direction.FORWARD)) is None
+
+
+def _could_otherwise(kernel: Kernel, request: Request) -> bool:
+    """Whether it refuses for want of the same bits every time alone."""
+    if not request.deterministic:
+        return False
+    return _why_not(kernel, replace(request, deterministic=False)) is None
 
 
 def register(kernel: Kernel, *, before: str | None = None) -> None:

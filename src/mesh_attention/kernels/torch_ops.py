@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.dense import DenseKernel
+from mesh_attention.kernels.determinism import deterministic_algorithms
 from mesh_attention.kernels.interface import Block, BlockSize, Full, Request
 from mesh_attention.kernels.probe import aten, why_not_dense, why_not_on_cuda, why_op_unusable
 from mesh_attention.plan.plan import Direction
@@ -93,7 +94,7 @@ class CudaFlash(TorchOp):
     runs where cuDNN is missing. Its backward reads `logsumexp` as a contiguous (B, H, S)."""
 
     name = "cuda_flash"
-    deterministic = True  # where PyTorch is asked for it
+    deterministic = True
     op = "_scaled_dot_product_flash_attention"
     forward_options: Mapping[str, Any] = {"return_debug_mask": False}
     backward_arguments = _UNUSED
@@ -117,6 +118,12 @@ class CudaFlash(TorchOp):
         # A row that saw nothing is marked by +inf there.
         return out_BSHE, lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
 
+    def run_backward(
+        self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with deterministic_algorithms(block.deterministic):
+            return super().run_backward(block, grad_out_BSHE, out_BSHE, lse_BHS, causal)
+
     def backward_options(self, block: Block) -> dict[str, Any]:
         # Without dropout the random state is never read; shape and dtype are the forward's.
         device = block.q.device
@@ -129,6 +136,7 @@ class Cudnn(TorchOp):
     thinner blocks go to the blockwise kernel (numbers.md, "PyTorch's private attention ops")."""
 
     name = "cudnn"
+    deterministic = "forward"
     least_rows = 2
     op = "_scaled_dot_product_cudnn_attention"
     forward_options: Mapping[str, Any] = {

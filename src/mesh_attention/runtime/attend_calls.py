@@ -25,6 +25,7 @@ from mesh_attention.kernels import (
     Request,
     choose,
 )
+from mesh_attention.kernels.determinism import Determinism
 from mesh_attention.kernels.speed import predicted_seconds, takes_whole_attentions
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
@@ -44,7 +45,7 @@ def choose_kernels(
     force: str | None,
     *,
     softcap: bool,
-    deterministic: bool,
+    deterministic: Determinism,
     lse_gradient: bool,
 ) -> dict[MaskKind, Choice | KernelRefusedError]:
     """For every kind of mask, also those that no call of the program may have."""
@@ -67,14 +68,25 @@ def choose_kernels(
             padded=padded,
             scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
             intervals=problem.rows.most_intervals,
-            deterministic=deterministic,
+            deterministic=deterministic is not Determinism.ANY,
             lse_gradient=lse_gradient,
         )
         try:
-            found[kind] = choose(request, force=force)
+            found[kind] = _choose(request, force, deterministic)
         except KernelRefusedError as refused:
             found[kind] = refused
     return found
+
+
+def _choose(request: Request, force: str | None, deterministic: Determinism) -> Choice:
+    try:
+        return choose(request, force=force)
+    except KernelRefusedError as refused:
+        if deterministic is not Determinism.PREFERRED:
+            raise
+        found = choose(replace(request, deterministic=False), force=force)
+        warned = f"not deterministic, though warn_only asks for it where there is a way: {refused}"
+        return replace(found, warning=warned)
 
 
 def chosen(found: Choice | KernelRefusedError) -> Choice:

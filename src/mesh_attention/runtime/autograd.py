@@ -172,6 +172,7 @@ def prepared(
 ) -> PreparedCall:
     """The call that all ranks are about to make; `error` is for all of them to raise."""
     share.refuse_if_closed()
+    options = options.now()
     if error is not None:
         nothing = CallShape(0, torch.float32, torch.device("cpu"))
         share.context.prepare(source, options, nothing, False, error)

@@ -76,6 +76,8 @@ class ComputeOperations:
         scores: Scores,
         streams: ComputeStreams,
         beside_transfers: Set[int],
+        *,
+        deterministic: bool = False,
     ) -> None:
         """`beside_transfers`: the places of operations during which a transfer is in flight."""
         self.operations = program.operations
@@ -87,6 +89,7 @@ class ComputeOperations:
         self._rows = rows
         self._scores = scores
         self._beside_transfers = beside_transfers
+        self._deterministic = deterministic
         self._streams = streams
 
     def with_masks(self, masks: Masks) -> ComputeOperations:
@@ -126,7 +129,8 @@ class ComputeOperations:
         queries = cut(q, 1, call.q_start, call.q_stop)
         keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
         leave = _SMS_OF_TRANSFERS if at in self._beside_transfers else 0
-        return Block(queries, keys, values, mask, *self._scores, leave)
+        block = Block(queries, keys, values, mask, *self._scores, leave)
+        return block._replace(deterministic=self._deterministic)
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))

@@ -219,6 +219,7 @@ class Context:
             "differentiable_lse": options.differentiable_lse,
             "transport": options.transport.value,
             "cuda_graph": options.cuda_graph,
+            "deterministic": options.deterministic.value,
             "timeout": options.timeout and options.timeout.total_seconds(),
             "number of releases of this group": self.groups.releases,
         }

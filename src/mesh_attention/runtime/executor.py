@@ -10,6 +10,7 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -28,6 +29,7 @@ from mesh_attention.kernels import (
     choose_rows,
     kind_of,
 )
+from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
@@ -89,12 +91,14 @@ class Executor:
         softcap: float = 0.0,
         lse_gradient: bool = False,
         kernel: str | None = None,
+        deterministic: Determinism | None = None,
         rows: RowKernels | None = None,
         trace: Trace | None = None,
         two_streams: bool | None = None,
         known_ranges: KnownRanges | None = None,
     ) -> None:
-        """`known_ranges`: masks made so far, by the pass that came before."""
+        """`known_ranges`: masks made so far, by the pass that came before. `deterministic`: left
+        out, as PyTorch is asked."""
         known_ranges = {} if known_ranges is None else known_ranges
         program = one.programs[rank]
         # Communications without a stream of their own follow the compute stream: then it is one.
@@ -115,7 +119,7 @@ class Executor:
             )
         self.call_shape = call_shape
         scores = Scores(softmax_scale, softcap)
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = asked_of_torch() if deterministic is None else deterministic
         choices = choose_kernels(
             *(plan, call_shape, one.direction, kernel),
             softcap=bool(softcap),
@@ -142,6 +146,8 @@ class Executor:
         masks = self._masks_for(plan, known=known_ranges)
         kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
         self.choices = {kind: chosen(choices[kind]) for kind in sorted(kinds)}
+        for warning in {choice.warning for choice in self.choices.values() if choice.warning}:
+            warnings.warn(warning, stacklevel=2)
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
         self.workspace_bytes = self._memory.total_bytes * call_shape.batch
@@ -151,7 +157,8 @@ class Executor:
         waits = dependencies(program, self._memory)
         beside = _beside_transfers(program.operations, waits) if self._streams.two else set()
         self._compute = ComputeOperations(
-            program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside
+            *(program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside),
+            deterministic=deterministic is not Determinism.ANY,
         )
         self._steps = self._make_steps(program.operations, waits)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
+from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
@@ -42,7 +43,15 @@ class CallOptions:
     nvtx: bool = False
     timeout: timedelta | None = None
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
-    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    must_be_deterministic: bool = False  # whatever PyTorch is asked for
+    deterministic: Determinism = field(default_factory=asked_of_torch)
+
+    def now(self) -> CallOptions:
+        """With what PyTorch is asked for at this time, unless the caller asks for more."""
+        asked = asked_of_torch()
+        if asked is self.deterministic or self.must_be_deterministic:
+            return self
+        return replace(self, deterministic=asked)
 
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
@@ -126,6 +135,7 @@ class PreparedCall:
             softcap=self.options.softcap,
             lse_gradient=self.options.differentiable_lse,
             kernel=self.options.kernel,
+            deterministic=self.options.deterministic,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
         )
