@@ -7,8 +7,8 @@ import time
 import pytest
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.count import count
-from mesh_attention.plan.least_bytes import least_received_bytes
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.first_answer import AUTO, first_answers
 from mesh_attention.plan.methods.table import METHODS
@@ -42,7 +42,7 @@ def test_its_bytes_are_those_that_plans_count(kv_heads: int) -> None:
         ranks = count(plan)[Direction.FORWARD].ranks
         tokens = sum(rank.total.token_bytes for rank in ranks) / 8
         assert one.received_bytes == pytest.approx(tokens), one
-        assert tokens >= least_received_bytes(problem, 8, Direction.FORWARD)
+        assert tokens >= least_bytes(problem, 8, Direction.FORWARD)
 
 
 BOTH = tuple(Direction)
@@ -88,15 +88,3 @@ def test_options_narrow_the_methods_and_stay() -> None:
     with pytest.raises(PlanError, match=r"known methods: .*auto"):
         make_plan(problem, 8, method="automatic")
     assert AUTO not in METHODS
-
-
-def test_nobody_receives_less_than_the_least() -> None:
-    """At 256 ranks and 64 heads the least is nearly that of Mesh-USP with U = 64 and a 2x2 tile."""
-    problem = Problem(524288, 64, 128)
-    unit = 524288 / 256 * 64 * 128 * 2
-    forward, backward = (least_received_bytes(problem, 256, one) / unit for one in Direction)
-    assert forward == pytest.approx(7.94, abs=0.01)
-    assert 13.5 < backward <= 13.95
-    assert least_received_bytes(problem, 1, Direction.FORWARD) == 0
-    causal = Problem(524288, 64, 128, mask=CAUSAL)
-    assert least_received_bytes(causal, 256, Direction.FORWARD) < forward * unit

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
+from mesh_attention.cli.installed import missing_kernels_note
 from mesh_attention.cli.options import (
     add_plan_flags,
     directions_of,
@@ -20,6 +21,7 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.gantt import check_gantt, draw_gantt
@@ -31,6 +33,7 @@ from mesh_attention.cluster.trace import trace_of
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.files import replacing
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
+from mesh_attention.plan.methods.first_answer import AUTO
 from mesh_attention.plan.plan import Direction
 
 DEFAULT_CLUSTER = "hgx-h100"
@@ -121,6 +124,18 @@ def simulated(
             simulate(plan, cluster, one, overlap=overlap, kernel=args.kernel) for one in directions
         ]
         return [Simulated(timeline, options) for timeline in timelines]
+    if args.method == AUTO:
+        with progress("searching") as tell:
+            every = find_best_of_all(
+                *(problem, ranks, cluster),
+                directions=directions,
+                options=options,
+                overlap=overlap,
+                kernel=args.kernel,
+                progress=tell,
+            )
+        chosen = [(one.timeline, one.options) for one in every.chosen.values()]
+        return [Simulated(found, how, every.tried) for found, how in chosen if found is not None]
     found = []
     for direction in directions:
         with progress(f"searching {direction}") as tell:
@@ -179,6 +194,7 @@ def _for_people(found: Sequence[Simulated]) -> str:
         if one.timeline.peak_bytes > limit:
             lines.append(f"{one.direction}: needs more than the {bytes_text(limit)} of a GPU")
     lines.append(f"Modelled, not measured; overlap {first.overlap}; memory for batch 1.")
+    lines += missing_kernels_note([one.timeline for one in found])
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.build.slices import HeadSlices, usual_heads
+from mesh_attention.plan.methods.first_answer import AUTO
 from mesh_attention.plan.methods.mesh import MAX_TASKS
 from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
@@ -34,6 +35,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
 NUM_SHAPES = 4  # that are cut
+NEAR = 1.05  # times the best so far: other cuts are not refined
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
 NUM_SIMULATED = 6  # settings at most, besides the method's own choice
 # Operations of all ranks in these simulations, about; a million takes minutes.
@@ -118,6 +120,8 @@ def find_best(
     search = a_search(
         *(problem, num_ranks, cluster, direction, options), overlap=overlap, kernel=kernel
     )
+    if method == AUTO:
+        raise PlanError("find_best is for one method; find_best_of_all searches all of them")
     ask(problem, num_ranks, method=method)
     explored = explore(search, method, progress)
     best: tuple[Score, dict[str, Any], Timeline] | None = None
@@ -201,7 +205,13 @@ class Explored:
             for cut in first_cuts(problem, shape):
                 begun[cut.heads is not None].append(shape | cut.options(free))
         for settings in begun.values():
-            _refine(self, free, problem, self.ranking(settings))
+            ranking = self.ranking(settings)
+            if ranking and self._is_near_the_best(ranking[0]):
+                _refine(self, free, problem, ranking)
+
+    def _is_near_the_best(self, setting: dict[str, Any]) -> bool:
+        (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
+        return score is not None and score[1] <= NEAR * best
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""

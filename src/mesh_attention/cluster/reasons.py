@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, Communication, ReduceScatter
 from mesh_attention.plan.traffic import TrafficMeter, traffic_of
 
 if TYPE_CHECKING:
     from mesh_attention.cluster.auto import Standing
+
+
+_ALIKE = 1.0005  # methods that make the same plan in other words are no rivals
 
 
 def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> str:
@@ -31,8 +35,9 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
     if not others:
         return f"{names}: {told}, and {open_ * 1e3:.3g} ms of communication stay open"
     seconds = {name: sum(one.seconds for one in whole[name]) for name in others}
-    second = min(seconds, key=lambda name: seconds[name])
     total = sum(one.seconds for one in chosen)
+    slower = {name: time for name, time in seconds.items() if time > _ALIKE * total}
+    second = min(slower or seconds, key=lambda name: seconds[name])
     lead = 100 * (1 - total / seconds[second]) if seconds[second] else 0.0
     against, left = "", ""
     timelines = [one.timeline for one in whole[second] if one.timeline]
@@ -49,7 +54,7 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
 
 def _told(timelines: Sequence[Timeline]) -> str:
     """What a rank receives in all passes."""
-    found = [moved(one) for one in timelines]
+    found = [moved(one.plan, one.one) for one in timelines]
     total, between = (sum(one[at] for one in found) for at in (0, 1))
     if not total:
         return "nothing"
@@ -60,9 +65,8 @@ def _told(timelines: Sequence[Timeline]) -> str:
     return f"{bytes_text(total)}, {bytes_text(between)} of it from other nodes"
 
 
-def moved(timeline: Timeline) -> tuple[int, int]:
+def moved(plan: Plan, one: Pass) -> tuple[int, int]:
     """Bytes that the busiest of a few ranks receives in a pass, and those from other nodes."""
-    plan, one = timeline.plan, timeline.one
     found = []
     for rank in sorted({0, plan.num_ranks // 2}):
         program = one.programs[rank]

@@ -1,0 +1,37 @@
+"""Which kernels of a simulation are not installed here: their rates are then of another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from mesh_attention.cluster.timeline import Timeline
+
+# By kernel: the module that it needs. Others come with PyTorch.
+MODULES = {
+    "flash_attn3": "flash_attn_interface",
+    "flash_attn2": "flash_attn",
+    "cudnn_ranges": "cudnn",
+    "triton": "triton",
+}
+
+
+def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
+    """One line, or none."""
+    used = {name for one in timelines if one is not None for name in one.kernels}
+    missing = sorted(name for name in used if not _is_here(name))
+    if not missing:
+        return []
+    which = ", ".join(missing)
+    return [
+        f"Not installed here: {which}; the rates used are those of the cluster's file, and "
+        f"--kernel NAME chooses another."
+    ]
+
+
+def _is_here(name: str) -> bool:
+    module = MODULES.get(name, "torch")
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,96 @@
+"""`advise`: all methods ranked, with bytes beside their bound, the reason, and a line to paste."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.cli import installed
+from mesh_attention.cli.main import main
+from mesh_attention.cli.models import MODELS
+from mesh_attention.cluster.answers import VARIABLE, ask_auto
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.problem import Problem
+
+SMALL = ["--ranks", "4", "--tokens", "8192"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert main(["advise", *SMALL, "--model", "gpt-oss-120b"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "4 ranks of hgx-h100 (H100 SXM), 1 node of 8"
+    assert "64 heads of 64 (8 KV heads)" in lines[1]
+    assert "causal" in lines[1]
+    begins = [line.split()[0] for line in lines if line]
+    assert {*METHODS} <= {*begins}
+    assert any(line.startswith("least possible") for line in lines)
+    assert "a rank receives" in out
+    (python,) = (line for line in lines if line.startswith("cp = ContextParallel("))
+    assert "seq_len=8192, num_heads=64, num_kv_heads=8, head_dim=64, causal=True" in python
+    assert len([*folder.iterdir()]) == 1  # auto uses it from now on
+
+
+def test_json_ranks_methods_and_says_what_is_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["advise", *SMALL, "--heads", "8", "--kv-heads", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [one["seconds"] for one in found["methods"]]
+    assert seconds == sorted(seconds)
+    assert {one["method"] for one in found["methods"]} | {*found["refused"]} == {*METHODS}
+    for one in found["methods"]:
+        for direction, bound in found["least_received_bytes"].items():
+            assert one["passes"][direction]["received_bytes"] >= 0.999 * bound
+        assert 0 < one["mfu_percent"] < 100
+        assert one["peak_bytes"] > 0
+    assert Path(found["kept_in"]).is_file()
+    problem = Problem(8192, 8, 128, num_kv_heads=2, mask=Mask())
+    assert ask_auto(problem, 4, "hgx-h100").plan().method == found["plan"]
+
+
+def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--method", "ring"]) == 2
+    assert "leave --method out" in capsys.readouterr().err
+    assert main(["advise", "--model", "llama-70"]) == 2
+    assert "did you mean llama-70b?" in capsys.readouterr().err
+    assert main(["advise", "--ranks", "4", "--team", "2", "--inner", "2"]) == 2
+    assert "no method has all of the options" in capsys.readouterr().err
+
+
+def test_shapes_of_models_can_be_planned() -> None:
+    for shape in MODELS.values():
+        problem = Problem(1024, **shape._asdict())
+        assert problem.num_heads % problem.kv_heads == 0
+
+
+def test_simulate_says_which_kernels_are_not_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["simulate", *SMALL, "--causal", "--kernel", "cudnn", "--pass", "forward"]
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    assert main(words) == 0
+    assert "Not installed here: cudnn; the rates used are those" in capsys.readouterr().out
+    monkeypatch.setattr(installed, "find_spec", lambda name: name)
+    assert main(words) == 0
+    assert "Not installed" not in capsys.readouterr().out
+
+
+def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "volume", "verify", "draw", "simulate"):
+        assert main([command, "--ranks", "4", "--tokens", "256", "--method", "auto"]) == 0
+    words = ["simulate", *SMALL, "--method", "auto", "--best", "--pass", "forward", "--json"]
+    assert main(words) == 0
+    out = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(out)["settings_tried"] > len(METHODS)
