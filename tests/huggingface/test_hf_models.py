@@ -69,3 +69,46 @@ def test_more_ranks_change_nothing(model_pool: WorkerPool, ranks: int, name: str
 @pytest.mark.parametrize("ranks", [1, 3, 4, 6])
 def test_every_model_on_every_number_of_ranks(model_pool: WorkerPool, ranks: int) -> None:
     check(model_pool.run(errors, ranks, [*SHOWN], seconds=300))
+
+
+def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
+    """Errors of a step where the model is wrapped or compiled, and checkpointed."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.tiny_models import PACKED, make_model, on_one_process
+
+    plain = make_model("gemma3_text")
+    wanted = results(plain, *on_one_process(plain, PACKED))
+    plain.zero_grad()
+    with ModelContextParallel(plain) as cp:
+        model: Any = plain
+        if way == "fsdp":
+            for layer in plain.model.layers:
+                fully_shard(layer)
+            fully_shard(plain)
+        else:
+            model = DistributedDataParallel(plain)
+            plain.gradient_checkpointing_enable({"use_reentrant": False})
+        if way == "compile":
+            model = torch.compile(model, backend="eager")
+        part = cp.shard_batch(**PACKED.whole)
+        logits = model(**part.model_inputs()).logits
+        # Another batch is in flight meanwhile: checkpoints find their own again.
+        plain(**cp.shard_batch(input_ids=PACKED.whole["input_ids"][:, :11]).model_inputs())
+        reduce: Any = "fsdp" if way == "fsdp" else "ddp"
+        mean = cp.cross_entropy(logits, part.labels, reduce=reduce)
+        mean.loss.backward()  # type: ignore[no-untyped-call]
+    found = {"loss": (mean.value - wanted["loss"]).abs() / wanted["loss"]}
+    for name, parameter in plain.named_parameters():
+        grad = parameter.grad.full_tensor() if way == "fsdp" else parameter.grad
+        found[name] = (grad - wanted[name]).abs().max() / wanted[name].abs().max()
+    return {name: worst.item() for name, worst in found.items()}
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", pytest.param("compile", marks=pytest.mark.slow)])
+def test_models_may_be_wrapped_checkpointed_and_compiled(model_pool: WorkerPool, way: str) -> None:
+    """Needs 9 and 22."""
+    check(model_pool.run(wrapped, 2, way, seconds=180))
