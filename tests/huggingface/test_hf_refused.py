@@ -58,6 +58,9 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=1)
         )
         told["twice"] = refusal(lambda: ModelContextParallel(model))
+        model.set_attn_implementation("sdpa")
+        told["set meanwhile"] = refusal(lambda: model(**given))
+        model.set_attn_implementation("mesh_attention")
         told["pickled"] = refusal(lambda: pickle.dumps(model))
         told["fine"] = refusal(lambda: copy.deepcopy(model)(**given))
     model.set_attn_implementation("mesh_attention")
@@ -87,6 +90,7 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "inside": "batch.model_inputs()",
         "generate": "For generate",
         "twice": "already; close() it",
+        "set meanwhile": "was set to 'sdpa'",
         "pickled": "cannot be pickled",
         "fine": "nothing",
         "closed": "For generate",
@@ -116,6 +120,7 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
         with ModelContextParallel(model) as cp:
             model(**cp.shard_batch(**PLAIN.whole).model_inputs())
 
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
     llama = make_model("llama")
     actions: dict[str, Callable[[], Any]] = {
@@ -128,6 +133,7 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
         "dropout, evaluated": lambda: called("llama", attention_dropout=0.1),
         "bidirectional": lambda: called("gemma3_text", use_bidirectional_attention=True),
         "not causal": lambda: called("llama", is_causal=False),
+        "rope": lambda: called("qwen3", rope_parameters=dynamic),
         "router": lambda: called("gpt_oss", output_router_logits=True),
     }
     return {name: refusal(action) for name, action in actions.items()}
@@ -145,6 +151,7 @@ def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) 
         "dropout, evaluated": "nothing",
         "bidirectional": "causal",
         "not causal": "causal",
+        "rope": "rope_type='dynamic'",
         "router": "output_router_logits",
     }
     for told in model_pool.run(wrong_models, 2):

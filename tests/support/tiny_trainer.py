@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from mesh_attention.huggingface import ContextParallelTrainer
 from support.tiny_models import VOCABULARY, make_model
@@ -63,13 +63,10 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def packed(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One row of documents, as the collators of transformers make it without padding."""
-    return {
-        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
-        "labels": torch.cat([row["labels"] for row in rows])[None],
-        "position_ids": torch.cat([torch.arange(len(row["labels"])) for row in rows])[None],
-    }
+def packed(rows: list[dict[str, Tensor]]) -> Any:
+    """One row of documents, with all that the collator of transformers says about them."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return collate([{name: x.tolist() for name, x in row.items()} for row in rows])
 
 
 @dataclass(frozen=True)

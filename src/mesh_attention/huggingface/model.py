@@ -136,6 +136,14 @@ def _refuse(model: Any, config: Any, untested: bool, options: dict[str, Any]) ->
         )
     if getattr(config, "output_attentions", False):
         raise MeshAttentionError("output_attentions=True: attention weights are never made")
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)  # or one for each kind of layer
+        for name in found.values() if isinstance(found, dict) else [found]:
+            if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
+                raise MeshAttentionError(
+                    f"rope_type={name!r} depends on the longest sequence of a batch, and a rank "
+                    "knows its own tokens alone; take yarn, linear or llama3 scaling"
+                )
 
 
 def _kinds(config: Any) -> list[Kind]:
@@ -185,6 +193,11 @@ class _Door:
 
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        if model.config._attn_implementation != NAME:
+            raise MeshAttentionError(
+                f"the attention of the model was set to {model.config._attn_implementation!r} "
+                "meanwhile, which sees the tokens of this rank alone; close() the object first"
+            )
         documents = given.get("documents")
         if documents is None:
             raise MeshAttentionError(WITHOUT_BATCH)

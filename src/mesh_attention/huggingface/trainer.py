@@ -105,7 +105,9 @@ class ContextParallelTrainer(Trainer):
                 f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
             )
         given = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
-        return self.cp.shard_batch(**given, cu_seqlens=whole.get("cu_seq_lens_q"))
+        if "cu_seq_lens_q" in whole:
+            given["cu_seqlens"] = whole["cu_seq_lens_q"]
+        return self.cp.shard_batch(**given)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counts = [part.num_targets for part in batch_samples]
