@@ -43,7 +43,7 @@ _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
     *("deterministic", "nvtx", "timeout"),
 )
-_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks")
+_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout")
 
 
 def read_arguments(

@@ -64,6 +64,9 @@ class ContextParallel(Batches, Training):
     softcap         scores become softcap * tanh(scores / softcap), where a kernel has it
     differentiable_lse   a loss may depend on lse; only kernels whose backward pass takes delta
                     are chosen then
+    relayout        tensors come and go in contiguous shards, rank r with the r-th, and are
+                    exchanged for the layout that the method works in, and back; otherwise they lie
+                    in that layout
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
@@ -101,6 +104,7 @@ class ContextParallel(Batches, Training):
         method: str | None = None,
         tile: tuple[int, int] | str | None = None,
         layout: str | None = None,
+        relayout: bool | None = None,
         chunks: tuple[int, int] | str | None = None,
         dtype: torch.dtype | None = None,
         kernel: str | None = None,

@@ -43,6 +43,7 @@ def test_every_method_over_nccl_equals_the_truth(
 def test_captured_calls_over_nccl_equal_the_truth(gpu_pool: WorkerPool, ranks: int) -> None:
     """Whole chunks: no kernel asks the host for positions."""
     cases = [case(ranks, dtype, 512) for dtype in DTYPES]
+    cases.append(replace(cases[0], options={"relayout": True}))
     check(gpu_pool, cases, "distributed", backend="nccl", times=3, cuda_graph=True)
 
 

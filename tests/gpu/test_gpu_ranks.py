@@ -40,6 +40,18 @@ def test_ranks_on_one_gpu_equal_the_truth(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_contiguous_shards_are_exchanged_and_equal_the_truth(
+    gpu_pool: WorkerPool, transport: str
+) -> None:
+    cases = [
+        replace(case(4, dtype), options={"method": method, "relayout": True})
+        for dtype in DTYPES
+        for method in ("mesh", "ring", "usp")
+    ]
+    check(gpu_pool, cases, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_four_ranks_equals_the_truth(
     gpu_pool: WorkerPool, method: str, transport: str
