@@ -57,6 +57,7 @@ def model_pool() -> Iterator[WorkerPool]:
     workers = WorkerPool(
         {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         modules=("support.tiny_trainer",),
+        seconds=180.0,
     )
     yield workers
     workers.close()

@@ -111,4 +111,4 @@ def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
 @pytest.mark.parametrize("way", ["ddp", "fsdp", pytest.param("compile", marks=pytest.mark.slow)])
 def test_models_may_be_wrapped_checkpointed_and_compiled(model_pool: WorkerPool, way: str) -> None:
     """Needs 9 and 22."""
-    check(model_pool.run(wrapped, 2, way, seconds=180))
+    check(model_pool.run(wrapped, 2, way))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh_attention import MeshAttentionError, huggingface
 from mesh_attention.huggingface.models import SHOWN
+from support.pool import WorkerPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
 
@@ -38,3 +41,34 @@ def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.Monk
             getattr(huggingface, name)
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         huggingface.attend  # noqa: B018
+
+
+def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, float]:
+    """The loss of the loop, and that of one process; the Trainer saves its model."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from support.tiny_models import PLAIN, make_model, on_one_process
+    from support.tiny_trainer import RUNS, launched, padded
+
+    with_trainer, with_loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    model = make_model("gemma3_text")
+    wanted = on_one_process(model, PLAIN)[0].item()
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp"))
+    names: dict[str, Any] = {"model": model, "loader": [PLAIN.whole], "mesh": mesh}
+    exec(with_loop, names)
+    names["cp"].close()
+    with launched(rank, world_size):
+        given = RUNS["smoothed"].trainer(folder, world_size)
+        given.close()
+        of_trainer = {"model": make_model("llama"), "args": given.args, "collate": padded}
+        of_trainer |= {"train": given.train_dataset, "test": given.eval_dataset}
+        exec(with_trainer, of_trainer)
+        dist.barrier()
+    assert (Path(folder) / "model.safetensors").is_file()
+    return names["mean"].value.item(), wanted
+
+
+def test_what_the_page_says_to_type_runs(model_pool: WorkerPool, tmp_path: Path) -> None:
+    for found, wanted in model_pool.run(as_on_the_page, 4, str(tmp_path)):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -100,6 +100,10 @@ def saved(rank: int, world_size: int, folder: str) -> bool:
             trainer = RUNS["saved"].trainer(folder, world_size)
             trainer.train(resume_from_checkpoint=checkpoint)
             logits = trainer.predict(trainer.eval_dataset).predictions
+            collate = trainer.data_collator
+            trainer.data_collator = lambda rows: collate(rows) | {"labels": None}  # noqa: B023
+            unlabelled = trainer.predict(trainer.eval_dataset).predictions
+            assert (unlabelled == logits).all()
             ends.append((dict(trainer.model.named_parameters()), torch.tensor(logits)))
             trainer.close()
     loaded = AutoModelForCausalLM.from_pretrained(str(Path(folder) / "checkpoint-2"))

@@ -27,7 +27,7 @@ from support.worker import Answer, Job, Lines, send
 
 __all__ = ["Ended", "WorkerError", "WorkerPool"]
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0  # of a busy machine
 JOB_SECONDS = 60.0
 GRACE_SECONDS = 8.0  # that the others get after one rank has failed
 
@@ -42,10 +42,14 @@ class Ended:
 
 class WorkerPool:
     def __init__(
-        self, environment: dict[str, str] | None = None, modules: tuple[str, ...] = ()
+        self,
+        environment: dict[str, str] | None = None,
+        modules: tuple[str, ...] = (),
+        seconds: float = JOB_SECONDS,
     ) -> None:
         """`environment` is added to that of the processes; `modules` are imported once, before any
-        of them starts."""
+        of them starts; `seconds` are for a job that says nothing else."""
+        self._seconds = seconds
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,7 +82,7 @@ class WorkerPool:
         function: Callable[..., Any],
         world_size: int,
         *args: Any,
-        seconds: float = JOB_SECONDS,
+        seconds: float | None = None,
         group_seconds: float | None = None,
         may_end: tuple[int, ...] = (),
         may_hang: tuple[int, ...] = (),
@@ -87,6 +91,7 @@ class WorkerPool:
 
         `group_seconds` is the timeout of the default process group.
         """
+        seconds = seconds or self._seconds
         self._start(world_size)
         self._jobs += 1
         for rank in range(world_size):
