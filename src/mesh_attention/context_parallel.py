@@ -35,7 +35,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
-from mesh_attention.runtime.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.distributed_tensors import own_heads
 from mesh_attention.runtime.documents import BatchPlans, Documents
 from mesh_attention.runtime.modes import as_under_autocast
 from mesh_attention.runtime.plan_on_rank import PlanSource
@@ -207,8 +207,11 @@ class ContextParallel(Batches, Training):
     ) -> tuple[Tensor, Tensor]:
         """`fault`: what is wrong already. A scale is of this call; `is_causal`: what the caller
         takes the mask for; `block`: the number of a block that replaces PyTorch's attention."""
+        ranks = self._share.context.groups.ranks
+        (q, k, v), sinks, spread = own_heads(ranks, 2, sinks, q=q, k=k, v=v)
+        fault = fault or spread.fault
         if torch.compiler.is_dynamo_compiling():
-            return traced_attention(
+            out, lse = traced_attention(
                 *(self, q, k, v, fault),
                 sinks=sinks,
                 documents=documents,
@@ -217,12 +220,7 @@ class ContextParallel(Batches, Training):
                 is_causal=is_causal,
                 block=block,
             )
-        spread = Spread()
-        try:
-            ranks = self._share.context.groups.ranks
-            (q, k, v), sinks, spread = own_heads(ranks, 2, sinks, q=q, k=k, v=v)
-        except MeshAttentionError as error:  # the others must not wait for us
-            fault = fault or error
+            return spread.whole(out), spread.whole(lse, 1)
         q, k, v = as_under_autocast(q, k, v)
         source, options, fault = self._asked(
             *(q, k, v, fault),

@@ -80,6 +80,8 @@ def mesh_attention(
         if refused is not None:
             raise refused
         (q, k, v), sinks, spread = own_heads(context.groups.ranks, 2, sinks, q=q, k=k, v=v)
+        if spread.fault is not None:
+            raise spread.fault
         q, k, v = as_under_autocast(q, k, v)
         source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
         plan = source.first.plan

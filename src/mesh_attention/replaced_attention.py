@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.compiled_attention import BLOCKS
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.distributed_tensors import own_heads
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.sharded_batch import Sharder
 from mesh_attention.sharded_buffers import check_buffers, sharded_buffers
@@ -190,14 +190,11 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """With the arguments of `scaled_dot_product_attention`."""
-    tensors, spread = {"query": query, "key": key, "value": value}, Spread()
-    fault = fault_of_unsupported(dropout_p=dropout_p)
+    tensors = {"query": query, "key": key, "value": value}
+    own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
+    tensors = dict(zip(tensors, own, strict=True))
+    fault = fault_of_unsupported(dropout_p=dropout_p) or spread.fault
     if not is_dynamo_compiling():  # otherwise found out when the graph runs
-        try:
-            own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
-            tensors = dict(zip(tensors, own, strict=True))
-        except MeshAttentionError as error:
-            fault = error
         fault = fault or fault_of_kind(**tensors)
     if fault is None:
         fault = _fault_of_shapes(tensors, enable_gqa)

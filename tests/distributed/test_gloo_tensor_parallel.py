@@ -113,7 +113,10 @@ def in_parallel(rank: int, world_size: int, way: str) -> tuple[float, list[Tenso
             assert out.shape == heads[0].shape
             return out  # type: ignore[no-any-return]
 
-        logits = layer(part.input_ids, attention)
+        run: Any = layer
+        if way == "compiled":
+            run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        logits = run(part.input_ids, attention)
         assert isinstance(logits, DTensor)
         mean = cp.cross_entropy(logits, part.labels, reduce="sum")
         mean.loss.backward()  # type: ignore[no-untyped-call]
@@ -124,12 +127,16 @@ def in_parallel(rank: int, world_size: int, way: str) -> tuple[float, list[Tenso
     return mean.value.item(), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-@pytest.mark.parametrize("way", ["plain", "dtensor", "replaced"])
+@pytest.mark.parametrize(
+    "way",
+    # Compiling takes four processes four seconds each.
+    ["plain", "dtensor", "replaced", pytest.param("compiled", marks=pytest.mark.slow)],
+)
 def test_each_rank_has_its_own_heads_and_all_gradients_are_those_of_one_process(
     pool: WorkerPool, way: str
 ) -> None:
     """Projections give plain tensors, as PyTorch has them unless told otherwise, or DTensors, which
-    go to attention as they are, or to PyTorch's own in a block."""
+    go to attention as they are, also in compiled code, or to PyTorch's own in a block."""
     [(loss, wanted)] = pool.run(truth, 1)
     for value, grads in pool.run(in_parallel, 4, way):
         assert value == pytest.approx(loss, rel=1e-5)

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,10 +23,12 @@ _MESH = "on a mesh that has no other rank of the context-parallel group"
 
 @dataclass(frozen=True)
 class Spread:
-    """How the DTensors of a call lie on their mesh; without one, they were plain tensors."""
+    """How the DTensors of a call lie on their mesh; without one, they were plain tensors. `fault`:
+    why they are not taken, for all ranks to raise."""
 
     mesh: Any = None
     placements: tuple[Any, ...] = ()
+    fault: MeshAttentionError | None = None
 
     def whole(self, x: Tensor, dim: int | None = None) -> Tensor:
         """A rank's part as a DTensor, sharded as those given, or over `dim` in their place."""
@@ -53,20 +56,21 @@ def own_heads(
     dims = {name: (x, dim) for name, x in tensors.items()}
     if is_dtensor(sinks):  # plain ones are those of this rank's heads
         dims["sinks"] = (sinks, 0)
+    fault = None
     for name, (x, at) in dims.items():
-        if not is_dtensor(x):
-            raise MeshAttentionError(
+        if fault is None and not is_dtensor(x):
+            fault = MeshAttentionError(
                 f"{name} is a plain tensor and others are DTensors; give either for all of "
                 f"{', '.join(tensors)}"
             )
-        if x.device_mesh != first.device_mesh or not _fits(ranks, x, (at,)):
-            raise _refusal(
+        if fault is None and not (x.device_mesh == first.device_mesh and _fits(ranks, x, (at,))):
+            fault = _refusal(
                 *(name, x),
                 "the plain torch.Tensor that this rank holds, with the placements that its "
                 "gradient will have, x.to_local(grad_placements=...), or a DTensor that is "
                 f"sharded evenly over heads, Shard({at}),",
             )
-    spread = Spread(first.device_mesh, first.placements)
+    spread = Spread(first.device_mesh, first.placements, fault)
     return [*map(_held, tensors.values())], _held(sinks), spread
 
 
@@ -115,13 +119,23 @@ def _fits(
             return False
     if any(x.shape[dim] % number for dim, number in parts.items()):
         return False
+    return bool(_meets_only_here(mesh, tuple(ranks)))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
     members = {*mesh.mesh.flatten().tolist()}
     return members & {*ranks} == {dist.get_rank()}
 
 
 def _refusal(name: str, x: Any, way_out: str) -> MeshAttentionError:
-    placements = ", ".join(map(repr, x.placements))
     return MeshAttentionError(
         f"{name} is a DTensor; give {way_out} {_MESH}; this one of {tuple(x.shape)} is "
-        f"({placements}) on the ranks {x.device_mesh.mesh.flatten().tolist()}"
+        f"{_described(x.device_mesh, x.placements)}"
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _described(mesh: Any, placements: tuple[Any, ...]) -> str:
+    told = ", ".join(map(repr, placements))
+    return f"({told}) on the ranks {mesh.mesh.flatten().tolist()}"
