@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fixed_costs import undisturbed
@@ -13,6 +14,7 @@ from mesh_attention.cluster.cluster import (
     CollectiveLink,
     KernelRate,
     KernelRates,
+    ManyPeersLink,
     PassRates,
     PeerLink,
 )
@@ -50,8 +52,9 @@ def cluster(*, launch: float = 0.0, gap: float = 0.0) -> Cluster:
         all_to_all_gb_per_second=2.0,
     )  # fmt: skip
     network = replace(
-        base.network, nics=2, peer=PeerLink(1.0, 7.0), collective=CollectiveLink(0.5, 20.0, 5.0)
-    )
+        base.network, nics=2, peer=PeerLink(1.0, 7.0), collective=CollectiveLink(0.5, 20.0, 5.0),
+        all_to_all=None,
+    )  # fmt: skip
     return replace(
         base,
         gpu=replace(base.gpu, memory_gb_per_second=1.0, gap_microseconds=gap),
@@ -194,8 +197,10 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
         # Inside a node: what goes to oneself does not travel.
         ((0, 1, 2), {0: 9000, 1: 100, 2: 200}, {}, 10 * MICRO + 300 / 2e9),
         ((0, 1, 2), {1: 1}, {1: 300, 2: 400}, 10 * MICRO + 700 / 2e9),
-        # To two other nodes: both together through the rank's share of a NIC.
-        ((0, 4, 8), {1: 100, 2: 200}, {}, 20 * MICRO + 300 / 0.5e9),
+        # To two other nodes: both together through the rank's share of a NIC, as messages of which
+        # each adds a sixteenth of the latency of one.
+        ((0, 4, 8), {1: 100, 2: 200}, {}, (20 + 2 * 7 / 16) * MICRO + 300 / 0.5e9),
+        ((0, 4, 8), {1: 0, 2: 200}, {}, (20 + 7 / 16) * MICRO + 200 / 0.5e9),
         # Little to another node and much inside: the inside counts.
         ((0, 1, 4), {1: 8000, 2: 100}, {}, 20 * MICRO + 8000 / 2e9),
     ],
@@ -215,8 +220,34 @@ def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
     costs.shapes["x"] = GroupShape.of(base, (0, 4, 8))
     op = object.__new__(AllToAll)
     object.__setattr__(op, "group", "x")
-    found = costs.collective(op, Flows({1: 100, 2: 200}, {}), 0)
-    assert found == pytest.approx(20 * MICRO + 200 / 1e9, rel=1e-12, abs=0)
+    found = costs.collective(op, Flows({1: 100_000, 2: 200_000}, {}), 0)
+    assert found == pytest.approx(20 * MICRO + 200_000 / 1e9, rel=1e-12, abs=0)
+
+
+def test_all_to_alls_between_nodes_have_a_rate_and_a_cost_for_each_message_of_their_own() -> None:
+    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
+    base = cluster()
+    op = object.__new__(AllToAll)
+    object.__setattr__(op, "group", "x")
+
+    def found(**network: Any) -> float:
+        costs = CommunicationCosts(
+            replace(base, network=replace(base.network, **network)), plan, plan.forward
+        )
+        costs.shapes["x"] = GroupShape.of(base, (0, 4, 8))
+        return costs.collective(op, Flows({1: 100_000, 2: 200_000}, {}), 0)
+
+    own = ManyPeersLink(0.25, 3.0)
+    assert found(all_to_all=own) == pytest.approx(26 * MICRO + 300_000 / 0.25e9, rel=1e-12, abs=0)
+    # Left out: what point-to-point flows of a node carry together, through each of its two NICs,
+    # but not less than one of them alone, nor more than collectives do.
+    fast = CollectiveLink(100.0, 20.0, 5.0)
+    for node_gb, rate in ((3.0, 1.5), (1.0, 1.0), (999.0, 100.0)):
+        expected = (20 + 2 * 7 / 16) * MICRO + 300_000 / (rate * 1e9)
+        expected = max(expected, 20 * MICRO + 200_000 / 1e9)  # the longest message alone
+        assert found(collective=fast, peer_node_gb_per_second=node_gb) == pytest.approx(
+            expected, rel=1e-12, abs=0
+        )
 
 
 def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> None:

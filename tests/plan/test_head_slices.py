@@ -9,7 +9,12 @@ import pytest
 
 from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.slices import slice_sizes, suggested_cut, usual_heads
+from mesh_attention.plan.build.slices import (
+    slice_sizes,
+    suggested_cut,
+    suggested_ring_cut,
+    usual_heads,
+)
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllGather, Attend, AttendBackward
 from mesh_attention.plan.schedule.slices import follow_each_other
@@ -118,11 +123,22 @@ def test_a_cut_is_suggested_by_size() -> None:
     assert suggested_cut(one_head, 256, (16, 16), 1) == ((4, 4), None)
     short = Problem(1024, 64, 128)  # too few rows to fill a GPU with a few heads
     assert suggested_cut(short, 16, (4, 4), 1) == ((1, 1), None)
-    assert suggested_cut(LONG, 8, (1, 1), 8) == ((1, 1), None)  # nothing is gathered
+    assert suggested_cut(LONG, 1, (1, 1), 1) == ((1, 1), None)  # nothing travels
+    # What is exchanged is hidden too; of one head a half at a time.
+    assert suggested_cut(LONG, 8, (1, 1), 8) == ((1, 1), (1, 1))
+    assert suggested_cut(LONG, 256, (2, 2), 64) == ((2, 2), None)
+    assert suggested_cut(short, 16, (1, 1), 16) == ((1, 1), None)
     grouped = Problem(1 << 19, 64, 128, num_kv_heads=8)
     assert suggested_cut(grouped, 64, (8, 8), 1) == ((1, 1), (1, 1))
     plan = make_plan(LONG, 64)
     assert plan.forward.setting["head_slices"].startswith("2+3+5")
+
+
+def test_a_ring_is_cut_where_its_exchange_leaves_the_node_and_its_keys_stay_whole() -> None:
+    assert suggested_ring_cut(LONG, 64, 8, 8) == ((1, 1), None)
+    assert suggested_ring_cut(LONG, 64, 8, 4) == ((1, 1), (1, 1))
+    assert suggested_ring_cut(LONG, 256, 64, 8) == ((2, 1), None)
+    assert suggested_ring_cut(LONG, 64, 64, 8) == ((2, 2), None)  # one unit: no ring is left
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(8448, (1, 4)), (8447, None), (33792, (1, 1))])

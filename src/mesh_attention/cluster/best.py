@@ -196,22 +196,29 @@ class Explored:
     def try_cuts(self) -> None:
         """Of the best shapes, and from the best cut on to better ones."""
         problem, free, given = self._search.problem, self.free, self.given
+        rotates = METHODS[self.name].rotates
         if not free:
             return
         shapes = self.ranking(shape | given | self._uncut for shape in self._shapes)
         begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are cut
         for setting in (given, *shapes[:NUM_SHAPES]):
             shape = {name: value for name, value in setting.items() if name not in free}
-            for cut in first_cuts(problem, shape):
+            for cut in first_cuts(problem, self._held(shape), rotates=rotates):
                 begun[cut.heads is not None].append(shape | cut.options(free))
         for settings in begun.values():
             ranking = self.ranking(settings)
             if ranking and self._is_near_the_best(ranking[0]):
-                _refine(self, free, problem, ranking)
+                _refine(self, free, self._held, ranking)
 
     def _is_near_the_best(self, setting: dict[str, Any]) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
         return score is not None and score[1] <= NEAR * best
+
+    def _held(self, setting: Mapping[str, Any]) -> int:
+        """KV heads that a rank has."""
+        search = self._search
+        degree = METHODS[self.name].degree(setting, search.num_ranks)
+        return max(1, search.problem.kv_heads // degree)
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
@@ -277,7 +284,10 @@ def _key(setting: Mapping[str, Any]) -> Key:
 
 
 def _refine(
-    search: Explored, free: Sequence[str], problem: Problem, ranking: Sequence[dict[str, Any]]
+    search: Explored,
+    free: Sequence[str],
+    held: Callable[[Mapping[str, Any]], int],
+    ranking: Sequence[dict[str, Any]],
 ) -> None:
     if not ranking:
         return
@@ -286,9 +296,9 @@ def _refine(
         shape = {name: value for name, value in setting.items() if name not in free}
         if shape not in shapes:
             shapes.append(shape)
-    best, lead = _climb(search, shapes[0], Cut.of(ranking[0], problem), free)
+    best, lead = _climb(search, shapes[0], Cut.of(ranking[0], held(ranking[0])), free)
     for shape in shapes[1:NUM_REFINED]:
-        here = replace(best, held=Cut.of(shape, problem).held)
+        here = replace(best, held=held(shape))
         score = search.attempt(shape | here.options(free))
         if score is not None and (lead is None or score < lead):
             best, lead = _climb(search, shape, here, free)
@@ -322,8 +332,7 @@ class Cut:
     held: int
 
     @staticmethod
-    def of(setting: Mapping[str, Any], problem: Problem) -> Cut:
-        held = max(1, problem.kv_heads // (setting.get("ulysses") or 1))
+    def of(setting: Mapping[str, Any], held: int) -> Cut:
         return Cut(setting.get("chunks") or (1, 1), setting.get("head_slices"), held)
 
     def options(self, free: Sequence[str]) -> dict[str, Any]:
@@ -368,9 +377,11 @@ def free_names(options: Collection[str], given: Mapping[str, Any]) -> tuple[str,
     )
 
 
-def first_cuts(problem: Problem, shape: Mapping[str, Any]) -> tuple[Cut, ...]:
-    """Two to begin with: slices of heads, where there are several, and chunks of rows."""
-    held = Cut.of(shape, problem).held
+def first_cuts(problem: Problem, held: int, *, rotates: bool = False) -> tuple[Cut, ...]:
+    """Two to begin with: slices of the heads that a rank holds, where there are several, and chunks
+    of rows. What rotates is hidden as it is, and cut only where tokens were exchanged for heads."""
+    if rotates and held == problem.kv_heads:
+        return ()
     heads = usual_heads(problem, problem.kv_heads // held)
-    chunks = Cut((2, 2), None, held)
+    chunks = Cut((2, 1) if rotates else (2, 2), None, held)
     return (chunks,) if heads is None else (Cut((1, 1), heads, held), chunks)

@@ -78,6 +78,9 @@ class KernelRates:
     backward: PassRates | None = None
 
 
+_MESSAGES_AT_ONCE = 16  # assumed: of an all-to-all, in flight on one NIC
+
+
 @dataclass(frozen=True, slots=True)
 class PeerLink:
     """Point-to-point: one flow between two ranks."""
@@ -96,6 +99,15 @@ class CollectiveLink:
 
 
 @dataclass(frozen=True, slots=True)
+class ManyPeersLink:
+    """All-to-alls, which are sends to and receives from many peers at once: the rate of them all
+    together through one NIC, and what each message adds, however small it is."""
+
+    gb_per_second: float
+    message_microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     ranks: int
     peer: PeerLink
@@ -110,6 +122,8 @@ class Network:
     `peer_node_gb_per_second` is what all point-to-point flows of a node carry together, one way.
     `flows_of_a_pair`: flows between the same two ranks that run at full speed at once. 2 is full
     duplex; 1 means that sending to and receiving from one peer take turns.
+    `all_to_all`, left out: as fast as point-to-point flows of a node are together, no faster than
+    collectives; and a message adds a sixteenth of the latency of one alone.
     """
 
     nics: int
@@ -117,6 +131,16 @@ class Network:
     peer_node_gb_per_second: float
     flows_of_a_pair: float
     collective: CollectiveLink
+    all_to_all: ManyPeersLink | None = None
+
+    @property
+    def many_peers(self) -> ManyPeersLink:
+        """What all-to-alls between nodes are reckoned by."""
+        if self.all_to_all is not None:
+            return self.all_to_all
+        together = max(self.peer.gb_per_second, self.peer_node_gb_per_second / self.nics)
+        rate = min(self.collective.gb_per_second, together)
+        return ManyPeersLink(rate, self.peer.latency_microseconds / _MESSAGES_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)

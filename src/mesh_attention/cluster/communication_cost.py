@@ -2,8 +2,9 @@
 
 A collective is pipelined: what enters a node passes its NICs while it is handed on inside the node,
 so the slower of the two counts, after a latency for each hop of the ring. Each remote part enters a
-node once, spread over the NICs of the members there. An all-to-all is flows to all members at once:
-each no faster than point-to-point, all of them together no faster than the rank's share of a NIC.
+node once, spread over the NICs of the members there. An all-to-all is flows to all members at once
+(NCCL has no other than grouped sends and receives): each no faster than point-to-point, those that
+leave the node together no faster than many flows through one NIC, and each a message of its own.
 """
 
 from __future__ import annotations
@@ -69,17 +70,18 @@ class CommunicationCosts:
         return latency * 1e-6 + max(crossing, handing_on)
 
     def _all_to_all(self, shape: GroupShape, flows: Flows, member: int) -> float:
-        here = shape.nodes[member]
+        here, many = shape.nodes[member], self._cluster.network.many_peers
         received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}
         slowest = 0.0
         for direction in (flows.sent, received):
             others = {m: size for m, size in direction.items() if m != member}
-            crossing = [size for m, size in others.items() if shape.nodes[m] != here]
+            crossing = [size for m, size in others.items() if size and shape.nodes[m] != here]
             inside = sum(others.values()) - sum(crossing)
             slowest = max(
                 slowest,
                 inside / (self._cluster.node.all_to_all_gb_per_second * 1e9),
-                sum(crossing) / (self._cluster.network.collective.gb_per_second * 1e9),
+                len(crossing) * many.message_microseconds * 1e-6
+                + sum(crossing) / (many.gb_per_second * 1e9),
                 max(crossing, default=0) / (self._cluster.network.peer.gb_per_second * 1e9),
             )
         link = self._cluster.network if shape.num_nodes > 1 else self._cluster.node

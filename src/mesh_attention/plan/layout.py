@@ -77,6 +77,16 @@ def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
     return tuple(result)
 
 
+def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """What of these intervals lies between two ends.
+
+    >>> clip_spans(((0, 4), (8, 12)), 2, 9)
+    ((2, 4), (8, 9))
+    """
+    clipped = ((max(a, start), min(b, stop)) for a, b in spans)
+    return tuple((a, b) for a, b in clipped if a < b)
+
+
 def read_stretches(value: Any) -> Stretches:
     """What people write, or a text holds, as nested tuples; whether it fits is for `Layout`."""
     try:

@@ -19,7 +19,8 @@ from mesh_attention.plan.layout import Spans, joined, slice_spans
 class Chunk:
     """Slots `start..stop`; `cuts` (counted from start) keep the halves of a zigzag apart.
 
-    `heads` are counted inside a buffer that holds all of them; None = all.
+    `heads` are counted inside a buffer that holds all of them; None = all. `apart`: a rank holds
+    each chunk of its own rows in a buffer of its own.
     """
 
     index: int
@@ -27,18 +28,26 @@ class Chunk:
     stop: int
     cuts: tuple[int, ...]
     heads: tuple[int, int] | None = None
+    apart: bool = False
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
+    def name(self, buffer: str) -> str:
+        """Of the buffer that has this chunk of a rank's own rows."""
+        return f"{buffer}.{self.index}" if self.apart else buffer
+
     def local(self, buffer: str) -> Piece:
-        """This chunk of a buffer that holds a rank's whole partition."""
+        """This chunk of a rank's own rows."""
+        if self.apart:
+            return Piece(self.name(buffer), 0, self.size)
         return Piece(buffer, self.start, self.stop, self.heads)
 
     def local_stretches(self, buffer: str) -> tuple[Piece, ...]:
+        whole = self.local(buffer)
         return tuple(
-            Piece(buffer, self.start + a, self.start + b, self.heads)
+            replace(whole, start=whole.start + a, stop=whole.start + b)
             for a, b in pairwise(self.cuts)
         )
 

@@ -2,8 +2,9 @@
 
 A method gives, for every unit of a head group, its operations and buffers. Here they become
 programs: the caller's tensors, delta where it is used, the all-to-alls where units work on rows of
-other ranks (the tokens of Ulysses, shards that lie otherwise: `exchanged_rows.py`), and frees.
-Nothing here knows which method it is.
+other ranks (the tokens of Ulysses, shards that lie otherwise: `exchanged_rows.py`), and frees. All
+is exchanged at once, before the first operation and after the last, or, where the head group is
+cut, portion by portion where the method says. Nothing here knows which method it is.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import NamedTuple, Protocol
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.build.exchanged_rows import Cuts, ExchangedRows, RelayoutRows, UnitRows
-from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.holders import Holders
+from mesh_attention.plan.build.portions import Portions
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Programs
@@ -39,9 +41,10 @@ def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ..
 
 
 class Unit(NamedTuple):
-    """What one unit does, and the buffers it does it on (some may be unused)."""
+    """What one unit does, and the buffers it does it on (some may be unused). A task among the
+    operations is an exchange of a portion (`portions.py`)."""
 
-    operations: Sequence[Operation]
+    operations: Sequence[Operation | Task]
     buffers: Mapping[str, Buffer]
 
 
@@ -52,6 +55,8 @@ class UnitBuilder(Protocol):
     head_group: HeadGroup
     direction: Direction
     needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
+    # Where the head group is cut, the method says in its operations and schedule where portions
+    # come and go.
     hold: int  # for how many attentions buffers are kept beyond their last use, so that transfers
     # into other memory need not wait for them
 
@@ -81,13 +86,16 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
         made = builders[index].unit(unit)
-        operations = [*around.before(unit, index), *made.operations, *around.after(unit, index)]
+        operations = [*around.before(unit, index)]
+        for op in made.operations:
+            operations += around.portion(op, unit, index) if isinstance(op, Task) else (op,)
+        operations += around.after(unit, index)
         buffers = {**around.buffers(unit, index), **made.buffers}
         return assembler.program(rank, operations, buffers)
 
     order = first.schedule
     setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
-    if first.head_group.is_exchanged:
+    if first.head_group.is_exchanged and first.head_group.cut is None:
         order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
     if first.head_group.shards is not None:
         setting["relayout"] = f"contiguous shards, {first.head_group.q_layout.kind} inside"
@@ -100,7 +108,8 @@ def _around(inner: UnitBuilder) -> _Exchange:
     group = inner.head_group
     problem = replace(group.problem, mask=Mask())
     layouts = group.q_layout, group.kv_layout
-    return _exchange(problem, *layouts, group.degree, group.shards, inner.direction, inner.needs)
+    shares = group.degree, group.shards, group.cut
+    return _exchange(problem, *layouts, *shares, inner.direction, inner.needs)
 
 
 @lru_cache(maxsize=8)
@@ -110,11 +119,12 @@ def _exchange(
     kv_layout: Layout,
     degree: int,
     shards: tuple[Layout, Layout] | None,
+    cut: PassCut | None,
     direction: Direction,
     needs: tuple[Kind, ...],
 ) -> _Exchange:
     layouts = q_layout, kv_layout
-    groups = [HeadGroup(problem, *layouts, degree, index, shards) for index in range(degree)]
+    groups = [HeadGroup(problem, *layouts, degree, index, shards, cut) for index in range(degree)]
     return _Exchange(groups, direction, needs)
 
 
@@ -135,6 +145,10 @@ class _Exchange:
         self._inputs, self._outputs = caller_kinds(direction)
         self._delta = Kind.DELTA in needs
         self._holders = Holders(head_groups)
+        self._portions: Portions | None = None
+        if head_groups[0].cut is not None:
+            self._portions = Portions(head_groups, direction, needs, self._outputs)
+        self._whole = first.is_exchanged and self._portions is None
         self._before = lru_cache(maxsize=_KEPT)(self._make_before)
         self.after = lru_cache(maxsize=_KEPT)(self._make_after)
         # The same for all ranks whose own rows are cut alike.
@@ -150,7 +164,8 @@ class _Exchange:
         made = {kind.value: self._caller_buffer(rank, kind, role) for kind, role in roles.items()}
         if self._first.is_exchanged:
             for kind in (*self._needs, *self._outputs):
-                made[head_group.local(kind)] = head_group.local_buffer(kind, unit, Role.WORKSPACE)
+                local = head_group.local_buffers(kind, unit, Role.WORKSPACE)
+                made.update((buffer.name, buffer) for buffer in local)
             for kind in self._outputs:
                 rows = made[kind.value].rows
                 for copy, heads in enumerate(self._holders.copies if kind.is_key_side else ()):
@@ -179,7 +194,7 @@ class _Exchange:
                 for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
             )
             operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
-        if self._first.is_exchanged:
+        if self._whole:
             operations += self._empty(unit, index)
             sends = self._tokens_of(*self._rows.given(unit, index))
             receives = self._own_heads(self._needs, unit, index)
@@ -198,8 +213,12 @@ class _Exchange:
             for a, b in cuts[kind.is_key_side]
         ]
 
+    def portion(self, task: Task, unit: int, index: int) -> list[Operation]:
+        assert self._portions is not None, "a method names portions of what is exchanged at once"
+        return self._portions.operations(task, unit, index)
+
     def _make_after(self, unit: int, index: int) -> list[Operation]:
-        if not self._first.is_exchanged:
+        if not self._whole:
             return []
         sends = self._own_heads(self._outputs, unit, index, parted=True)
         receives = self._results_of(*self._rows.given(unit, index))

@@ -16,11 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
+from math import gcd
+from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk, by_heads, chunks_between
-from mesh_attention.plan.layout import Layout, LayoutKind, Spans
+from mesh_attention.plan.layout import Layout, LayoutKind, Spans, clip_spans, joined, slice_spans
 from mesh_attention.plan.problem import Problem
 
 
@@ -76,36 +78,52 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
 
 
 @lru_cache(maxsize=64)  # all tensors and head groups of a rank ask for the same
-def unit_rows(layout: Layout, degree: int, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
+def unit_rows(
+    layout: Layout, degree: int, unit: int, count: int = 1
+) -> tuple[Spans, tuple[Spans, ...]]:
     """The places of a unit's rows, and for each member where its own lie among them.
 
     Members come one after the other, or in order of position where that makes long stretches of
-    them: so a unit of zigzag partitions is a zigzag partition of larger blocks.
+    them: so a unit of zigzag partitions is a zigzag partition of larger blocks. With several chunks
+    that is the order inside each of them: all members have an equal part of every chunk.
     """
     slots, first = layout.slots, unit * degree
     # Alone a rank has its rows as they are; a zigzag lies in order of position.
     by_position = layout.kind is LayoutKind.ZIGZAG or (
         layout.kind is LayoutKind.LISTED and degree > 1
     )
-    if not by_position:
-        members = tuple(((m * slots, (m + 1) * slots),) for m in range(degree))
-        return ((first * slots, (first + degree) * slots),), members
-    parts = [  # (first position, places), member by member
-        (layout.runs(place + a, place + a + 1)[0].start, place + a, place + b)
-        for rank in range(first, first + degree)
-        for place in (rank * slots,)
-        for a, b in layout.parts(rank)
-    ]
-    rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
-    at = 0
-    for _, start, stop in sorted(parts):
-        rows[start] = (at, at + stop - start)
-        at += stop - start
+    places: list[tuple[int, int]] = []
     found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
-    for _, start, _ in parts:
-        found[start // slots - first].append(rows[start])
-    places = tuple((start, stop) for _, start, stop in sorted(parts))
-    return places, tuple(map(tuple, found))
+    at = 0
+    for chunk in chunks_between(layout.halves, count):
+        parts = []  # (first position, places), member by member
+        for rank in range(first, first + degree):
+            place, own = rank * slots, clip_spans(((0, slots),), chunk.start, chunk.stop)
+            if by_position:
+                own = clip_spans(layout.parts(rank), chunk.start, chunk.stop)
+            for a, b in own:
+                position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
+                parts.append((position, place + a, place + b))
+        rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
+        for _, start, stop in sorted(parts):
+            places.append((start, stop))
+            rows[start] = (at, at + stop - start)
+            at += stop - start
+        for _, start, _ in parts:
+            found[start // slots - first].append(rows[start])
+    return tuple(places) if by_position else joined(places), tuple(map(tuple, found))
+
+
+class PassCut(NamedTuple):
+    """How finely the rows and heads of a unit are exchanged: chunks of queries and of keys, for
+    each slice of heads, given by KV heads. A slice is exchanged at once where it is not chunked."""
+
+    chunks: tuple[int, int]
+    slices: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.chunks == (1, 1) and len(self.slices) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,7 @@ class HeadGroup:
     degree: int = 1
     index: int = 0
     shards: tuple[Layout, Layout] | None = None  # how queries and keys come, where otherwise
+    cut: PassCut | None = None  # None: all is exchanged at once
 
     @property
     def is_exchanged(self) -> bool:
@@ -143,6 +162,8 @@ class HeadGroup:
         self, kind: Kind, count: int, slices: tuple[int, ...] | None = None
     ) -> tuple[Chunk, ...]:
         """`count` chunks of rows for each slice of this head group's heads, given by KV heads."""
+        if self.cut is not None:
+            return self.exchanged(kind)
         rows = chunks_between(self.halves(kind), count)
         if len(self.stretches) > 1:
             sizes = [heads[kind.is_key_side] for heads in self.stretches]
@@ -152,13 +173,40 @@ class HeadGroup:
         first, last = self.heads(kind)
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
 
+    def exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
+        """The chunks in which a tensor is exchanged, each with an equal part of every member."""
+        assert self.cut is not None
+        parts, count = self._parts(kind)
+        rows = [
+            Chunk(
+                *(chunk.index, self.degree * chunk.start, self.degree * chunk.stop),
+                cuts=tuple(self.degree * cut for cut in chunk.cuts),
+                apart=True,
+            )
+            for chunk in chunks_between(self.layout(kind).halves, count)
+        ]
+        (first, last), slices = self.heads(kind), self.cut.slices
+        if parts > 1:
+            return by_heads(rows, [(last - first) // parts] * parts)
+        return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
+
+    def _parts(self, kind: Kind) -> tuple[int, int]:
+        """Parts of the heads, and chunks of rows. Queries of one KV head are cut by heads as far as
+        that goes: so every part has all rows, and work is even under any mask."""
+        if self.cut is None:
+            return 1, 1
+        count = self.cut.chunks[kind.is_key_side]
+        (first, last), (first_kv, last_kv) = self.heads(Kind.Q), self.heads(Kind.K)
+        parts = 1 if kind.is_key_side or last_kv - first_kv > 1 else gcd(count, last - first)
+        return parts, count // parts
+
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows."""
-        return unit_rows(self.layout(kind), self.degree, unit)[0]
+        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1])[0]
 
     def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
         """Of each member: where the parts of its own rows lie among the rows of its unit."""
-        return unit_rows(self.layout(kind), self.degree, unit)[1]
+        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1])[1]
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
@@ -184,10 +232,21 @@ class HeadGroup:
         """The name of this rank's own rows of a tensor inside the method."""
         return f"{kind.value}.u" if self.is_exchanged else kind.value
 
-    def local_buffer(self, kind: Kind, unit: int, role: Role) -> Buffer:
+    def local_buffers(self, kind: Kind, unit: int, role: Role) -> list[Buffer]:
+        """One, or one for each chunk that is exchanged."""
         held = Role.WORKSPACE if self.is_exchanged else role
-        rows, heads = self.rows(kind, unit), self.heads(kind)
-        return Buffer(self.local(kind), kind, rows, heads, kind.precision, held)
+        name, rows, heads = self.local(kind), self.rows(kind, unit), self.heads(kind)
+        if self.cut is None:
+            return [Buffer(name, kind, rows, heads, kind.precision, held)]
+        return [
+            Buffer(
+                *(chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop)),
+                heads=heads if of is None else (heads[0] + of[0], heads[0] + of[1]),
+                precision=kind.precision,
+            )
+            for chunk in self.exchanged(kind)
+            for of in (chunk.heads,)
+        ]
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -176,8 +176,8 @@ class SliceSetting(Setting):
 
 
 @dataclass(frozen=True)
-class CutSetting(SliceSetting):
-    """Options of methods that gather: how finely what is gathered is cut, and in what order.
+class ChunkSetting(SliceSetting):
+    """Options of methods that also cut the rows of a slice of heads.
 
     Where neither chunks nor head slices are given, both are chosen by the size of the problem.
     """
@@ -185,12 +185,19 @@ class CutSetting(SliceSetting):
     chunks: tuple[int, int] | None = option(
         None,
         "kq x kkv chunks of a tile, so that communication hides behind computation: at most 16, "
-        "1x1 is uncut; left out together with slices: chosen by size",
+        "1x1 is uncut; left out together with slices: chosen by size. Queries that ranks exchange "
+        "for heads are cut by heads first, where they are of one KV head",
         "KQxKKV",
     )
     backward_chunks: tuple[int, int] | None = option(
         None, "the chunks of the backward pass, if others", "KQxKKV"
     )
+
+
+@dataclass(frozen=True)
+class CutSetting(ChunkSetting):
+    """Options of methods that gather: also in what order, and in how much memory."""
+
     scheduler: Scheduler = option(
         Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"
     )

@@ -64,19 +64,32 @@ def suggested_cut(
     problem: Problem, num_ranks: int, tile: tuple[int, int], degree: int
 ) -> tuple[tuple[int, int], HeadSlices | None]:
     """Slices of heads that fill a GPU, where there are several heads. Otherwise up to 4x4 chunks,
-    as long as every chunk keeps enough rows for a kernel."""
+    2x2 of what is exchanged, as long as every chunk keeps enough rows for a kernel."""
     q_rows, kv_rows = (
         side * degree * tokens // num_ranks
         for side, tokens in zip(tile, (problem.q_tokens, problem.keys), strict=True)
     )
-    if num_ranks == degree:
-        return (1, 1), None  # nothing is gathered
+    if num_ranks == 1:
+        return (1, 1), None  # nothing travels
     heads = usual_heads(problem, degree)
     if heads is None:
         kq, kkv = (min(4, max(1, rows // _ROWS_PER_CHUNK)) for rows in (q_rows, kv_rows))
-        return (kq, kkv), None
+        # Halves of all members' rows are those of a zigzag, which stay whole.
+        return (kq, kkv) if degree == 1 else (min(2, kq), min(2, kkv)), None
     least = -(-_ROWS_AND_HEADS // (max(1, q_rows) * problem.heads_per_kv_head))
     most = max(heads[1], least)
     if 2 * most > problem.kv_heads // degree:
         return (1, 1), None
     return (1, 1), (max(1, most // 4), most)
+
+
+def suggested_ring_cut(
+    problem: Problem, num_ranks: int, degree: int, ranks_per_node: int | None
+) -> tuple[tuple[int, int], HeadSlices | None]:
+    """What rotates is hidden as it is. What is exchanged is worth smaller calls and messages where
+    it leaves the node, or where it is all that travels; the keys of a ring stay whole."""
+    units = num_ranks // degree
+    if units > 1 and degree <= (ranks_per_node or 8):
+        return (1, 1), None
+    (kq, kkv), heads = suggested_cut(problem, num_ranks, (1, units), degree)
+    return (kq, kkv if units == 1 else 1), heads

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from mesh_attention.plan.build.exchange import Unit
+from mesh_attention.plan.build.portions import SUM, comes_by, goes_by
 from mesh_attention.plan.build.reduce import ReduceBy
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_tasks import CAPPED, COMPUTE, GATHER_Q, buffers_of, fragment
+from mesh_attention.plan.build.tile_tasks import (
+    CAPPED,
+    COMPUTE,
+    GATHER_KV,
+    GATHER_Q,
+    buffers_of,
+    fragment,
+)
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.program import Call, Communication, Operation, Task
-from mesh_attention.plan.schedule.tasks import Schedule
+from mesh_attention.plan.schedule.tasks import Schedule, Step
 
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1
@@ -36,38 +45,82 @@ class MeshBuilder(TileBuilder):
 
     def __init__(self, mesh: TilePass, schedule: Schedule, lowerings: Lowerings, ordered_by: str):
         super().__init__(mesh)
-        self.schedule = schedule
         self._lowerings = lowerings
         self._ordered_by = ordered_by
         self.capped = ordered_by == CAPPED
-        self.hold = 0 if self.capped or mesh.tile.num_ranks == 1 else HOLD
+        alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
+        self.hold = 0 if self.capped or alone else HOLD
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
         self._tasks = schedule.order()
+        self._before, self._after = self._exchanges()
+        self.schedule = self._with_exchanges(schedule)
 
     @property
     def setting(self) -> dict[str, str]:
         mesh = self._mesh
-        num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
         return {
             "tile": str(mesh.tile),
             "rotation": "on" if mesh.tile.rotation else "off",
-            "chunks": f"{num_q}x{num_kv}",
-            **({"head_slices": "+".join(map(str, mesh.slices))} if len(mesh.slices) > 1 else {}),
+            **mesh.cut_setting,
             "q_reduce": mesh.q.reduce_by.value,
             "kv_reduce": mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none",
             "scheduler": self._ordered_by,
         }
 
+    def _exchanges(self) -> tuple[dict[Task, Task], dict[Task, Task]]:
+        """The exchange that must come before each gather, at the first that needs it; and the one
+        that follows each reduction, at the last that feeds it."""
+        mesh, cut = self._mesh, self.head_group.cut
+        before: dict[Task, Task] = {}  # by the exchange
+        after: dict[Task, Task] = {}
+        for task in self._tasks if cut else ():
+            assert cut is not None
+            key_side = task.kind in (GATHER_KV, mesh.kv_reduce_kind)
+            if task.kind in (GATHER_Q, GATHER_KV):
+                before.setdefault(comes_by(cut, key_side, *task.index), task)
+            elif task.kind != COMPUTE:
+                after[goes_by(cut, self.direction, key_side, *task.index)] = task
+        return {task: ex for ex, task in before.items()}, {task: ex for ex, task in after.items()}
+
+    def _with_exchanges(self, schedule: Schedule) -> Schedule:
+        """With exchanges as steps of their own, where programs have them, and without gathers that
+        have nothing else to do."""
+        if self.head_group.cut is None:
+            return schedule
+        mesh = self._mesh
+        gathers = {GATHER_Q: mesh.tile.a > 1, GATHER_KV: mesh.tile.b > 1}
+        steps: list[tuple[Task | None, list[Task]]] = []
+        waiting: list[tuple[int, Task]] = []  # for so many computations, as parts of a reduction do
+        for step in schedule.steps:
+            task = step.communication
+            begun = [self._before[task]] if task in self._before else []
+            if task is not None and gathers.get(task.kind, True):
+                begun.append(task)
+            if task in self._after:
+                parts = len(self._fragment(task, 0)) - 1
+                if parts:
+                    waiting.append((parts, self._after[task]))
+                else:
+                    begun.append(self._after[task])
+            if begun or task is None or not steps:
+                steps += [(one, []) for one in begun] or [(None, [])]
+            for compute in step.compute:
+                steps[-1][1].append(compute)
+                steps += [(end, []) for parts, end in waiting if parts == 1]
+                waiting = [(parts - 1, end) for parts, end in waiting if parts > 1]
+        steps += [(end, []) for _, end in waiting]
+        return Schedule(tuple(Step(task, tuple(c)) for task, c in steps if task or c))
+
     def unit(self, unit: int) -> Unit:
         return Unit(self._operations(unit), buffers_of(self._mesh, unit))
 
-    def _operations(self, unit: int) -> list[Operation]:
+    def _operations(self, unit: int) -> list[Operation | Task]:
         mesh = self._mesh
         row, column = mesh.tile.row(unit), mesh.tile.column(unit)
-        operations: list[Operation] = []
+        operations: list[Operation | Task] = []
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
-        later: list[deque[list[Operation]]] = []  # parts of the tasks that have begun
+        later: list[deque[Sequence[Operation | Task]]] = []  # parts of the tasks that have begun
         for task in self._tasks:
             if task.kind == COMPUTE:
                 i, j = task.index
@@ -86,10 +139,20 @@ class MeshBuilder(TileBuilder):
                 operations += mesh.q.empty(task.kind, index)
             if task.kind == mesh.kv_reduce_kind and index not in begun_kv:
                 operations += mesh.kv.empty(task.kind, index)
+            if task in self._before:
+                operations.append(self._before[task])
             now, *rest = self._fragment(task, unit)
             operations += now
-            if rest:
-                later.append(deque(rest))
+            parts = deque[Sequence[Operation | Task]](rest)
+            if task in self._after:
+                end = self._after[task]
+                if parts:
+                    parts[-1] = [*parts[-1], end]
+                else:
+                    operations.append(end)
+                parts.append([end.at(SUM)])
+            if parts:
+                later.append(parts)
         return operations + [op for parts in later for part in parts for op in part]
 
     def _calls_of(self, row: int, i: int, column: int, j: int) -> tuple[Call, ...]:

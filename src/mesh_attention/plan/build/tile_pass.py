@@ -76,6 +76,14 @@ class TilePass(ABC):
             per_node=per_node[1],
         )
 
+    @property
+    def cut_setting(self) -> dict[str, str]:
+        """How it is cut, for people."""
+        setting = {"chunks": f"{self.q.chunks_of_slice}x{self.kv.chunks_of_slice}"}
+        if len(self.slices) > 1:
+            setting["head_slices"] = "+".join(map(str, self.slices))
+        return setting
+
     # What a subclass says.
 
     @abstractmethod

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, patch_devices
 from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
-from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
 from mesh_attention.plan.build.rotate import members_per_node
-from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.build.setting import ChunkSetting, Setting
+from mesh_attention.plan.build.slices import sizes_for
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_passes import TileBackward, TileForward
 from mesh_attention.plan.layout import Layout, LayoutKind, contiguous_shards
@@ -20,6 +21,7 @@ from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
 Layouts = tuple[Layout, Layout]
+MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,28 @@ def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Ti
     return tile
 
 
+_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
+
+
+def is_cut(setting: ChunkSetting) -> bool:
+    return any(getattr(setting, name) is not None for name in _CUTS)
+
+
+def cut_of(setting: ChunkSetting, direction: Direction, problem: Problem, degree: int) -> PassCut:
+    """Chunks, and sizes of the slices of heads; the backward ones default to the forward ones."""
+    names = ["chunks", "head_slices"]
+    if direction is Direction.BACKWARD:
+        names = [
+            f"backward_{name}" if getattr(setting, f"backward_{name}") else name for name in names
+        ]
+    kq, kkv = chunks = getattr(setting, names[0]) or (1, 1)
+    if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
+        raise PlanError(
+            f"{names[0]}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
+        )
+    return PassCut(chunks, sizes_for(problem, degree, getattr(setting, names[1]), names[1]))
+
+
 class TilePlanner:
     """The parts of a plan that do not depend on how a method moves its blocks."""
 
@@ -143,10 +167,14 @@ class TilePlanner:
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         kind = TileForward if direction is Direction.FORWARD else TileBackward
-        out = shared.gather_out
+        out, cut = shared.gather_out, PassCut(chunks, slices)
+        # What goes to another layout on the way is exchanged at once.
+        at_once = shared.ulysses == 1 or self.shards is not None or cut.is_whole
+        exchanged = None if at_once else cut
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(self._problem, *self._layouts, shared.ulysses, index, self.shards)
+            shares = shared.ulysses, index, self.shards, exchanged
+            group = HeadGroup(self._problem, *self._layouts, *shares)
             return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)
@@ -170,13 +198,14 @@ def plan_by(
     tile: Tile,
     directions: tuple[Direction, ...],
     builder: Callable[[TilePass, Lowerings, tuple[int, ...]], UnitBuilder],
+    cut_of: Callable[[Direction], PassCut] = lambda _: PassCut((1, 1), (1,)),
 ) -> Plan:
-    """A plan whose units are made by `builder` from a pass that is not cut, with calls, and the
-    node of each unit."""
+    """A plan whose units are made by `builder` from a pass, cut as `cut_of` says, with calls, and
+    the node of each unit."""
     planner = TilePlanner(problem, num_ranks, shared, tile)
 
     def build(direction: Direction) -> Pass:
-        passes = planner.tile_passes(direction, tile)
+        passes = planner.tile_passes(direction, tile, *cut_of(direction))
         return with_exchanges(
             OnDemand(
                 len(passes), lambda index: builder(passes[index], planner.lowerings, planner.nodes)

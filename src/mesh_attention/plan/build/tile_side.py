@@ -47,6 +47,17 @@ class TileSide:
     def chunks_of_slice(self) -> int:
         return len(self.chunks) // len(self.slices)
 
+    @property
+    def parts_of_slice(self) -> int:
+        """Parts of the heads of a slice, where chunks are cut by heads and not by rows."""
+        heads = {chunk.heads for chunk in self.chunks}
+        return len(heads) // len(self.slices)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether chunks come one after the other: from the units of a line, or to this unit."""
+        return self.size > 1 or self.head_group.cut is not None
+
     @cached_property
     def reduce_by(self) -> ReduceBy:
         if self.size == 1:

@@ -17,6 +17,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
+from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.memory import (
@@ -27,7 +28,7 @@ from mesh_attention.plan.schedule.memory import (
     smallest_cap,
 )
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another
+from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
 from mesh_attention.plan.schedule.tasks import Costs, Schedule, Step, TaskGraph, TaskNode
 from mesh_attention.plan.traffic import TrafficMeter
 
@@ -45,10 +46,12 @@ def order_tasks(
     costs: Costs,
     scheduler: Scheduler,
     *,
+    rows: RowRanges,
     gamma: float,
     max_memory_bytes: int | None,
 ) -> Schedule:
-    tasks = _present_tasks(mesh)
+    """`rows`: what queries see; tasks that see nothing are left out."""
+    tasks = _present_tasks(mesh, rows)
     largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
     graph = _task_graph(mesh, tasks, costs, [largest])
 
@@ -56,6 +59,8 @@ def order_tasks(
         return [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
 
     free = search(graph).schedule if scheduler is Scheduler.SEARCH else greedy(graph, gamma=gamma)
+    if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
+        free = reduced_early(graph, free)
     if max_memory_bytes is None:
         return follow_each_other(everywhere(free))
     whole = _task_graph(mesh, tasks, costs, range(len(mesh.slices)))
@@ -97,10 +102,9 @@ def _of_slice(mesh: TilePass, found: Schedule, part: int) -> Schedule:
 Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
 
 
-def _present_tasks(mesh: TilePass) -> Pairs:
+def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
     on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
-    rows = mesh.problem.rows
     num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
     q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
     kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
@@ -128,13 +132,13 @@ def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> list[Run]:
 
 
 def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
-    """Operations of a communication task on one unit."""
+    """Operations of a communication task on one unit, without what is exchanged for it."""
     (i,) = task.index
     row = mesh.tile.row(unit)
     if task.kind == GATHER_Q:
-        return [mesh.gather_q(row, i)]
+        return [mesh.gather_q(row, i)] if mesh.tile.a > 1 else []
     if task.kind == GATHER_KV:
-        return [mesh.fetch_kv(mesh.fetch_key(unit), i)]
+        return [mesh.fetch_kv(mesh.fetch_key(unit), i)] if mesh.tile.b > 1 else []
     if task.kind == mesh.q_reduce_kind:
         return mesh.reduce_q(i, mesh.q.reduction(unit, i))
     assert task.kind == mesh.kv_reduce_kind
@@ -160,9 +164,9 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     q_indices, kv_indices = (
         [part * count + at for part in slices for at in range(count)] for count in (num_q, num_kv)
     )
-    if mesh.tile.b > 1:
+    if mesh.kv.is_fetched:
         add_tasks(GATHER_KV, kv_indices, {})
-    if mesh.tile.a > 1:
+    if mesh.q.is_fetched:
         add_tasks(GATHER_Q, q_indices, {})
     by_q = {i: tuple(n for (x, _), n in computes.items() if x == i) for i in q_indices}
     add_tasks(mesh.q_reduce_kind, q_indices, by_q)
@@ -173,9 +177,10 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     compute = []
     for (i, j), (part, pairs) in tasks.items():
         share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
+        share /= mesh.q.parts_of_slice
         flops = mesh.problem.flops(pairs, backward=backward) * share
-        gathers = [Task(GATHER_Q, (i,))] * (mesh.tile.a > 1)
-        gathers += [Task(GATHER_KV, (j,))] * (mesh.tile.b > 1)
+        gathers = [Task(GATHER_Q, (i,))] * mesh.q.is_fetched
+        gathers += [Task(GATHER_KV, (j,))] * mesh.kv.is_fetched
         seconds = costs.compute_seconds(flops)
         compute.append(TaskNode(computes[i, j], seconds, tuple(gathers)))
     return TaskGraph(tuple(communication), tuple(compute))
@@ -194,7 +199,20 @@ def _communication_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
                 member = members.index(mesh.head_group.rank_of(unit))
                 traffic = meter.traffic(op, member, len(members))
                 total += costs.communication_seconds(traffic.received_bytes)
-    return total / len(units)
+    return total / len(units) + _exchange_seconds(mesh, task, costs)
+
+
+def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
+    """Of the portion that a gather brings on, or of that which a reduction sends away."""
+    if mesh.head_group.cut is None:
+        return 0.0
+    side = mesh.q if task.kind in (GATHER_Q, mesh.q_reduce_kind) else mesh.kv
+    kinds = side.inputs if task.kind in (GATHER_Q, GATHER_KV) else side.partials
+    local, degree = _local_buffers(mesh, 0), mesh.head_group.degree
+    (index,) = task.index
+    names = [side.chunks[index].name(mesh.head_group.local(kind)) for kind in kinds]
+    moved = sum(local[name].num_bytes(mesh.problem) for name in names) * (degree - 1) / degree
+    return costs.communication_seconds(moved)
 
 
 def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
@@ -232,6 +250,7 @@ def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     input: it is computed first, and held until its last chunk is gathered."""
     roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
     return {
-        mesh.head_group.local(kind): mesh.head_group.local_buffer(kind, unit, role)
+        buffer.name: buffer
         for kind, role in roles.items()
+        for buffer in mesh.head_group.local_buffers(kind, unit, role)
     }

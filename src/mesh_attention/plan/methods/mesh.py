@@ -21,16 +21,25 @@ from mesh_attention.plan.build.setting import (
     TileSetting,
     option,
 )
-from mesh_attention.plan.build.slices import HeadSlices, sizes_for, suggested_cut
+from mesh_attention.plan.build.slices import HeadSlices, suggested_cut
 from mesh_attention.plan.build.tile_builder import MeshBuilder
-from mesh_attention.plan.build.tile_plan import TilePlanner, shared_options, tile_for
+from mesh_attention.plan.build.tile_plan import (
+    MAX_TASKS as MAX_TASKS,
+)
+from mesh_attention.plan.build.tile_plan import (
+    TilePlanner,
+    cut_of,
+    is_cut,
+    shared_options,
+    tile_for,
+)
 from mesh_attention.plan.build.tile_tasks import CAPPED, Scheduler, order_tasks
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.schedule.tasks import Costs
 from mesh_attention.plan.workspace import peak_buffer_bytes
 
-MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 Directions = tuple[Direction, ...]
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
@@ -86,7 +95,7 @@ def plan_mesh(
     if setting.backward_tile:
         backward = tile_for(setting.backward_tile, units, rotation=setting.rotation)
         shapes[Direction.BACKWARD] = backward
-    if not _is_cut(setting):
+    if not is_cut(setting):
         chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
         setting = replace(setting, chunks=chunks, head_slices=heads)
         if cap is not None and heads is not None:
@@ -99,20 +108,28 @@ def plan_mesh(
             "layout=contiguous"
         )
 
+    # All rows in one unit, and one call whatever is seen of them: such programs serve any mask.
+    seen = replace(problem, mask=Mask()) if setting.one_call and units == 1 else problem
+
     def build(direction: Direction) -> Pass:
-        chunks, slices = _cut_of(setting, direction, problem, degree)
-        passes = planner.tile_passes(direction, shapes[direction], chunks, slices)
+        cut = cut_of(setting, direction, problem, degree)
+        passes = planner.tile_passes(direction, shapes[direction], *cut)
         schedule = order_tasks(
             passes[0],
             setting.costs,
             setting.scheduler,
+            rows=seen.rows,
             gamma=setting.gamma,
             max_memory_bytes=setting.max_memory_bytes,
         )
         capped = setting.max_memory_bytes is not None
         ordered_by = CAPPED if capped else setting.scheduler.value
-        builders = [MeshBuilder(one, schedule, planner.lowerings, ordered_by) for one in passes]
-        return with_exchanges(builders)
+        return with_exchanges(
+            OnDemand(
+                len(passes),
+                lambda index: MeshBuilder(passes[index], schedule, planner.lowerings, ordered_by),
+            )
+        )
 
     return planner.plan(map(build, directions))
 
@@ -134,30 +151,6 @@ def plan_mesh_usp(
 
 def _given(setting: CutSetting) -> dict[str, Any]:
     return {one.name: getattr(setting, one.name) for one in fields(setting)}
-
-
-_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
-
-
-def _is_cut(setting: MeshSetting) -> bool:
-    return any(getattr(setting, name) is not None for name in _CUTS)
-
-
-def _cut_of(
-    setting: MeshSetting, direction: Direction, problem: Problem, degree: int
-) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Chunks, and sizes of the slices of heads; the backward ones default to the forward ones."""
-    names = ["chunks", "head_slices"]
-    if direction is Direction.BACKWARD:
-        names = [
-            f"backward_{name}" if getattr(setting, f"backward_{name}") else name for name in names
-        ]
-    kq, kkv = chunks = getattr(setting, names[0]) or (1, 1)
-    if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
-        raise PlanError(
-            f"{names[0]}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
-        )
-    return chunks, sizes_for(problem, degree, getattr(setting, names[1]), names[1])
 
 
 def _within_cap(

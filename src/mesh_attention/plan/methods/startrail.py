@@ -8,7 +8,6 @@ members j of the teams with equal u. algorithm.md, section 9; causal masks too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -22,7 +21,7 @@ from mesh_attention.plan.build.reduce import Reduction, reduce_sum, stacks
 from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.build.tile_builder import TileBuilder
-from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_pass import Pair, TilePass
 from mesh_attention.plan.build.tile_plan import plan_by, shared_options
 from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
@@ -158,8 +157,8 @@ class StarTrailBuilder(TileBuilder):
             f"S{u}.{j}",
             ring(w, star.width),
             lambda member: self._block(star.team(u + j, member + star.shift)),
-            own=("k.first", "v.first") if places else self._team_names(),
-            results=(f"grad_k.{end}", f"grad_v.{end}"),
+            own=self._pieces(("k.first", "v.first") if places else self._team_names()),
+            results=self._pieces((f"grad_k.{end}", f"grad_v.{end}")),
             gradients=self.gradients,
             shared=self._shared,
             per_node=self._per_node,
@@ -206,7 +205,7 @@ class StarTrailBuilder(TileBuilder):
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations, *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
+        operations += [*keys.operations(), *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
@@ -215,9 +214,9 @@ class StarTrailBuilder(TileBuilder):
         moves = self.mesh.moves(self.head_group.chunks(Kind.K, 1)[0], {Kind.K: k, Kind.V: v})
         return AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
 
-    def _pieces(self, names: Sequence[str]) -> tuple[Piece, ...]:
-        size = self.star.size * self.head_group.size(Kind.K)
-        return tuple(Piece(name, 0, size) for name in names)
+    def _pieces(self, names: tuple[str, str]) -> Pair:
+        size, (k, v) = self.star.size * self.head_group.size(Kind.K), names
+        return Piece(k, 0, size), Piece(v, 0, size)
 
     def _place(
         self, unit: int, near: tuple[Piece, ...], first: tuple[Piece, ...], *, back: bool = False
@@ -242,7 +241,7 @@ class StarTrailBuilder(TileBuilder):
         operations: list[Operation] = []
         if self._places(unit):
             near, first = (
-                self._pieces([f"{grad}.{end}" for _, grad in _SIDES]) for end in ("team", "block")
+                self._pieces((f"grad_k.{end}", f"grad_v.{end}")) for end in ("team", "block")
             )
             operations.append(self._place(unit, near, first, back=True))
         reduction = self._reduction(unit)

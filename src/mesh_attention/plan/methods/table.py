@@ -33,6 +33,12 @@ class Method:
     build: Builder
     candidates: Candidates
     reads_mask: bool = True  # False: what goes where is the same under every mask
+    rotates: bool = False  # whether keys go round in rings
+    all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
+
+    def degree(self, setting: Mapping[str, Any], num_ranks: int) -> int:
+        """That of Ulysses, where a setting says it or the method does."""
+        return num_ranks if self.all_exchange else setting.get("ulysses") or 1
 
     def options(self) -> dict[str, Option]:
         return dict(_options(self.setting))  # type: ignore[arg-type]  # classes can be hashed
@@ -103,7 +109,8 @@ def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> S
 
 
 DEFAULT_METHOD = "mesh"
-_ANY_MASK = ("ulysses",)
+_ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
+_ROTATE = ("ring", "double-ring", "usp")
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", mesh.MeshSetting, mesh.plan_mesh, _tiles),
     "ring": ("KV rotates in a ring (Ring-Attention)", ring.RingSetting, ring.plan_ring, _one),
@@ -164,7 +171,14 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     ),
 }
 METHODS: Mapping[str, Method] = {
-    name: Method(name, *row, reads_mask=name not in _ANY_MASK) for name, row in _ROWS.items()
+    name: Method(
+        name,
+        *row,
+        reads_mask=name not in _ANY_MASK,
+        rotates=name in _ROTATE,
+        all_exchange=name in _ALL_EXCHANGE,
+    )
+    for name, row in _ROWS.items()
 }
 
 

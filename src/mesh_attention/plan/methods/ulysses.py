@@ -1,6 +1,6 @@
 """Ulysses: heads first. Ranks exchange tokens for heads, attend, and exchange back.
 
-Where the ranks share out the heads evenly it is a ring of one unit. Any other number of ranks, up
+Where the ranks share out the heads evenly it is a mesh of one unit. Any other number of ranks, up
 to one for each head, has shares of heads that differ (`head_group.py`). A share that cuts a KV
 group needs up to three attentions, since kernels take as many query heads for each KV head: of the
 rest of a group, of whole groups, and of the beginning of one.
@@ -8,18 +8,18 @@ rest of a group, of whole groups, and of the beginning of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.build.setting import ChunkSetting
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_plan import plan_by, shared_options, tile_for
 from mesh_attention.plan.build.tile_tasks import buffers_of
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.methods.ring import plan_rotating
+from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Task
@@ -29,16 +29,18 @@ MOST_STRETCHES = 3
 
 
 @dataclass(frozen=True)
-class UlyssesSetting(Setting):
-    """Nothing of its own: the degree is the number of ranks, at most that of the heads."""
+class UlyssesSetting(ChunkSetting):
+    """How finely rows and heads are exchanged; the degree is the number of ranks, at most that of
+    the heads. Uneven shares of heads are exchanged at once."""
 
 
 def plan_ulysses(
     problem: Problem, ranks: int, setting: UlyssesSetting, directions: tuple[Direction, ...]
 ) -> Plan:
-    shared = shared_options("ulysses", setting, ulysses=ranks)
     if ranks in ulysses_degrees(problem):
-        return plan_rotating(problem, ranks, shared, directions)
+        given = {one.name: getattr(setting, one.name) for one in fields(setting)}
+        mesh = MeshSetting(tile=(1, 1), **given)
+        return plan_mesh(problem, ranks, mesh, directions, degree=ranks, method="ulysses")
     if ranks > problem.num_heads:
         raise PlanError(
             f"{ranks} ranks do not share out {problem.num_heads} heads, of which each needs at "
@@ -46,9 +48,17 @@ def plan_ulysses(
             "exchanges heads among some of the ranks, and takes any number"
         )
 
+    slices = setting.head_slices or setting.backward_head_slices
+    if slices or any(c not in (None, (1, 1)) for c in (setting.chunks, setting.backward_chunks)):
+        raise PlanError(
+            f"{ranks} ranks do not share out {problem.num_heads} heads evenly: uneven shares are "
+            "exchanged at once; leave 'chunks' and 'head_slices' out"
+        )
+
     def builder(mesh: TilePass, lowerings: Lowerings, nodes: tuple[int, ...]) -> StretchBuilder:
         return StretchBuilder(mesh, lowerings)
 
+    shared = shared_options("ulysses", setting, ulysses=ranks)
     return plan_by(problem, ranks, shared, tile_for((1, 1), 1), directions, builder)
 
 

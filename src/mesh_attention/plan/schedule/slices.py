@@ -7,11 +7,12 @@ the last reduction have nothing to hide behind, and both are as small as a slice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mesh_attention.plan.schedule.tasks import Schedule, Step
+from mesh_attention.plan.program import Task
+from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph
 
-__all__ = ["follow_each_other", "one_after_another"]
+__all__ = ["follow_each_other", "one_after_another", "reduced_early"]
 
 
 def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
@@ -37,6 +38,41 @@ def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
 def one_after_another(slices: Sequence[Schedule]) -> Schedule:
     """No slice begins before the one before it is done: the least memory, and nothing hidden."""
     return Schedule(tuple(step for schedule in slices for step in schedule.steps))
+
+
+def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
+    """With every reduction that follows the last gather before the first computation that begins
+    after it is ready: nothing else is left for the links to do. In the paper's steps a computation
+    stands beside one reduction only, and the others come when all is computed."""
+    needs = graph.needs()
+    gathers = [at for at, step in enumerate(schedule.steps) if _is_gather(step, needs)]
+    first = gathers[-1] if gathers else 0
+    waiting = [
+        task
+        for step in schedule.steps[first:]
+        if (task := step.communication) is not None and needs[task]
+    ]
+    steps: list[tuple[Task | None, list[Task]]] = [
+        (step.communication, list(step.compute)) for step in schedule.steps[:first]
+    ]
+    done = {task for step in schedule.steps[:first] for task in step.tasks()}
+    if gathers:
+        steps.append((schedule.steps[first].communication, []))
+    for step in schedule.steps[first:]:
+        for compute in step.compute:
+            ready = [task for task in waiting if done.issuperset(needs[task])]
+            waiting = [task for task in waiting if task not in ready]
+            steps += [(task, []) for task in ready]
+            if not steps:
+                steps.append((None, []))
+            steps[-1][1].append(compute)
+            done.add(compute)
+    steps += [(task, []) for task in waiting]
+    return Schedule(tuple(Step(task, tuple(computes)) for task, computes in steps))
+
+
+def _is_gather(step: Step, needs: Mapping[Task, Sequence[Task]]) -> bool:
+    return step.communication is not None and not needs[step.communication]
 
 
 class _Parts:

@@ -1,0 +1,137 @@
+"""Tokens exchanged for heads portion by portion, so that attention hides most of it (`slices.md`).
+
+A portion is what one exchange carries: a slice of heads, or of it a chunk of queries or of keys. A
+method says where in its program each portion must have come, and where its results can go, by the
+tasks named here; what is then exchanged follows from the head group alone. Portions have buffers of
+their own, which are freed when they are done with.
+
+    EX-IN-2              the queries and keys of slice 2; EX-OUT-2 what belongs to them
+    EX-Q-2, EX-KV-1      chunks of queries and of keys, where slices are chunked; EX-O-2, EX-dQ-2
+                         and EX-dKV-1 what belongs to them
+
+Where several head groups hold a KV head its owner adds what they send: EX-dKV-1.sum, which stands
+behind the attention that hides the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+
+from mesh_attention.plan.buffers import Kind, Piece
+from mesh_attention.plan.build.chunks import Chunk
+from mesh_attention.plan.build.head_group import HeadGroup, PassCut
+from mesh_attention.plan.build.holders import Holders
+from mesh_attention.plan.layout import Spans, clip_spans
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Task
+
+_KEPT = 1024  # exchanges that are kept for the next mask: in training those of one rank
+IN, OUT = "EX-IN", "EX-OUT"
+_IN_CHUNKS = ("EX-Q", "EX-KV")
+_OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-dQ", "EX-dKV")}
+
+
+def comes_by(cut: PassCut, key_side: bool, index: int) -> Task:
+    """The exchange that brings a chunk."""
+    return Task(IN if cut.chunks == (1, 1) else _IN_CHUNKS[key_side], (index,))
+
+
+def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> Task:
+    """The exchange that takes away the results of a chunk."""
+    return Task(OUT if cut.chunks == (1, 1) else _OUT_CHUNKS[direction][key_side], (index,))
+
+
+SUM = "sum"
+
+
+class Portions:
+    """The exchanges of all units of a pass."""
+
+    def __init__(
+        self,
+        head_groups: list[HeadGroup],
+        direction: Direction,
+        needs: tuple[Kind, ...],
+        results: tuple[Kind, ...],
+    ) -> None:
+        first = head_groups[0]
+        assert first.cut is not None
+        self._head_groups = head_groups
+        self._kinds: dict[str, tuple[Kind, ...]] = {IN: needs, OUT: results}
+        for names, kinds in ((_IN_CHUNKS, needs), (_OUT_CHUNKS[direction], results)):
+            for side, name in enumerate(names):
+                self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
+        self._incoming = (IN, *_IN_CHUNKS)
+        self._holders = Holders(head_groups)
+        self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
+        self._given = cache(self._make_given)
+        self.operations = lru_cache(maxsize=_KEPT)(self._operations)
+
+    def _operations(self, task: Task, unit: int, index: int) -> list[Operation]:
+        """The exchange of this name, or (stage `sum`) sums of what several head groups have."""
+        if task.stage:
+            return list(self._sums(task))
+        group = self._head_groups[index]
+        rank = group.rank_of(unit)
+        parts = group.q_layout.parts(rank), group.kv_layout.parts(rank)
+        given, held = self._given(task, parts), self._held(task, unit, index)
+        if task.kind in self._incoming:
+            return [AllToAll(task, f"U{unit}", given, held)]
+        return [AllToAll(task, f"U{unit}", held, given)]
+
+    def _chunk(self, task: Task, kind: Kind) -> Chunk:
+        return self._chunks[kind.is_key_side][task.index[0]]
+
+    def _slots(self, task: Task, kind: Kind) -> tuple[int, int]:
+        """Of each member, those that belong to a portion."""
+        chunk, degree = self._chunk(task, kind), self._head_groups[0].degree
+        return chunk.start // degree, chunk.stop // degree
+
+    def _make_given(self, task: Task, parts: tuple[Spans, Spans]) -> tuple[tuple[Piece, ...], ...]:
+        """A rank's own rows of a portion, for each head group its heads of them."""
+        return tuple(
+            tuple(
+                Piece(f"{kind.value}{copy}", a, b, heads)
+                for kind in self._kinds[task.kind]
+                for a, b in clip_spans(parts[kind.is_key_side], *self._slots(task, kind))
+                for copy, heads in (self._heads_of(task, kind, group),)
+            )
+            for group in self._head_groups
+        )
+
+    def _heads_of(self, task: Task, kind: Kind, group: HeadGroup) -> tuple[str, tuple[int, int]]:
+        """The heads of a portion in the tensors of their owner; results of a head that several head
+        groups hold arrive in copies."""
+        copy, (first, last) = "", group.heads(kind)
+        if task.kind not in self._incoming:
+            ((copy, (first, last), _),) = self._holders.parts(group)[kind.is_key_side]
+        heads = self._chunk(task, kind).heads
+        return copy, (first, last) if heads is None else (first + heads[0], first + heads[1])
+
+    def _held(self, task: Task, unit: int, index: int) -> tuple[tuple[Piece, ...], ...]:
+        """This head group's heads of a portion, for each member its rows."""
+        group = self._head_groups[index]
+        sources = []
+        for kind in self._kinds[task.kind]:
+            chunk, rows = self._chunk(task, kind), group.member_rows(kind, unit)
+            sources.append((chunk.name(group.local(kind)), chunk, rows))
+        return tuple(
+            tuple(
+                Piece(name, a - chunk.start, b - chunk.start)
+                for name, chunk, rows in sources
+                for a, b in clip_spans(rows[member], chunk.start, chunk.stop)
+            )
+            for member in range(group.degree)
+        )
+
+    def _sums(self, task: Task) -> Iterator[Operation]:
+        for kind in self._kinds[task.kind]:
+            a, b = self._slots(task, kind)
+            for total, copies in self._holders.sums if kind.is_key_side else ():
+                parts = tuple(
+                    Piece(f"{kind.value}.copy{copy}", a, b, heads)
+                    for copy, heads in enumerate(copies)
+                )
+                end = Piece(kind.value, a, b, total)
+                yield Merge(task, MergeRule.SUM, parts, (end,))
