@@ -16,7 +16,9 @@ from mesh_attention.plan.program import AllToAll, Attend
 from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 
-WHOLE = {"chunks": (1, 1)}
+Options = dict[str, Any]
+WHOLE: Options = {"chunks": (1, 1)}
+SLICED: Options = {"head_slices": (1, 1)}
 # Ranks, heads, KV heads, method, options: slices of heads; chunks of the rows of one head; of one
 # KV head queries by heads, and by heads and rows; a KV head that several hold; around rings, double
 # rings and tiles.
@@ -115,10 +117,11 @@ def test_queries_of_one_kv_head_are_cut_by_heads_and_keep_all_their_rows() -> No
 
 def test_portions_are_freed_when_they_are_done_with() -> None:
     problem = Problem(4096, 32, 8)
-    for method, shape in (("ulysses", {}), ("usp", {"ulysses": 2})):
+    cases: list[tuple[str, Options]] = [("ulysses", {}), ("usp", {"ulysses": 2})]
+    for method, shape in cases:
         whole, sliced = (
             count(make_plan(problem, 4, method=method, **shape, **cut)).values()
-            for cut in (WHOLE, {"head_slices": (1, 1)})
+            for cut in (WHOLE, SLICED)
         )
         for one, other in zip(whole, sliced, strict=True):
             assert 2 * other.peak_buffer_bytes < one.peak_buffer_bytes
@@ -142,7 +145,7 @@ def test_exchanges_hide_behind_attention() -> None:
     for direction in ("forward", "backward"):
         whole, sliced = (
             simulate(make_plan(problem, 16, method="ulysses", **cut), "hgx-h100", direction)
-            for cut in (WHOLE, {"head_slices": (1, 1)})
+            for cut in (WHOLE, SLICED)
         )
         assert sliced.runtime_seconds < whole.runtime_seconds
         assert 2 * sliced.exposed_communication_seconds < whole.exposed_communication_seconds

@@ -173,8 +173,12 @@ class TilePlanner:
         exchanged = None if at_once else cut
 
         def on_group(index: int) -> TilePass:
-            shares = shared.ulysses, index, self.shards, exchanged
-            group = HeadGroup(self._problem, *self._layouts, *shares)
+            group = HeadGroup(
+                *(self._problem, *self._layouts, shared.ulysses),
+                index=index,
+                shards=self.shards,
+                cut=exchanged,
+            )
             return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)

@@ -95,7 +95,8 @@ def plan_mesh(
     if setting.backward_tile:
         backward = tile_for(setting.backward_tile, units, rotation=setting.rotation)
         shapes[Direction.BACKWARD] = backward
-    if not is_cut(setting):
+    all_at_once = units == 1 and setting.relayout  # whatever is computed first
+    if not is_cut(setting) and not all_at_once:
         chunks, heads = suggested_cut(problem, num_ranks, (tile.a, tile.b), degree)
         setting = replace(setting, chunks=chunks, head_slices=heads)
         if cap is not None and heads is not None:

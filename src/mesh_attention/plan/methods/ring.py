@@ -217,7 +217,7 @@ def plan_rotating(
     units = num_ranks // degree
     fits = tile_for(tile or (1, units), units)
     cuts = setting or ChunkSetting()
-    if not is_cut(cuts) and degree > 1:
+    if not is_cut(cuts) and degree > 1 and not shared.relayout:
         chunks, heads = suggested_ring_cut(problem, num_ranks, degree, shared.ranks_per_node)
         cuts = replace(cuts, chunks=chunks, head_slices=heads)
 
