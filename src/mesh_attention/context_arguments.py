@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.context_auto import is_auto, rates_for
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
@@ -43,7 +44,7 @@ _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
     *("deterministic", "nvtx", "timeout"),
 )
-_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout")
+_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster")
 
 
 def read_arguments(
@@ -56,6 +57,7 @@ def read_arguments(
     given = {n: x for n, x in given.items() if x is not None and n not in UNSUPPORTED}
     chosen = {name: given.pop(name) for name in _CALL if name in given}
     options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
+    rates = rates_for(options.get("method"), options.pop("cluster", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
     if "plan" in given:
@@ -72,7 +74,7 @@ def read_arguments(
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    return ask(_problem(**given), dist.get_world_size(group), **options), calls
+    return ask(_problem(**given), dist.get_world_size(group), rates=rates, **options), calls
 
 
 def layer_of_batches(
@@ -104,9 +106,11 @@ def layer_of_batches(
             "transport='symmetric' is not supported with documents that change with every batch; "
             "leave it out"
         )
-    others = ("layout", "ranks_per_node", "relayout")  # that leave the method to us
+    others = {"layout", "ranks_per_node", "relayout"}  # that leave the method to us
     named = [n for n in given if n in _method_options() and given[n] is not None]
-    setting, says_how = asked.setting, set(named) - {*others}
+    if is_auto(given):
+        others.add("method")
+    setting, says_how = asked.setting, set(named) - others
     return Layer(
         *(asked.problem, asked if says_how else None, setting.layout, setting.ranks_per_node),
         relayout=setting.relayout,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
 from mesh_attention.context_arguments import (
     has_sizes,
@@ -27,12 +29,14 @@ from mesh_attention.context_arguments import (
     read_arguments,
     usual_sizes,
 )
+from mesh_attention.context_auto import AutoChoice, choose, is_auto
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.question import Question
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.distributed_tensors import own_heads
@@ -68,6 +72,8 @@ class ContextParallel(Batches, Training):
                     exchanged for the layout that the method works in, and back; otherwise they lie
                     in that layout
     method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
+    cluster         with method="auto": the name or the file of the cluster to choose for; left out,
+                    it is found from the machine (`cp.choice` says so)
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
@@ -106,6 +112,7 @@ class ContextParallel(Batches, Training):
         layout: str | None = None,
         relayout: bool | None = None,
         chunks: tuple[int, int] | str | None = None,
+        cluster: Cluster | str | Path | None = None,
         dtype: torch.dtype | None = None,
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
@@ -123,22 +130,38 @@ class ContextParallel(Batches, Training):
         self._share = context.join()
         self._name = str(CONTEXT_PARALLELS.add(self))  # in compiled code
         self._options = CallOptions()
-        mine = error = None
+        mine = error = choice = None
         try:
             self._given = given | options
             known = has_sizes(self._given)
             sizes = self._given if known else usual_sizes(self._given)
             asked, self._options = read_arguments(group, sizes)
+            if known and isinstance(asked, Question) and is_auto(self._given):
+                choice = choose(group, self._given, asked)
+                asked = self._chosen(choice, asked)
             if known:
                 self._fixed = context.source(asked)
                 mine = self._mine
         except Exception as found:  # whatever it is, the others must not wait for us
             error = found
         try:
-            context.agree_on_plan(mine, self._options, error)
+            by = None if choice is None else choice.text
+            followed = context.agree_on_plan(mine, self._options, error, by)
+            if followed is not None and choice is not None and isinstance(asked, Question):
+                try:
+                    asked = self._chosen(choice.follow(followed), asked)
+                    self._fixed = context.source(asked)
+                except Exception as found:
+                    error = found
+                context.agree_on_plan(self._mine, self._options, error)
         except BaseException:
             self._share.close()
             raise
+
+    def _chosen(self, choice: AutoChoice, asked: Question) -> Question:
+        found = choice.question(asked.problem, asked.num_ranks)
+        self._chosen_by = choice.told(found)
+        return found
 
     @property
     def rank(self) -> int:

@@ -17,6 +17,7 @@ class Reports:
     _options: CallOptions
     _fixed: PlanSource | None = None  # where the sizes are known from the start
     _latest: PlanSource | None = None  # where calls say them
+    _chosen_by: str | None = None  # where method and setting were chosen here
 
     @property
     def _source(self) -> PlanSource:
@@ -37,6 +38,13 @@ class Reports:
         """The plan that was given, or that for the dtype given at the start; of an object without
         sizes that of the latest call without documents."""
         return self._mine.plan
+
+    @property
+    def choice(self) -> str:
+        """Method and setting of the plan, and how they were chosen, in a line."""
+        plan = self.plan
+        setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
+        return f"{plan.method} ({setting}): {self._chosen_by or 'as asked for'}"
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""

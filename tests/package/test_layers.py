@@ -34,6 +34,7 @@ LAYERS = (
         "whole_batch",
     ),
     ("context_arguments", "context_report"),
+    ("context_auto",),
     ("runtime",),
     ("tensor_faults",),
     ("kernels",),

@@ -212,3 +212,19 @@ def test_a_rank_inside_a_call_and_one_with_a_new_plan_are_told_apart() -> None:
         for rank, statement in ((3, inside), (5, inside), (8, new))
     }
     assert "rank 8 of the group [3, 5, 8] disagrees: " in verdict_on(said, complete=True)
+
+
+def test_ranks_that_chose_by_something_else_follow_the_first() -> None:
+    chose: dict[int, dict[str, Any]] = {
+        rank: {"statement": {"plan": f"of {rank}", "auto": f"by {rank}"}, "error": None}
+        for rank in RANKS
+    }
+    assert verdict_on(chose, complete=True) == f"follow the first rank: by {RANKS[0]}"
+    assert verdict_on(chose, complete=False) == ""
+    alike = {rank: {"statement": {"plan": "p", "auto": "by"}, "error": None} for rank in RANKS}
+    assert verdict_on(alike, complete=True) == ""
+    named = {RANKS[0]: {"statement": {"plan": "p"}, "error": None}}
+    assert verdict_on(alike | named, complete=True) == ""  # another way to the same plan
+    assert "disagrees: plan is" in verdict_on(chose | named, complete=True)
+    chose[RANKS[1]]["statement"]["softcap"] = 1.0
+    assert "disagrees: softcap" in verdict_on(chose, complete=True)

@@ -19,11 +19,17 @@ from mesh_attention.cli.options import (
     ranks_of,
 )
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cli.simulate import DEFAULT_CLUSTER
 from mesh_attention.cli.values import one_of
 from mesh_attention.cluster.answers import keep_answer
 from mesh_attention.cluster.auto import BestOfAll, Standing, find_best_of_all
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.found import (
+    NEAREST,
+    Machine,
+    find_cluster,
+    gpu_of_driver,
+    nic_gbits,
+)
 from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on, setting_of
@@ -39,7 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if args.method is not None:
         raise UsageError("advise compares all methods; leave --method out, or see simulate --best")
     problem, ranks, options = _problem(args), ranks_of(args), options_of(args)
-    cluster, directions = load_cluster(args.cluster), directions_of(args)
+    directions = directions_of(args)
+    if args.cluster is None:
+        gpu = gpu_of_driver()
+        cluster, line = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
+    else:
+        cluster = load_cluster(args.cluster)
+        line = f"{cluster.name}, as given"
     with progress("searching") as tell:
         found = find_best_of_all(
             *(problem, ranks, cluster),
@@ -58,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         lambda: {
             "cluster": cluster.name,
+            "cluster_found": line,
             "ranks": ranks,
             "reason": found.reason,
             "python": python,
@@ -81,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 "",
                 python,
                 "",
+                f"Cluster: {line}.",
                 f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1; ~ is "
                 "expected by one rank, not simulated.",
                 *missing_kernels_note([one.timeline for one in found.chosen.values()]),
@@ -272,8 +286,9 @@ COMMAND = Command(
         ),
         Flag(
             "--cluster",
-            f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
-            *(str, "NAME|FILE", DEFAULT_CLUSTER),
+            f"{', '.join(cluster_names())}, or a TOML file (default: by this machine's GPU, or "
+            f"{NEAREST})",
+            *(str, "NAME|FILE"),
         ),
         Flag("--kernel", "one of the cluster's kernels, where it can", str, "NAME"),
     ),

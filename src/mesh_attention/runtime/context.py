@@ -94,9 +94,14 @@ class Context:
     # Agreement.
 
     def agree_on_plan(
-        self, mine: PlanOnRank | None, options: CallOptions, error: Exception | None
-    ) -> None:
-        """The same plan and options on all ranks, or an error on all of them.
+        self,
+        mine: PlanOnRank | None,
+        options: CallOptions,
+        error: Exception | None,
+        chosen_by: str | None = None,
+    ) -> str | None:
+        """The same plan and options on all ranks, or an error on all of them. `chosen_by`: what the
+        plan was chosen by, where it was; where ranks differ in it, that of the first is returned.
 
         `error` is what is wrong with this rank's arguments; `mine` may then be missing, as it is
         where calls say the sizes.
@@ -107,10 +112,13 @@ class Context:
             if error is None:
                 words, programs = (mine.words, mine.programs) if mine else (LATER, AS_MADE)
                 statement = self._stated(words, options) | {"programs": programs}
+                if chosen_by is not None:
+                    statement["auto"] = chosen_by
         except Exception as found:  # whatever it is, the others must not wait for us
             error = error or found
         if self._agree(statement, options, error) and mine is not None:
             self._agree({"programs": digest(mine.plan)}, options, None)
+        return self.handshake.followed
 
     def prepare(
         self,

@@ -35,6 +35,7 @@ _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
 _LOOK_AROUND_SECONDS = 1.0
 _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
+_FOLLOW = "follow the first rank: "  # with what it chose by
 
 Said = dict[int, dict[str, Any]]  # by global rank
 
@@ -54,6 +55,7 @@ class Handshake:
         self._lock = threading.Lock()  # the thread that watches calls may take part for us
         self._rounds = 0
         self._first_kept = 1  # rounds before it have no keys in the store any more
+        self.followed: str | None = None  # what the first rank chose by, where others differed
         self.left_in_flight = False  # the last disagreement broke a call off, or may have
 
     def is_called_for(self, call: int) -> bool:
@@ -98,6 +100,8 @@ class Handshake:
                 self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
                 raise
             self._forget_earlier_rounds()
+            follow = verdict.startswith(_FOLLOW)
+            self.followed = verdict.removeprefix(_FOLLOW) if follow else None
             return verdict == _COMPARE_PROGRAMS
 
     def _forget_earlier_rounds(self) -> None:
@@ -152,7 +156,7 @@ class Handshake:
         if error is not None:
             raise error
         verdict = self._store.get(key).decode()
-        if verdict not in (_AGREED, _COMPARE_PROGRAMS):
+        if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
             raise DisagreementError(verdict)
         return verdict
 
@@ -185,9 +189,16 @@ def verdict_on(said: Said, *, complete: bool) -> str:
     if mixed:
         for one in statements.values():
             one.pop("programs", None)  # a rank that is inside a call says nothing of them
+    chosen_by = {rank: one.pop("auto", None) for rank, one in statements.items()}
+    follow = len({*chosen_by.values()}) > 1 and None not in chosen_by.values()
+    if follow:
+        for one in statements.values():
+            one.pop("plan", None)  # it comes of the choice
     differ = _odd_statement(statements)
     if differ or not complete:
         return differ
+    if follow:
+        return f"{_FOLLOW}{chosen_by[min(chosen_by)]}"
     if mixed:
         return _COMPARE_PROGRAMS
     return _odd_meetings(meetings)

@@ -1,0 +1,67 @@
+"""The cluster of a machine: by its GPU, its ranks and its NICs, and said in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mesh_attention.cluster import load_cluster
+from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, nic_gbits
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "hgx-h100"),
+        ("NVIDIA H200", "hgx-h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-roce"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA B200", "gb200-nvl72"),
+    ],
+)
+def test_a_known_gpu_has_its_cluster(gpu: str, name: str) -> None:
+    cluster, line = find_cluster(Machine(gpu))
+    assert cluster == load_cluster(name)
+    assert line == f"{gpu}: reckoned as {name}"
+
+
+def test_what_is_not_known_is_taken_for_the_nearest_and_said() -> None:
+    for machine in (Machine(), Machine("NVIDIA GeForce RTX 4090")):
+        cluster, line = find_cluster(machine)
+        assert cluster == load_cluster("hgx-h100")
+        assert "the nearest that is known; cluster= says another" in line
+
+
+def test_nodes_and_links_are_those_of_the_machine() -> None:
+    h100 = "NVIDIA H100 80GB HBM3"
+    usual = load_cluster("hgx-h100")
+    same, _ = find_cluster(Machine(h100, 8, (400.0,) * 8))
+    assert same == usual
+    cluster, line = find_cluster(Machine(h100, 4, (100.0, 100.0)))
+    assert cluster.node.ranks == 4
+    assert 4 % cluster.network.nics == 0
+    carried = cluster.network.collective.gb_per_second * cluster.network.nics
+    assert carried == pytest.approx(0.96 * 200 / 8)
+    assert "4 ranks a node, 2 NICs of 100 Gb/s" in line
+    three, _ = find_cluster(Machine(h100, 3))
+    assert three.node.ranks % three.network.nics == 0
+
+
+def test_the_kernel_tells_speeds_and_the_driver_names(tmp_path: Path) -> None:
+    assert nic_gbits(tmp_path) == ()
+    assert gpu_of_driver(tmp_path) is None
+    for device, speed in (("eth0", "25000"), ("eth1", "100000"), ("eth2", "-1"), ("lo", "x")):
+        (tmp_path / "net" / device / "device").mkdir(parents=True)
+        (tmp_path / "net" / device / "speed").write_text(f"{speed}\n")
+    assert nic_gbits(tmp_path) == (100.0,)
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN"), ("mlx5_2", "4: ACTIVE")):
+        port = tmp_path / "infiniband" / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert nic_gbits(tmp_path) == (400.0, 400.0)
+    gpu = tmp_path / "gpus" / "0000:18:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    assert gpu_of_driver(tmp_path / "gpus") == "NVIDIA H100 80GB HBM3"

@@ -1,0 +1,115 @@
+"""`method="auto"` on real processes: exact, told in a line, and the same on ranks that differ."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mesh_attention import ContextParallel, Mask
+from mesh_attention.cluster.answers import VARIABLE, kept_answer, search_and_keep
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.context_auto import ranks_of_nodes
+from mesh_attention.plan.text import digest
+from support.cases import Case
+from support.gloo_case import Part, attend, whole
+from support.pool import WorkerPool
+from support.raised import raised_by
+from support.reference import attention, errors, tolerance
+
+CASE = Case(4, 45, 45, heads=(4, 2), batch=2, mask=Mask(causal=True), dtype=torch.float32)
+
+
+def sizes(case: Case) -> dict[str, Any]:
+    p = case.problem
+    heads = {"num_heads": p.num_heads, "num_kv_heads": p.kv_heads, "head_dim": p.head_dim}
+    return {"seq_len": p.q_tokens, "mask": p.mask, "dtype": case.dtype, **heads}
+
+
+def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    asked = sizes(case)
+    with ContextParallel(method="auto", **asked) as cp:
+        found["first"] = attend(cp, case), digest(cp.plan), cp.choice
+    # An answer that only the second rank has does not make ranks differ; one of the first does
+    # not either, but all use it.
+    for name, at in (("second", 1), ("all", 0)):
+        os.environ[VARIABLE] = f"{folder}/kept" if rank == at else f"{folder}/nothing"
+        with ContextParallel(method="auto", cluster="hgx-h100", **asked) as cp:
+            found[name] = attend(cp, case), digest(cp.plan), cp.choice
+    os.environ[VARIABLE] = f"{folder}/nothing"
+    # Other clusters on other ranks: as the first has it.
+    other = "hgx-h100" if rank == 0 else "a100-roce"
+    with ContextParallel(method="auto", cluster=other, **asked) as cp:
+        found["clusters"] = attend(cp, case), digest(cp.plan), cp.choice
+    # Sizes that come with calls, and documents of a batch.
+    with ContextParallel(method="auto", causal=True) as cp:
+        docs = cp.documents([0, 20, 45])
+        found["documents"] = attend_documents(cp, case, docs)
+    for name, method, cluster in (
+        ("refused", "mesh", "hgx-h100"),
+        ("unknown", "auto", "hgx-h1000"),
+    ):
+        wrong = {"method": method, "cluster": cluster, **asked}
+        found[name] = raised_by(partial(ContextParallel, **wrong)).error
+    return found
+
+
+def attend_documents(cp: ContextParallel, case: Case, docs: Any) -> bool:
+    q, k, v, _ = (x.to(case.dtype) for x in case.tensors())
+    shards = [cp.shard(x, dim=1, documents=docs) for x in (q, k, v)]
+    local = cp.attention(*shards, documents=docs)
+    assert isinstance(local, torch.Tensor)
+    out = cp.unshard(local, dim=1, documents=docs)
+    mask = replace(case.mask, documents=(0, 20, 45))
+    truth = attention(*case.tensors(), mask)
+    return bool((out.double() - truth.out).abs().max() < 1e-5)
+
+
+def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    os.environ[VARIABLE], before = str(tmp_path / "kept"), os.environ[VARIABLE]
+    try:
+        best = search_and_keep(CASE.problem, 4, "hgx-h100")
+        assert kept_answer(CASE.problem, 4, load_cluster("hgx-h100")) is not None
+    finally:
+        os.environ[VARIABLE] = before
+    by_rank = pool.run(run_auto, 4, CASE, str(tmp_path))
+    truth = attention(*CASE.tensors(), CASE.mask)
+    for name in ("first", "second", "all", "clusters"):
+        parts: list[Part] = [one[name][0] for one in by_rank]
+        assert max(errors(whole(parts, CASE), truth).values()) <= tolerance(CASE.dtype)
+        assert len({one[name][1] for one in by_rank}) == 1
+    for one in by_rank:
+        assert "first answer of auto, for 4 ranks on" in one["first"][2]
+        assert "first answer" in one["second"][2]
+        assert "by the first rank; others found something else" in one["second"][2]
+        assert "searched answer" in one["all"][2]
+        assert one["all"][1] == digest(best.plan())
+        assert "hgx-h100, as given" in one["clusters"][2]
+        assert one["documents"]
+        assert "only method='auto' chooses by it" in one["refused"]
+        assert "did you mean hgx-h100?" in one["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "found"),
+    [
+        ([0, 1, 2, 3], "4", 4),
+        ([0, 1, 2, 3], "2", 2),
+        ([0, 2, 4, 6], "4", 2),
+        ([0, 1, 2, 4], "4", None),
+        ([0, 4, 1, 5], "4", None),
+        ([0, 1], None, None),
+        ([0, 1], "x", None),
+        ([0, 1], "0", None),
+    ],
+)
+def test_nodes_of_a_group_follow_from_the_launcher(
+    ranks: list[int], local: str | None, found: int | None
+) -> None:
+    assert ranks_of_nodes(ranks, local) == found
