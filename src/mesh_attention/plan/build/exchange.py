@@ -98,7 +98,7 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     if first.head_group.is_exchanged and first.head_group.cut is None:
         order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
     if first.head_group.shards is not None:
-        setting["relayout"] = f"contiguous shards, {first.head_group.q_layout.kind} inside"
+        setting["relayout"] = "on"
     programs = Programs(degree * first.head_group.num_units, program)
     return Pass(first.direction, groups, programs, order, setting)
 
