@@ -126,7 +126,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
         if args.wrap == "ddp":
             model = DistributedDataParallel(model)
         else:
-            ranks: Any = mesh["dp", "cp"]._flatten("dp_cp")
+            ranks = init_device_mesh(device.type, (dist.get_world_size(),))  # over all of them
             for block in model.blocks:
                 fully_shard(block, mesh=ranks)
             fully_shard(model, mesh=ranks)
