@@ -181,6 +181,14 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
     same = all(map(torch.equal, grads, wanted))
     found["documents that nobody holds"] = "the same" if same else "others"
 
+    both = [cp.documents(starts) for starts in ([0, 9, 16], [0, 2, 16])]
+    ways: list[Function] = [compiled, lambda one: (cp.attention(*leaves, documents=one), None)]
+    # In the same calls one rank is compiled and the other is not.
+    outs = [[way(one)[0] for one in both] for way in (ways if rank == 0 else reversed(ways))]
+    first, second = ([torch.autograd.grad(out.sum(), leaves) for out in of_way] for of_way in outs)
+    same = all(all(map(torch.equal, *pair)) for pair in zip(first, second, strict=True))
+    found["several in flight"] = "the same" if same else "others"
+
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         made = cp.documents([0, 9, 16])
         out, _ = compiled(made)
@@ -199,6 +207,7 @@ def test_mistakes_in_compiled_code_are_told_to_all_ranks(pool: WorkerPool) -> No
         assert "dropout_p=0.5: dropout of attention weights" in found["dropout"], (rank, found)
         assert "q has shape (1, 4, 2, 8), expected (1, 8, 2, 8)" in found["shape"]
         assert found["documents that nobody holds"] == "the same"
+        assert found["several in flight"] == "the same"
         assert "the documents of this call are gone" in found["copied by hooks"]
         assert "a loss depends on lse" in found["lse"]
         assert "this ContextParallel is closed" in found["closed"]
