@@ -13,7 +13,7 @@ the best of each would want others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +173,18 @@ class _OnePass:
         return sum(one.tried for one in self._known)
 
     def simulate(self, one: Candidate) -> tuple[Score, Candidate, Timeline]:
-        """Once."""
+        """Once. Methods that make the same plan in other words have the same timeline."""
+        timeline = None
         for known in self.simulated:
             if known[1] is one:
                 return known
-        timeline = self.search.simulate(one.name, one.options)
+            if known[1].looks_like(one):
+                plan = self.search.plan(one.name, one.options)
+                same = plan.direction(self.search.direction)
+                if same.programs[0] == known[2].one.programs[0]:
+                    timeline = replace(known[2], plan=plan, one=same)
+        if timeline is None:
+            timeline = self.search.simulate(one.name, one.options)
         self.simulated.append((self.search.score_of(timeline), one, timeline))
         return self.simulated[-1]
 

@@ -35,11 +35,13 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
 NUM_SHAPES = 4  # that are cut
+HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
 NEAR = 1.05  # times the best so far: other cuts are not refined
 NUM_REFINED = 3  # shapes that meet the cut found for the best one
 NUM_SIMULATED = 6  # settings at most, besides the method's own choice
 # Operations of all ranks in these simulations, about; a million takes minutes.
-MAX_SIMULATED_OPERATIONS = 50_000
+MAX_SIMULATED_OPERATIONS = 15_000
+RANKS_AND_STEPS = 4096  # settings that are tried to refine cuts, times ranks: each takes longer
 
 Progress = Callable[[int, int], None]
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
@@ -101,6 +103,13 @@ class Candidate:
     least: Score
     place: Place
     num_operations: int
+
+    def looks_like(self, other: Candidate) -> bool:
+        """To the last digit."""
+        mine, theirs = (
+            (one.expected, one.least, one.place, one.num_operations) for one in (self, other)
+        )
+        return mine == theirs
 
 
 def find_best(
@@ -174,6 +183,7 @@ class Explored:
         self._known: dict[Key, tuple[Score, dict[str, Any], int] | None] = {}
         self._refusal: PlanError | None = None
         self.least_moving = math.inf  # seconds of all transfers, of any setting
+        self._most: float = math.inf  # settings to try
         self.given = dict(search.given)
         self.free = free_names(METHODS[method].options(), self.given)
         node = search.cluster.node.ranks
@@ -201,18 +211,20 @@ class Explored:
             return
         shapes = self.ranking(shape | given | self._uncut for shape in self._shapes)
         begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are cut
-        for setting in (given, *shapes[:NUM_SHAPES]):
+        hopeful = [one for one in shapes[:NUM_SHAPES] if self._is_near_the_best(one, HOPEFUL)]
+        for setting in (given, *hopeful):
             shape = {name: value for name, value in setting.items() if name not in free}
             for cut in first_cuts(problem, self._held(shape), rotates=rotates):
                 begun[cut.heads is not None].append(shape | cut.options(free))
+        self._most = self.tried + max(8, RANKS_AND_STEPS // self._search.num_ranks)
         for settings in begun.values():
             ranking = self.ranking(settings)
-            if ranking and self._is_near_the_best(ranking[0]):
+            if ranking and self._is_near_the_best(ranking[0], NEAR):
                 _refine(self, free, self._held, ranking)
 
-    def _is_near_the_best(self, setting: dict[str, Any]) -> bool:
+    def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
-        return score is not None and score[1] <= NEAR * best
+        return score is not None and score[1] <= times * best
 
     def _held(self, setting: Mapping[str, Any]) -> int:
         """KV heads that a rank has."""
@@ -226,6 +238,8 @@ class Explored:
         if key in self._known:
             found = self._known[key]
             return None if found is None else found[0]
+        if self.tried >= self._most:
+            return None
         score, search = None, self._search
         self._known[key] = None
         try:
