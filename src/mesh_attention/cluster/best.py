@@ -271,14 +271,17 @@ class Explored:
 
 
 def finalists(search: Search, explored: Explored) -> Iterator[Candidate]:
-    """Settings worth a simulation of all ranks, the best first, and the method's own choice."""
-    own = _key(search.given)
+    """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
+    best that is not cut, since one rank does not see what others lose by a cut."""
+    own, uncut = _key(search.given), False
     simulated = 0
     for at, (_, setting, operations) in enumerate(explored.all_in_order()):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
-        if not much or _key(setting) == own:
+        whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting
+        if not much or _key(setting) == own or (whole and not uncut):
             yield candidate(search, explored.name, setting)
+        uncut = uncut or whole
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:

@@ -6,7 +6,7 @@ proportions matter.
 
 A pass lasts as long as the attention of the rank with the most work, or as its transfers where they
 take longer; and what no attention can hide comes on top: the first of about eight slices of heads
-(and the last, of gradients), or all of an exchange of tokens for heads.
+(and the last, of gradients), of an exchange of tokens for heads as well where it is cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.seen_rows import parts_of, seen_keys, stretches_of
+from mesh_attention.plan.build.slices import sizes_for, suggested_cut
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.row_ranges import RowRanges
@@ -98,13 +100,14 @@ class LayerCosts:
         own = slots * (p.num_heads - heads)  # what of its tokens other ranks have
         forward = others * heads * p.head_dim + kv_others * kv_width + own * p.v_dim
         backward = others * heads * width + 2 * kv_others * kv_width + own * p.head_dim
-        seconds = 0.0
+        seconds, open_part = 0.0, 1 / self._exchanges()
         for at, volume in enumerate((forward, backward)):
             outside = self._outside * volume
-            seconds += self._transfer(
+            moved = self._transfer(
                 (volume - outside) * p.element_bytes, outside * p.element_bytes, n - 1
             )
-            seconds += self._attention(self._all_pairs, p.q_tokens, heads, at)
+            attention = self._attention(self._all_pairs, p.q_tokens, heads, at)
+            seconds += moved * open_part + max(attention, moved * (1 - open_part))
         even = self._all_pairs * p.num_heads / n
         uneven = self._all_pairs * heads / even if even else 1.0
         return Cost(seconds, forward * p.element_bytes, uneven)
@@ -180,6 +183,14 @@ class LayerCosts:
             outside = self._outside * volume
             seconds += self._transfer(volume - outside, outside, 4)
         return seconds
+
+    def _exchanges(self) -> int:
+        """In how many parts tokens are exchanged for heads; uneven shares at once."""
+        p, n = self._problem, self._ranks
+        if n not in ulysses_degrees(p):
+            return 1
+        (queries, _), slices = suggested_cut(p, n, (1, 1), n)
+        return queries if slices is None else len(sizes_for(p, n, slices))
 
     # Seconds.
 

@@ -1,0 +1,68 @@
+"""Exchanges portion by portion, run: outputs and all gradients against the float64 truth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from mesh_attention import Mask, count
+from mesh_attention.testing import run_local
+from support.cases import Case, cuts
+from support.gloo_check import check
+from support.listed import stretches_for
+from support.pool import WorkerPool
+from support.reference import NAMES, attention, errors, tolerance
+
+# Ranks, (heads, KV heads), options.
+RUNS: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
+    (3, (9, 9), {"method": "ulysses", "head_slices": (1, 2)}),
+    (4, (16, 4), {"method": "ulysses", "chunks": (8, 2)}),
+    (4, (8, 2), {"method": "ulysses", "chunks": (2, 2), "backward_chunks": (4, 3)}),
+    (6, (4, 4), {"method": "usp", "ulysses": 2, "head_slices": (1, 1), "chunks": (2, 2)}),
+    (8, (8, 2), {"method": "usp", "ulysses": 4, "chunks": (4, 2), "gradients": "travel"}),
+    (8, (8, 4), {"method": "double-ring", "ulysses": 2, "inner": 2, "chunks": (3, 1)}),
+    (4, (4, 2), {"method": "ring", "head_slices": (1, 1), "chunks": (2, 2)}),
+    (6, (8, 2), {"method": "mesh-usp", "ulysses": 2, "tile": (3, 1), "chunks": (4, 2)}),
+    (8, (8, 2), {"method": "mesh-usp", "ulysses": 4, "tile": (1, 2), "chunks": (2, 3)}),
+]
+
+
+def drawn(ranks: int, heads: tuple[int, int], options: dict[str, Any], seed: int) -> Case:
+    """Odd lengths, also shorter than the ranks, every layout and kind of mask in turn."""
+    draw = Random(seed)
+    layout = ("zigzag", "contiguous", "striped", "listed")[seed % 4]
+    tokens = draw.choice([ranks - 1, 2 * ranks + 1, draw.randint(20, 45)])
+    mask = (
+        Mask(causal=True), Mask(), Mask(causal=True, window=(7, 0)),
+        Mask(causal=True, documents=cuts(draw, tokens)),
+    )[seed % 4]  # fmt: skip
+    stretches = stretches_for(layout, draw, tokens, ranks)
+    keys = tokens if layout == "listed" or seed % 4 != 1 else draw.randint(1, 40)
+    more = {"layout": layout, "stretches": stretches, "gather_out": seed % 3 == 0}
+    more["one_call"] = seed % 5 == 0
+    return Case(ranks, tokens, keys, heads, mask=mask, seed=seed, options=options | more)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_portions_equal_the_truth_and_move_the_counted_bytes(number: int) -> None:
+    for seed in (number, number + 3):
+        case = drawn(*RUNS[number], seed)
+        plan, tensors = case.plan(), case.tensors()
+        result = run_local(plan, *tensors)
+        found = {name: getattr(result, name) for name in NAMES}
+        distances = errors(found, attention(*tensors, case.mask))
+        assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
+        for direction, counted in count(plan).items():
+            for rank in counted.ranks:
+                handed = result.traffic[direction.value][rank.rank].by_operation
+                received = {kind: traffic.received_bytes for kind, traffic in handed.items()}
+                expected = {kind: t.received_bytes for kind, t in rank.by_operation.items()}
+                assert received == expected, (direction, rank.rank, case)
+
+
+def test_portions_over_processes_equal_the_truth(pool: WorkerPool) -> None:
+    cases = [drawn(*run, seed) for seed, run in enumerate(RUNS) if run[0] == 4]
+    check(pool, [*cases, *(replace(case, batch=2) for case in cases[:1])])
