@@ -77,14 +77,14 @@ IMPOSSIBLE = [
     ("simulate --ranks-per-node 4", "a node of hgx-h100 has 8 ranks"),
     ("simulate --cluster paper --ranks 512", "paper has 256 ranks"),
     ("simulate --overlap some", "known: none, strict, events"),
-    ("simulate --method ring --chunks 2x2", "method ring has no option --chunks"),
-    ("simulate --method ring --chunks 2x2 --best", "its options: --layout, --stripe-block"),
+    ("simulate --method ring --tile 2x2", "method ring has no option --tile"),
+    ("simulate --method ring --tile 2x2 --best", "its options: --layout, --stripe-block"),
     ("simulate --tile 3x3 --ranks 8 --best", "tiles that fit"),
     ("simulate --ranks 4 --tokens 64 --gantt chart.pdf", "written as .png or .svg"),
     ("simulate --ranks 4 --tokens 64 --trace /no/such/folder/trace.json", "No such file"),
     ("simulate --trace-ranks 0", "at least 1"),
     ("pln", "unknown command pln (did you mean plan?)"),
-    ("vol", "commands: plan, volume, verify, simulate, draw"),
+    ("vol", "commands: plan, volume, verify, simulate, advise, draw"),
     ("--colour", "unknown option --colour"),
 ]
 
