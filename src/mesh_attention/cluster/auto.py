@@ -163,10 +163,16 @@ class _OnePass:
 
     def _search(self, explored: Explored) -> None:
         explored.try_cuts()
-        for one in finalists(self.search, explored):
+        best: Score | None = None  # of this method
+        for expected, least, setting in finalists(self.search, explored):
+            hopeless = best is not None and expected >= best
+            if hopeless or (self.simulated and least >= self.best[0]):
+                continue
+            one = candidate(self.search, explored.name, setting)
             self.candidates.append(one)
             if not self.simulated or one.least < self.best[0]:
-                self.simulate(one)
+                score, _, _ = self.simulate(one)
+                best = score if best is None else min(best, score)
 
     @property
     def tried(self) -> int:
@@ -217,7 +223,7 @@ class _OnePass:
                 score, one, timeline = min(simulated, key=_in_order)
                 found.append((score, Standing(name, one.options, score[1], timeline)))
             else:
-                score, options, _ = method.all_in_order()[0]
+                score, _, options, _ = method.all_in_order()[0]
                 found.append((score, Standing(name, options, score[1])))
         return tuple(standing for _, standing in sorted(found, key=lambda pair: pair[0]))
 

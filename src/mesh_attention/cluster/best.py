@@ -134,12 +134,12 @@ def find_best(
     ask(problem, num_ranks, method=method)
     explored = explore(search, method, progress)
     best: tuple[Score, dict[str, Any], Timeline] | None = None
-    for one in finalists(search, explored):
-        if best is None or one.least < best[0]:
-            timeline = search.simulate(method, one.options)
+    for expected, least, setting in finalists(search, explored):
+        if best is None or max(expected, least) < best[0]:
+            timeline = search.simulate(method, setting)
             score = search.score_of(timeline)
             if best is None or score < best[0]:
-                best = score, one.options, timeline
+                best = score, setting, timeline
     assert best is not None
     return Best(best[2], best[1], explored.tried)
 
@@ -172,6 +172,8 @@ def explore(search: Search, method: str, progress: Progress | None = None) -> Ex
 
 
 Key = tuple[tuple[str, Any], ...]
+# By one rank: the score that is expected, the least, the setting, and operations of all ranks.
+Seen = tuple[Score, Score, dict[str, Any], int]
 
 
 class Explored:
@@ -180,7 +182,7 @@ class Explored:
     def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
         self.name = method
         self._search, self._progress = search, progress
-        self._known: dict[Key, tuple[Score, dict[str, Any], int] | None] = {}
+        self._known: dict[Key, Seen | None] = {}
         self._refusal: PlanError | None = None
         self.least_moving = math.inf  # seconds of all transfers, of any setting
         self._most: float = math.inf  # settings to try
@@ -249,7 +251,8 @@ class Explored:
             self._refusal = self._refusal or error
         else:
             score = search.score(seen.seconds, seen.peak_bytes)
-            self._known[key] = score, setting, seen.num_operations
+            least = search.score(seen.least_seconds, seen.peak_bytes)
+            self._known[key] = score, least, setting, seen.num_operations
             self.least_moving = min(self.least_moving, seen.moving_seconds)
         if self._progress:
             done = len(self._known)
@@ -261,8 +264,8 @@ class Explored:
         scored = [(score, s) for s in settings if (score := self.attempt(s)) is not None]
         return [setting for _, setting in sorted(scored, key=lambda pair: pair[0])]
 
-    def all_in_order(self) -> list[tuple[Score, dict[str, Any], int]]:
-        """What the method takes, best first: score, setting, operations of all ranks."""
+    def all_in_order(self) -> list[Seen]:
+        """What the method takes, best first."""
         return sorted((one for one in self._known.values() if one), key=lambda one: one[0])
 
     @property
@@ -270,17 +273,20 @@ class Explored:
         return sum(one is not None for one in self._known.values())
 
 
-def finalists(search: Search, explored: Explored) -> Iterator[Candidate]:
+def finalists(search: Search, explored: Explored) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
     """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
-    best that is not cut, since one rank does not see what others lose by a cut."""
+    best that is not cut, since one rank does not see what others lose by a cut. What is expected of
+    each, what is the least, and the setting."""
     own, uncut = _key(search.given), False
     simulated = 0
-    for at, (_, setting, operations) in enumerate(explored.all_in_order()):
+    for at, (expected, least, setting, operations) in enumerate(explored.all_in_order()):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting
-        if not much or _key(setting) == own or (whole and not uncut):
-            yield candidate(search, explored.name, setting)
+        if _key(setting) == own or (whole and not uncut):
+            yield least, least, setting  # passed over only where it cannot be better
+        elif not much:
+            yield expected, least, setting
         uncut = uncut or whole
 
 
