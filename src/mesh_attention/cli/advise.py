@@ -169,7 +169,9 @@ class _Row:
             if one.timeline is not None:
                 peaks.append(one.timeline.peak_bytes)
             else:
-                peaks.append(estimate(self.plans[direction], self.cluster, direction).peak_bytes)
+                middle = (self.num_ranks // 2,)
+                seen = estimate(self.plans[direction], self.cluster, direction, ranks=middle)
+                peaks.append(seen.peak_bytes)
         return max(peaks)
 
     def setting(self, direction: Direction) -> str:

@@ -34,14 +34,14 @@ from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
-NUM_SHAPES = 4  # that are cut
+NUM_SHAPES = 3  # that are cut
 HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
-NEAR = 1.05  # times the best so far: other cuts are not refined
-NUM_REFINED = 3  # shapes that meet the cut found for the best one
-NUM_SIMULATED = 6  # settings at most, besides the method's own choice
+NEAR = 1.02  # times the best so far: other cuts are not refined
+NUM_REFINED = 2  # shapes that meet the cut found for the best one
+NUM_SIMULATED = 4  # settings at most, besides the method's own choice
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
-RANKS_AND_STEPS = 4096  # settings that are tried to refine cuts, times ranks: each takes longer
+RANKS_AND_STEPS = 1024  # settings that are tried to refine cuts, times ranks: each takes longer
 
 Progress = Callable[[int, int], None]
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds

@@ -66,7 +66,7 @@ def _told(timelines: Sequence[Timeline]) -> str:
 
 
 def moved(plan: Plan, one: Pass) -> tuple[int, int]:
-    """Bytes that the busiest of a few ranks receives in a pass, and those from other nodes."""
+    """Bytes that the busier of two ranks receives in a pass, and those from other nodes."""
     found = []
     for rank in sorted({0, plan.num_ranks // 2}):
         program = one.programs[rank]
