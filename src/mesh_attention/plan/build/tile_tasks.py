@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from operator import add
 
 from mesh_attention.plan.buffers import Buffer, Kind, Role
@@ -245,6 +246,7 @@ def buffers_of(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     }
 
 
+@lru_cache(maxsize=8)  # asked for by every task of a pass
 def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     """The unit's own rows, for what must be measured before the programs exist. Delta is no
     input: it is computed first, and held until its last chunk is gathered."""
