@@ -56,6 +56,16 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def compiling_pool() -> Iterator[WorkerPool]:
+    """The same for code that is compiled: PyTorch cannot trace what measures coverage."""
+    from support.pool import WorkerPool
+
+    workers = WorkerPool(measured=False)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
 def model_pool() -> Iterator[WorkerPool]:
     """The same with transformers, which takes seconds to import: once for all of them."""
     from support.pool import WorkerPool

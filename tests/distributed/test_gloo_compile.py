@@ -35,9 +35,11 @@ def block(rank: int, world_size: int) -> tuple[list[float], list[int]]:
         return steps(cp, [[0, 5, 16], [0, 1, 7, 16], [0, 3, 24], [0, 20, 40], [0, 4, 16]])
 
 
-def test_a_transformer_block_compiles_whole_and_once_for_all_documents(pool: WorkerPool) -> None:
+def test_a_transformer_block_compiles_whole_and_once_for_all_documents(
+    compiling_pool: WorkerPool,
+) -> None:
     """Need 23: other documents compile nothing, other lengths once more, for any of them."""
-    for errors, graphs in pool.run(block, 2, seconds=SECONDS):
+    for errors, graphs in compiling_pool.run(block, 2, seconds=SECONDS):
         assert max(errors) < 1e-5
         assert graphs == [1, 1, 2, 2, 2]
 
@@ -105,9 +107,11 @@ def forms(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-def test_every_form_of_the_call_compiles_to_the_numbers_of_eager_calls(pool: WorkerPool) -> None:
+def test_every_form_of_the_call_compiles_to_the_numbers_of_eager_calls(
+    compiling_pool: WorkerPool,
+) -> None:
     """Need 23: sinks, lse, labels, the module, checkpoints, autocast, PyTorch's own attention."""
-    for found in pool.run(forms, 2, seconds=SECONDS):
+    for found in compiling_pool.run(forms, 2, seconds=SECONDS):
         assert all(error < 1e-6 for error in found.values()), found
 
 
@@ -147,9 +151,9 @@ def effects(rank: int, world_size: int) -> list[int]:
         return counts
 
 
-def test_no_call_is_dropped_merged_or_moved(pool: WorkerPool) -> None:
+def test_no_call_is_dropped_merged_or_moved(compiling_pool: WorkerPool) -> None:
     """On one rank two of four results are unused, and two calls look alike."""
-    assert pool.run(effects, 2, seconds=SECONDS) == [[4, 4, 4]] * 2
+    assert compiling_pool.run(effects, 2, seconds=SECONDS) == [[4, 4, 4]] * 2
 
 
 def faults(rank: int, world_size: int) -> dict[str, str]:
@@ -202,8 +206,8 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-def test_mistakes_in_compiled_code_are_told_to_all_ranks(pool: WorkerPool) -> None:
-    for rank, found in enumerate(pool.run(faults, 2, seconds=SECONDS)):
+def test_mistakes_in_compiled_code_are_told_to_all_ranks(compiling_pool: WorkerPool) -> None:
+    for rank, found in enumerate(compiling_pool.run(faults, 2, seconds=SECONDS)):
         assert "dropout_p=0.5: dropout of attention weights" in found["dropout"], (rank, found)
         assert "q has shape (1, 4, 2, 8), expected (1, 8, 2, 8)" in found["shape"]
         assert found["documents that nobody holds"] == "the same"
@@ -243,5 +247,5 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
     return [set(check.values()) for check in checks]
 
 
-def test_opcheck_passes_for_both_ops(pool: WorkerPool) -> None:
-    assert pool.run(checked_ops, 1, seconds=SECONDS) == [[{"SUCCESS"}] * 2]
+def test_opcheck_passes_for_both_ops(compiling_pool: WorkerPool) -> None:
+    assert compiling_pool.run(checked_ops, 1, seconds=SECONDS) == [[{"SUCCESS"}] * 2]

@@ -46,9 +46,11 @@ class WorkerPool:
         environment: dict[str, str] | None = None,
         modules: tuple[str, ...] = (),
         seconds: float = JOB_SECONDS,
+        measured: bool = True,
     ) -> None:
         """`environment` is added to that of the processes; `modules` are imported once, before any
-        of them starts; `seconds` are for a job that says nothing else."""
+        of them starts; `seconds` are for a job that says nothing else; `measured`: what they run
+        counts as covered, where that is measured."""
         self._seconds = seconds
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
@@ -67,7 +69,7 @@ class WorkerPool:
             ],
             stdin=subprocess.PIPE,
             text=True,
-            env=os.environ
+            env={n: x for n, x in os.environ.items() if measured or n != "SLIPCOVER_ENABLED"}
             | {
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
