@@ -150,7 +150,8 @@ def train(trainer: Any) -> Trained:
         trainer.evaluate()
     trainer.train()
     trainer.evaluate()
-    names = ("loss", "grad_norm", "eval_loss", "eval_logits", "eval_rows", "num_input_tokens_seen")
+    names: tuple[str, ...] = ("loss", "grad_norm", "train_loss", "num_input_tokens_seen")
+    names += ("eval_loss", "eval_logits", "eval_rows")
     logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
     trained = trainer.model.named_parameters()
     return logged, {n: p.detach().clone() for n, p in trained if p.requires_grad}
@@ -175,7 +176,11 @@ RUNS = {
     "LoRA, checkpoints": Run("llama", lora=True, arguments=_checkpoints(False)),
     "packed, reentrant checkpoints": Run("qwen3", collate="packed", arguments=_checkpoints(True)),
     "data-parallel": Run(
-        "mistral", batch_size=4, num_examples=12, arguments={"gradient_accumulation_steps": 2}
+        "mistral",
+        batch_size=4,
+        num_examples=12,
+        # The last step is not logged by itself, but in the mean of all.
+        arguments={"gradient_accumulation_steps": 2, "logging_steps": 2},
     ),
     "streamed": Run("qwen3", num_examples=8, stream=True, arguments={"max_steps": 2}),
     "saved": Run(

@@ -151,7 +151,14 @@ class ContextParallelTrainer(Trainer):
                 f"the model is wrapped by {type(model).__name__} and not by "
                 "DistributedDataParallel, so gradients would not be averaged over all ranks"
             )
-        return super().training_step(model, *args, **more)
+        loss: Tensor = super().training_step(model, *args, **more)
+        return self._mean_of_ranks(loss)  # the Trainer adds them up to what people read
+
+    def _mean_of_ranks(self, loss: Tensor) -> Tensor:
+        """Of shares as `compute_loss` gives them, so the loss of all targets."""
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        return loss / dist.get_world_size()
 
     def compute_loss(
         self,
@@ -160,8 +167,8 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP, and
-        the Trainer where it logs, take the mean of them."""
+        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP takes
+        the mean of them, and so does what is logged."""
         outputs = model(**inputs.model_inputs(), use_cache=False)
         mean = self.cp.cross_entropy(
             outputs.logits,
