@@ -33,6 +33,7 @@ def rows_of_documents(
     if position_ids is not None:
         restarts = _restarts(position_ids, real)
         if given is None:
+            _refuse_negative(position_ids, real)
             _refuse_jumps(position_ids, real)
             found = restarts
         else:
@@ -87,6 +88,17 @@ def _restarts(positions: Tensor, real: Tensor | None) -> Rows:
     if real is not None:
         begins = begins & real
     return [tuple(sorted({0, *torch.nonzero(row).flatten().tolist(), len(row)})) for row in begins]
+
+
+def _refuse_negative(positions: Tensor, real: Tensor | None) -> None:
+    """They would come to 0 inside a document, which then began there."""
+    wrong = positions < 0 if real is None else (positions < 0) & real
+    if wrong.any():
+        row, at = torch.nonzero(wrong)[0].tolist()
+        raise MeshAttentionError(
+            f"position_ids of row {row} are {positions[row, at].item()} at token {at}, and "
+            "negative positions begin no document: count from 0"
+        )
 
 
 def _refuse_jumps(positions: Tensor, real: Tensor | None) -> None:

@@ -48,6 +48,8 @@ def test_padding_is_set_apart_in_packs_too_and_its_positions_say_nothing() -> No
     assert rows((1, 6), positions=positions, mask=[[1, 1, 1, 1, 0, 0]]) == [(0, 2, 4, 6)]
     positions = [[1, 1, 0, 1, 2, 3]]  # as Hugging Face makes them of padding on the left
     assert rows((1, 6), positions=positions, mask=[[0, 0, 1, 1, 1, 1]]) == [(0, 2, 6)]
+    positions = [[-1, -1, 0, 1, 2, 3]]  # as they are counted by `mask.cumsum(1) - 1`
+    assert rows((1, 6), positions=positions, mask=[[0, 0, 1, 1, 1, 1]]) == [(0, 2, 6)]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,7 @@ def test_padding_is_set_apart_in_packs_too_and_its_positions_say_nothing() -> No
         ({"mask": [[1, 0, 1, 1]]}, "row 0 has padding between tokens"),
         ({"mask": [[1, 1, 2, 2]]}, "other values than 0 and 1"),
         ({"positions": [[0, 1, 5, 6]]}, "from 1 to 5 at token 2"),
+        ({"positions": [[-2, -1, 0, 1]]}, "row 0 are -2 at token 0, and negative positions"),
         ({"cu_seqlens": [0, 2, 3]}, "3 tokens in a row, and the batch has 4"),
         ({"cu_seqlens": [0, 8]}, "sharded here and only once"),
         ({"cu_seqlens": [[0, 4], [0, 4]]}, "of 2 rows, and the batch has 1"),
