@@ -61,13 +61,7 @@ def cross_entropy(
         assert targets is not None
         context.groups.check_device(logits.device)
         ranks = _Ranks.of(context.groups.ranks, data_parallel)
-        losses = functional.cross_entropy(
-            _precise(logits).flatten(0, -2),
-            targets.flatten().long(),
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
+        losses = _losses(logits, targets, ignore_index, label_smoothing)
     except Exception as error:  # whatever it is, the others must not wait for us
         context.agree_on({}, options, error)
         raise
@@ -95,7 +89,8 @@ def cross_entropy(
     if ranks.group is not None:
         dist.all_reduce(both, group=ranks.group)
     total, count = both.unbind()
-    divisor: Any = count.clamp(min=1) if num_targets is None else num_targets
+    # Where nothing is counted sums are 0, and so is the loss, by whichever number.
+    divisor = (count if num_targets is None else num_targets) + (count == 0)
     scale = 1 if reduce == "sum" else ranks.number
     return TokenMean((own * scale / divisor).to(losses.dtype), total / divisor, count.long())
 
@@ -143,6 +138,28 @@ def _refuse_wrong(logits: Any, targets: Any, reduce: Any) -> None:
             "(batch, local tokens, vocabulary) and (batch, local tokens), both of this rank: "
             "shard_batch gives such targets as labels"
         )
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+    """Of each target. One outside the vocabulary is named here where PyTorch finds it: on CPU."""
+    try:
+        return functional.cross_entropy(
+            _precise(logits).flatten(0, -2),
+            targets.flatten().long(),
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    except IndexError as error:
+        vocabulary = logits.shape[-1]
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+        if not bool(wrong.any()):
+            raise
+        raise MeshAttentionError(
+            f"targets hold {targets[wrong][0].item()}, which is neither in the vocabulary of "
+            f"{vocabulary} nor ignore_index ({ignore_index}): give cross_entropy the ignore_index "
+            "that shard_batch was given"
+        ) from error
 
 
 def _precise(logits: Tensor) -> Tensor:

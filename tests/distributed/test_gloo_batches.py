@@ -178,6 +178,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
             "reduce": refusal(lambda: loss(logits, labels, reduce="mean")),
             "shapes": refusal(lambda: loss(logits[:, :5], labels, reduce="sum")),
             "no labels": refusal(lambda: loss(logits, None, reduce="sum")),
+            "ignore_index": refusal(lambda: loss(logits, labels - 1, reduce="sum")),
         }
 
 
@@ -200,6 +201,8 @@ def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
         assert "'mean': must be one of ddp, fsdp, sum" in told["reduce"]
         assert "(batch, local tokens, vocabulary)" in told["shapes"]
         assert "targets is None" in told["no labels"]
+        assert "targets hold -" in told["ignore_index"]
+        assert "nor ignore_index (-100): give" in told["ignore_index"]
 
 
 def other_batch(rank: int, world_size: int, name: str, warm: bool) -> list[Any]:
@@ -249,17 +252,21 @@ def test_a_rank_whose_loss_is_another_is_named(pool: WorkerPool, mistake: str) -
 
 
 def no_target(rank: int, world_size: int) -> list[float]:
+    found = []
     with make() as cp:
         batch = sharded(cp, PLAIN, labels=torch.full_like(PLAIN.labels, -100))
         logits = torch.zeros(*batch.position_ids.shape, VOCABULARY, requires_grad=True)
-        mean = cp.cross_entropy(logits, batch.labels, reduce="ddp")
-        mean.loss.backward()  # type: ignore[no-untyped-call]
-        assert logits.grad is not None
-        return [mean.loss.item(), mean.value.item(), logits.grad.abs().max().item()]
+        assert batch.num_targets is not None
+        for total in (None, 0, batch.num_targets, batch.num_targets + 7):
+            mean = cp.cross_entropy(logits, batch.labels, reduce="ddp", num_targets=total)
+            mean.loss.backward()  # type: ignore[no-untyped-call]
+            assert logits.grad is not None
+            found += [mean.loss.item(), mean.value.item(), logits.grad.abs().max().item()]
+    return found
 
 
 def test_a_batch_without_any_target_has_a_loss_of_zero(pool: WorkerPool) -> None:
-    assert pool.run(no_target, 2) == [[0.0] * 3] * 2
+    assert pool.run(no_target, 2) == [[0.0] * 12] * 2
 
 
 def smoothed(rank: int, world_size: int, dtype: torch.dtype) -> float:
