@@ -78,6 +78,7 @@ class Run:
     collate: str = "padded"
     lora: bool = False
     num_examples: int = 13  # the last batch is half full
+    num_evaluated: int | None = None  # as many
     stream: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
@@ -112,7 +113,7 @@ class Run:
         texts = Texts(self.num_examples)
         given: dict[str, Any] = {
             "train_dataset": Stream(texts) if self.stream else texts,
-            "eval_dataset": texts,
+            "eval_dataset": Texts(self.num_evaluated or self.num_examples),
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
@@ -179,6 +180,7 @@ RUNS = {
         "mistral",
         batch_size=4,
         num_examples=12,
+        num_evaluated=9,  # not divided by two data-parallel ranks
         # The last step is not logged by itself, but in the mean of all.
         arguments={"gradient_accumulation_steps": 2, "logging_steps": 2},
     ),
