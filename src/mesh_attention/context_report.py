@@ -25,7 +25,9 @@ class Reports:
         if found is None:
             raise MeshAttentionError(
                 "this object was made without sizes, and no call has said them yet: there is no "
-                "plan; give seq_len, num_heads and head_dim, or make a call first"
+                "plan; give seq_len, num_heads and head_dim, or make a call first. Calls with "
+                "documents, as those of shard_batch, do not count: each batch has its own plan; "
+                "printing its documents says what was chosen"
             )
         return found
 
