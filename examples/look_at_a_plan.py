@@ -6,12 +6,18 @@ A plan says for every rank what it computes, sends and receives, as data. What r
 can so be read on a laptop first.
 """
 
+import argparse
+
 from mesh_attention import Mask, Problem, count, make_plan, verify
 from mesh_attention.plan.draw.matrix import draw_assignment
 from mesh_attention.plan.draw.schedule import draw_steps
 
 
 def main() -> None:
+    about = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    about.parse_args()  # there are no options but --help
     problem = Problem(q_tokens=9000, num_heads=8, head_dim=128, mask=Mask(causal=True))
     rows = make_plan(problem, 9, tile=(1, 9))  # each rank a row of the matrix, as in a ring
     tiles = make_plan(problem, 9, tile=(3, 3), chunks=(3, 3))  # each rank a square

@@ -143,6 +143,8 @@ def compare(what: str, device: torch.device, starts: list[int], *ways: Way) -> N
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(f"torchrun starts it: torchrun --nproc-per-node 4 {__file__}")
     # A GPU for each process, or none at all.
     gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

@@ -132,6 +132,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
             fully_shard(model, mesh=ranks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
         losses = resumed(args, model, optimizer)
+        if len(losses) >= args.steps and dist.get_rank() == 0:
+            told = f"{args.checkpoints} is at step {len(losses)}: nothing is left to do"
+            print(f"{told} for --steps {args.steps}", file=sys.stderr)
         place = (mesh.get_coordinate() or (0, 0))[0]
         loader = packs(args, place, mesh["dp"].size(), len(losses))
         for whole, docs in cp.prefetch(loader, lambda whole: whole["cu_seqlens"]):
@@ -249,6 +252,15 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--kv-heads must divide --heads, and twice those --width")
     if not args.text.is_file() or not args.text.stat().st_size:
         parser.error(f"--text {args.text} is no file, or empty")
+    if not 0 < args.rate < float("inf"):
+        parser.error(f"--rate {args.rate} must be positive and finite")
+    if args.plot and not args.plot.parent.is_dir():
+        parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+    try:
+        if args.checkpoints:
+            args.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--checkpoints {args.checkpoints} cannot be made: {error.strerror}")
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'mesh-attention[plots]'")
     return args

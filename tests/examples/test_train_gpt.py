@@ -172,6 +172,9 @@ WRONG = {
     "--kv-heads 3": "must divide --heads",
     "--steps 0": "--steps must be at least 1",
     "--text nowhere": "is no file",
+    "--rate nan": "must be positive and finite",
+    "--plot nowhere/x.png": "there is no folder nowhere",
+    f"--checkpoints {FILE}/x": "cannot be made",
 }
 
 
