@@ -105,7 +105,13 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
 def wrong_models(rank: int, world_size: int) -> dict[str, str]:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        GPTJConfig,
+        GPTJForCausalLM,
+        LlamaForSequenceClassification,
+    )
 
     from mesh_attention.huggingface import ModelContextParallel
     from support.tiny_models import PLAIN, make_model
@@ -122,9 +128,14 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
 
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
+    gptj = GPTJForCausalLM(GPTJConfig(n_embd=8, n_layer=1, n_head=2, rotary_dim=4, vocab_size=61))
     llama = make_model("llama")
+    head = LlamaForSequenceClassification(llama.config)
     actions: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: ModelContextParallel(gpt2),
+        "gptj": lambda: ModelContextParallel(gptj, untested=True),
+        "head": lambda: ModelContextParallel(head),
+        "no head": lambda: ModelContextParallel(head.model).close(),
         "no model": lambda: ModelContextParallel(nn.Linear(2, 2)),
         "wrapped": lambda: ModelContextParallel(DistributedDataParallel(llama)),
         "causal": lambda: ModelContextParallel(llama, causal=True),
@@ -143,6 +154,9 @@ def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) 
     """Need 6: masks, dropout and losses that are not those of this library."""
     wanted = {
         "gpt2": "untested=True",
+        "gptj": "does not use AttentionInterface",
+        "head": "LlamaForSequenceClassification has a head",
+        "no head": "nothing",
         "no model": "Linear, which is no model of transformers",
         "wrapped": "before it is wrapped",
         "causal": "causal: the model says this",
@@ -226,6 +240,7 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
             "compute_loss_func": {"compute_loss_func": print},
             "model_init": {"model_init": lambda: make_model("llama")},
             "cp_size": {"cp_size": 3},
+            "cp_size as text": {"cp_size": "2"},
             "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
             "average_tokens_across_devices": {"average_tokens_across_devices": False},
             "auto_find_batch_size": {"auto_find_batch_size": True},
@@ -252,6 +267,7 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
         "compute_loss_func": "override compute_loss",
         "model_init": "give the model",
         "cp_size": "cp_size=3 does not divide 2 processes",
+        "cp_size as text": "cp_size='2'",
         "neftune_noise_alpha": "neftune_noise_alpha",
         "average_tokens_across_devices": "targets of all ranks",
         "auto_find_batch_size": "auto_find_batch_size",

@@ -77,7 +77,10 @@ def attend(
     heads, head_dim), and there are no attention weights."""
     if not isinstance(documents, ModelBatch):
         # Of this rank alone: others may not come, as where one rank generates.
-        raise MeshAttentionError(WITHOUT_BATCH)
+        raise MeshAttentionError(
+            f"{WITHOUT_BATCH}. If it was called so, its layers do not pass `documents` on (as "
+            "those of StableLM and Nemotron in transformers 5.22), and it cannot attend over ranks"
+        )
     mask = _mask_of(attention_mask)
     bidirectional = is_causal is False or getattr(module, "is_causal", True) is False
     told = (

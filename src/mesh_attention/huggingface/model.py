@@ -7,6 +7,7 @@ of them. What enters the model is checked at its door, where mistakes have names
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,8 @@ class ModelContextParallel(ContextParallel):
         logits = model(**batch.model_inputs()).logits
         mean = cp.cross_entropy(logits, batch.labels, reduce="ddp")
 
-    model     a transformers model for causal language modelling, plain or with LoRA (peft); give it
-              before DDP or FSDP wrap it
+    model     a transformers model for causal language modelling, plain or with LoRA (peft), one
+              that classifies tokens, or one without a head; give it before DDP or FSDP wrap it
     untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
               others than causal, with a window or without, are refused all the same; what mixes
               tokens outside of attention (convolutions, state-space layers) is not seen
@@ -123,11 +124,20 @@ def _refuse(model: Any, config: Any, untested: bool, options: dict[str, Any]) ->
     said = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
     if said:
         raise MeshAttentionError(f"{', '.join(said)}: the model says this; leave it out")
+    _refuse_head(model)
     if config.model_type not in SHOWN and not untested:
         raise MeshAttentionError(
             f"models of type {config.model_type!r} have not been shown to be exact; known: "
             f"{', '.join(SHOWN)}. With untested=True it is taken: compare its loss with that of "
             "one process"
+        )
+    if not model._supports_attention_backend and not any(
+        hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS")
+        for part in model.modules()
+    ):
+        raise MeshAttentionError(
+            f"{type(model).__name__} does not use AttentionInterface in this version of "
+            "transformers, so its layers would see the tokens of this rank alone"
         )
     if getattr(config, "output_router_logits", False):
         raise MeshAttentionError(
@@ -144,6 +154,20 @@ def _refuse(model: Any, config: Any, untested: bool, options: dict[str, Any]) ->
                     f"rope_type={name!r} depends on the longest sequence of a batch, and a rank "
                     "knows its own tokens alone; take yarn, linear or llama3 scaling"
                 )
+
+
+def _refuse_head(model: Any) -> None:
+    """Heads that read one token, or all, would read those of this rank."""
+    known = ("ForCausalLM", "ForTokenClassification", "Model")
+    other = ("PreTrainedModel", "DoubleHeadsModel")
+    names = [one.__name__ for one in type(model).__mro__]
+    if not any(name.endswith(known) and not name.endswith(other) for name in names):
+        raise MeshAttentionError(
+            f"{names[0]} has a head that may take the tokens of this rank for the whole sequence, "
+            "as where it reads the last one; supported: ...ForCausalLM, ...ForTokenClassification "
+            "and models without a head (...Model). Take the last, and call the head on what "
+            "cp.unshard(hidden, 1, documents=batch.documents) gives"
+        )
 
 
 def _kinds(config: Any) -> list[Kind]:

@@ -53,6 +53,8 @@ class ContextParallelTrainer(Trainer):
                 f"the default process group has {world_size} processes, and accelerate sees "
                 f"{self.args.world_size}: start them with torchrun, and leave the group to Trainer"
             )
+        if cp_size is not None and type(cp_size) is not int:
+            raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
         self.cp_size = world_size if cp_size is None else cp_size
         if self.cp_size < 1 or world_size % self.cp_size:
             raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
@@ -266,7 +268,10 @@ def _refuse(args: Any, more: Mapping[str, Any]) -> None:
         ),
         "deepspeed": (bool(args.deepspeed), "it reduces gradients in its own way"),
         "fsdp": (bool(args.fsdp), "FSDP2 with a loop of your own is in docs/training.md"),
-        "torch_compile": (bool(args.torch_compile), "compile parts of the model without attention"),
+        "torch_compile": (
+            bool(args.torch_compile),
+            "it compiles what DDP wraps; in a loop of your own torch.compile(model) is fine",
+        ),
         "use_liger_kernel": (bool(args.use_liger_kernel), "it makes losses inside the model"),
         "neftune_noise_alpha": (
             bool(args.neftune_noise_alpha),
