@@ -79,7 +79,17 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="train adapters alone (needs peft)")
     parser.add_argument("--checkpointing", action="store_true", help="save memory of activations")
     parser.add_argument("--output", help="a folder for the model")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name in ("ranks", "cp", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be 1 or more")
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    if ranks % args.cp:
+        parser.error(f"--cp {args.cp} does not divide {ranks} ranks")
+    most = len(Path(__file__).read_bytes()) - 1
+    if not 128 <= args.tokens <= most:
+        parser.error(f"--tokens {args.tokens}: this file has texts of 128 to {most} bytes")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
