@@ -19,7 +19,13 @@ PAPER = load_cluster("paper")
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("cluster", cluster_names())
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("paper", "hgx-h100")))
+        for name in cluster_names()
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_simulates_on_every_cluster(
     method: str, cluster: str, direction: Direction

@@ -18,7 +18,7 @@ from support.reference import attention, errors, tolerance
 CAUSAL = Mask(causal=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
 def test_causal_gqa_with_an_uneven_length_equals_the_truth(pool: WorkerPool, ranks: int) -> None:
     case = Case(ranks, 101, 101, heads=(4, 2), head_dims=(16, 16), batch=2, mask=CAUSAL)
     check(pool, [case, replace(case, dtype=torch.float32, batch=1, options={"chunks": (2, 2)})])

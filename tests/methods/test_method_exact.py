@@ -24,7 +24,7 @@ from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
 FEW = 6  # from so many ranks on, a part of the shapes
-MANY = 10  # beyond, all are slow tests
+MANY = 8  # beyond, all are slow tests
 
 
 def drawn(name: str, ranks: int) -> list[Case]:

@@ -85,7 +85,7 @@ def test_every_shape_of_every_method_on_up_to_64_ranks_is_proven(name: str, rank
     prove_every_shape(name, ranks)
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_many_manners_with_every_shape_causal_and_not_are_proven(name: str, ranks: int) -> None:
     """A part of the product, spread over it."""

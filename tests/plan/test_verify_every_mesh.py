@@ -61,7 +61,7 @@ def test_every_factorisation_up_to_40_is_proven_with_layouts_and_masks_in_turn(n
 
 @pytest.mark.parametrize(
     "n",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n > 48)) for n in range(ALL_TILES + 1, MOST + 1)],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n > 36)) for n in range(ALL_TILES + 1, MOST + 1)],
 )
 def test_one_factorisation_of_every_number_up_to_64_is_proven(n: int) -> None:
     prove_every_mesh(n, 1, tiles=1)
@@ -73,13 +73,13 @@ def test_every_factorisation_up_to_64_is_proven_in_every_layout_causal_and_not(n
     prove_every_mesh(n, len(MANNERS))
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_200_random_problems_with_random_settings_are_proven(part: int) -> None:
+@pytest.mark.parametrize("part", range(2))
+def test_100_random_problems_with_random_settings_are_proven(part: int) -> None:
     prove_random_problems(part)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4, 40))
+@pytest.mark.parametrize("part", range(2, 40))
 def test_2_000_random_problems_with_random_settings_are_proven(part: int) -> None:
     prove_random_problems(part)
 

@@ -97,7 +97,7 @@ def show(kernel: str, mask: str, combine: Combine) -> None:
     [
         ("blockwise", "causal"),
         pytest.param("blockwise", "full", marks=pytest.mark.slow),
-        ("cpu_flash", "causal"),
+        pytest.param("cpu_flash", "causal", marks=pytest.mark.slow),
         pytest.param("cpu_flash", "full", marks=pytest.mark.slow),
     ],
 )
