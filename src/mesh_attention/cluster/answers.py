@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
-from mesh_attention.cluster.best import Progress
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.explored import Progress
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import ask_on
 from mesh_attention.errors import MeshAttentionError

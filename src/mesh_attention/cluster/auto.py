@@ -1,7 +1,7 @@
 """The best plan over all methods, each pass apart: what `auto` finds when it may search.
 
 Every method has its candidates (heads, queries and keys: Ulysses degree, tile, team, ring, node
-patch) and its cuts (slices, chunks), as `best.py` goes through them. Here all methods meet. One
+patch) and its cuts (slices, chunks), as `explored.py` goes through them. Here all methods meet. One
 whose least transfers and computation take longer than what was simulated already is not looked at
 further, and neither is a setting whose bound (`one_rank.py`) is above it. Whatever is left out so
 could not have won: the answer is never slower than any method's own best.
@@ -17,18 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.best import (
-    Candidate,
-    Explored,
-    Place,
-    Progress,
-    Score,
-    Search,
-    a_search,
-    candidate,
-    finalists,
-)
+from mesh_attention.cluster.best import Candidate, Place, candidate, finalists
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.explored import Explored, Progress, Score, Search, a_search
 from mesh_attention.cluster.planning import ask_on
 from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.timeline import Timeline

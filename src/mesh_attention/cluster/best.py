@@ -1,50 +1,38 @@
 """The setting of a method with the shortest simulated time. Pure: same question, same answer.
 
-First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
-then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
-and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
-and halving while that helps, and the cut found with the next best shapes. What the caller gave
-stays as it is.
-
-All of that goes by what one rank sees (`one_rank.py`); the few best are simulated, with all ranks.
+Settings go by what one rank sees of them (`explored.py`); the few best are simulated, with all
+ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.load import a_cluster
-from mesh_attention.cluster.one_rank import Estimate, estimate
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.simulate import simulate
+from mesh_attention.cluster.explored import (
+    Explored,
+    Progress,
+    Score,
+    Search,
+    a_search,
+    key_of,
+)
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import choice
-from mesh_attention.plan.build.slices import HeadSlices, usual_heads
 from mesh_attention.plan.methods.first_answer import AUTO
-from mesh_attention.plan.methods.mesh import MAX_TASKS
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Direction, Plan, a_direction
+from mesh_attention.plan.methods.table import DEFAULT_METHOD
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
-NUM_SHAPES = 3  # that are cut
-HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
-NEAR = 1.02  # times the best so far: other cuts are not refined
-NUM_REFINED = 2  # shapes that meet the cut found for the best one
 NUM_SIMULATED = 4  # settings at most, besides the method's own choice
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
-RANKS_AND_STEPS = 1024  # settings that are tried to refine cuts, times ranks: each takes longer
 
-Progress = Callable[[int, int], None]
-Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
 Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 
 
@@ -55,41 +43,6 @@ class Best:
     timeline: Timeline
     options: dict[str, Any]
     tried: int
-
-
-@dataclass(frozen=True)
-class Search:
-    """What is asked: one pass of any method, on a cluster."""
-
-    problem: Problem
-    num_ranks: int
-    cluster: Cluster
-    direction: Direction
-    given: Mapping[str, Any]
-    overlap: Overlap = Overlap.EVENTS
-    kernel: str | None = None
-
-    def plan(self, method: str, setting: Mapping[str, Any]) -> Plan:
-        only = (self.direction,)
-        return plan_on(
-            *(self.cluster, self.problem, self.num_ranks),
-            **{"method": method, "directions": only, **setting},
-        )
-
-    def estimate(self, plan: Plan, ranks: Sequence[int] | None = None) -> Estimate:
-        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-        return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
-
-    def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
-        plan = self.plan(method, setting)
-        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-        return simulate(plan, self.cluster, self.direction, **how)
-
-    def score(self, seconds: float, peak_bytes: int) -> Score:
-        return peak_bytes > self.cluster.gpu.memory_gib * 2**30, seconds
-
-    def score_of(self, timeline: Timeline) -> Score:
-        return self.score(timeline.runtime_seconds, timeline.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +85,9 @@ def find_best(
     if method == AUTO:
         raise PlanError("find_best is for one method; find_best_of_all searches all of them")
     ask(problem, num_ranks, method=method)
-    explored = explore(search, method, progress)
+    explored = Explored(search, method, progress)
+    explored.try_shapes()
+    explored.try_cuts()
     best: tuple[Score, dict[str, Any], Timeline] | None = None
     for expected, least, setting in finalists(search, explored):
         if best is None or max(expected, least) < best[0]:
@@ -144,146 +99,17 @@ def find_best(
     return Best(best[2], best[1], explored.tried)
 
 
-def a_search(
-    problem: Problem,
-    num_ranks: int,
-    cluster: Cluster | str | Path,
-    direction: Direction | str,
-    options: Mapping[str, Any] | None,
-    *,
-    overlap: Overlap | str = Overlap.EVENTS,
-    kernel: str | None = None,
-) -> Search:
-    """From what people give, or a refusal."""
-    cluster, how = a_cluster(cluster), choice(Overlap, "overlap", overlap)
-    if options is not None and not isinstance(options, Mapping):
-        raise PlanError(f"options={options!r}: must be a mapping of names to values")
-    num_ranks = ask(problem, num_ranks).num_ranks
-    given = dict(options or {})
-    return Search(problem, num_ranks, cluster, a_direction(direction), given, how, kernel)
-
-
-def explore(search: Search, method: str, progress: Progress | None = None) -> Explored:
-    """The settings of a method that were looked at; its refusal where it takes none of them."""
-    found = Explored(search, method, progress)
-    found.try_shapes()
-    found.try_cuts()
-    return found
-
-
-Key = tuple[tuple[str, Any], ...]
-# By one rank: the score that is expected, the least, the setting, and operations of all ranks.
-Seen = tuple[Score, Score, dict[str, Any], int]
-
-
-class Explored:
-    """Settings of a method tried so far, each once, with what one rank expects of them."""
-
-    def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
-        self.name = method
-        self._search, self._progress = search, progress
-        self._known: dict[Key, Seen | None] = {}
-        self._refusal: PlanError | None = None
-        self.least_moving = math.inf  # seconds of all transfers, of any setting
-        self._most: float = math.inf  # settings to try
-        self.given = dict(search.given)
-        self.free = free_names(METHODS[method].options(), self.given)
-        node = search.cluster.node.ranks
-        self._shapes = METHODS[method].candidates(search.problem, search.num_ranks, node)
-        self._expected = 1 + len(self._shapes) + (60 if self.free else 0)  # settings, about
-
-    def try_shapes(self) -> None:
-        """As they are, and the method's own choice; its refusal where it takes none of them."""
-        self.attempt(self.given)
-        for shape in self._shapes:
-            self.attempt(shape | self.given | self._uncut)
-        if not self.tried:
-            assert self._refusal is not None
-            raise self._refusal
-
-    @property
-    def _uncut(self) -> dict[str, Any]:
-        return {"chunks": (1, 1)} if "chunks" in self.free else {}
-
-    def try_cuts(self) -> None:
-        """Of the best shapes, and from the best cut on to better ones."""
-        problem, free, given = self._search.problem, self.free, self.given
-        rotates = METHODS[self.name].rotates
-        if not free:
-            return
-        shapes = self.ranking(shape | given | self._uncut for shape in self._shapes)
-        begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are cut
-        hopeful = [one for one in shapes[:NUM_SHAPES] if self._is_near_the_best(one, HOPEFUL)]
-        for setting in (given, *hopeful):
-            shape = {name: value for name, value in setting.items() if name not in free}
-            for cut in first_cuts(problem, self._held(shape), rotates=rotates):
-                begun[cut.heads is not None].append(shape | cut.options(free))
-        self._most = self.tried + max(8, RANKS_AND_STEPS // self._search.num_ranks)
-        for settings in begun.values():
-            ranking = self.ranking(settings)
-            if ranking and self._is_near_the_best(ranking[0], NEAR):
-                _refine(self, free, self._held, ranking)
-
-    def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
-        (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
-        return score is not None and score[1] <= times * best
-
-    def _held(self, setting: Mapping[str, Any]) -> int:
-        """KV heads that a rank has."""
-        search = self._search
-        degree = METHODS[self.name].degree(setting, search.num_ranks)
-        return max(1, search.problem.kv_heads // degree)
-
-    def attempt(self, setting: dict[str, Any]) -> Score | None:
-        """How good it is; None where the method refuses it."""
-        key = _key(setting)
-        if key in self._known:
-            found = self._known[key]
-            return None if found is None else found[0]
-        if self.tried >= self._most:
-            return None
-        score, search = None, self._search
-        self._known[key] = None
-        try:
-            # One rank is enough to rank by: in the middle, where masks leave the mean of work.
-            seen = search.estimate(search.plan(self.name, setting), (search.num_ranks // 2,))
-        except PlanError as error:
-            self._refusal = self._refusal or error
-        else:
-            score = search.score(seen.seconds, seen.peak_bytes)
-            least = search.score(seen.least_seconds, seen.peak_bytes)
-            self._known[key] = score, least, setting, seen.num_operations
-            self.least_moving = min(self.least_moving, seen.moving_seconds)
-        if self._progress:
-            done = len(self._known)
-            self._progress(done, max(done, self._expected))
-        return score
-
-    def ranking(self, settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those that the method takes, best first."""
-        scored = [(score, s) for s in settings if (score := self.attempt(s)) is not None]
-        return [setting for _, setting in sorted(scored, key=lambda pair: pair[0])]
-
-    def all_in_order(self) -> list[Seen]:
-        """What the method takes, best first."""
-        return sorted((one for one in self._known.values() if one), key=lambda one: one[0])
-
-    @property
-    def tried(self) -> int:
-        return sum(one is not None for one in self._known.values())
-
-
 def finalists(search: Search, explored: Explored) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
     """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
     best that is not cut, since one rank does not see what others lose by a cut. What is expected of
     each, what is the least, and the setting."""
-    own, uncut = _key(search.given), False
+    own, uncut = key_of(search.given), False
     simulated = 0
     for at, (expected, least, setting, operations) in enumerate(explored.all_in_order()):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting
-        if _key(setting) == own or (whole and not uncut):
+        if key_of(setting) == own or (whole and not uncut):
             yield least, least, setting  # passed over only where it cannot be better
         elif not much:
             yield expected, least, setting
@@ -300,111 +126,3 @@ def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candid
         (str(plan.q_layout.to_json()), plan.devices),
         seen.num_operations,
     )
-
-
-def _key(setting: Mapping[str, Any]) -> Key:
-    return tuple(sorted(setting.items()))
-
-
-def _refine(
-    search: Explored,
-    free: Sequence[str],
-    held: Callable[[Mapping[str, Any]], int],
-    ranking: Sequence[dict[str, Any]],
-) -> None:
-    if not ranking:
-        return
-    shapes: list[dict[str, Any]] = []
-    for setting in ranking:
-        shape = {name: value for name, value in setting.items() if name not in free}
-        if shape not in shapes:
-            shapes.append(shape)
-    best, lead = _climb(search, shapes[0], Cut.of(ranking[0], held(ranking[0])), free)
-    for shape in shapes[1:NUM_REFINED]:
-        here = replace(best, held=held(shape))
-        score = search.attempt(shape | here.options(free))
-        if score is not None and (lead is None or score < lead):
-            best, lead = _climb(search, shape, here, free)
-
-
-def _climb(
-    search: Explored, shape: dict[str, Any], cut: Cut, free: Sequence[str]
-) -> tuple[Cut, Score | None]:
-    """From a cut to better neighbours until there are none."""
-    best, score = cut, search.attempt(shape | cut.options(free))
-    while True:
-        found = best
-        for near in best.neighbours():
-            other = search.attempt(shape | near.options(free))
-            if other is not None and (score is None or other < score):
-                found, score = near, other
-        if found == best:
-            return best, score
-        best = found
-
-
-_NAMES = ("chunks", "head_slices")
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """`heads` None: all of the `held` KV heads at once."""
-
-    chunks: tuple[int, int]
-    heads: HeadSlices | None
-    held: int
-
-    @staticmethod
-    def of(setting: Mapping[str, Any], held: int) -> Cut:
-        return Cut(setting.get("chunks") or (1, 1), setting.get("head_slices"), held)
-
-    def options(self, free: Sequence[str]) -> dict[str, Any]:
-        """As options, of those names that are free to be chosen."""
-        whole = {"chunks": self.chunks, "head_slices": self.heads}
-        return {name: whole[name] for name in free if whole[name] is not None}
-
-    def neighbours(self) -> Iterator[Cut]:
-        """Twice or half as many, or moved from one side to the other."""
-        kq, kkv = self.chunks
-        for chunks in (
-            (2 * kq, kkv),
-            (kq, 2 * kkv),
-            (kq // 2, kkv),
-            (kq, kkv // 2),
-            (2 * kq, kkv // 2),
-            (kq // 2, 2 * kkv),
-        ):
-            if min(chunks) >= 1 and chunks[0] * chunks[1] <= MAX_TASKS:
-                yield Cut(chunks, self.heads, self.held)
-        first, most = self.heads or (self.held, self.held)
-        for heads in (
-            (2 * first, most),
-            (first // 2, most),
-            (first, 2 * most),
-            (first, most // 2),
-            (2 * first, 2 * most),
-            (first // 2, most // 2),
-            (first // 4, most // 2),
-        ):
-            if 1 <= heads[0] <= heads[1] <= self.held:
-                all_at_once = heads == (self.held, self.held)
-                yield Cut(self.chunks, None if all_at_once else heads, self.held)
-
-
-def free_names(options: Collection[str], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a cut the method has and the caller did not give, for either pass."""
-    return tuple(
-        name
-        for name in _NAMES
-        if name in options and name not in given and f"backward_{name}" not in given
-    )
-
-
-def first_cuts(problem: Problem, held: int, *, rotates: bool = False) -> tuple[Cut, ...]:
-    """Two to begin with: slices of the heads that a rank holds, where there are several, and chunks
-    of rows. What rotates is hidden as it is, and cut only where tokens were exchanged for heads."""
-    if rotates and held == problem.kv_heads:
-        return ()
-    heads = usual_heads(problem, problem.kv_heads // held)
-    chunks = Cut((2, 1) if rotates else (2, 2), None, held)
-    return (chunks,) if heads is None else (Cut((1, 1), heads, held), chunks)
