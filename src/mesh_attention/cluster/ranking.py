@@ -1,0 +1,146 @@
+"""All methods of a search in order, each with what people compare: time, MFU, bytes and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mesh_attention.cluster.auto import BestOfAll, Standing
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.one_rank import estimate
+from mesh_attention.cluster.planning import plan_on, setting_of
+from mesh_attention.cluster.reasons import moved
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.runs import Run, visible_pairs
+
+
+@dataclass(frozen=True)
+class RankedMethod:
+    """A method at its best in every pass asked for."""
+
+    passes: dict[Direction, Standing]
+    problem: Problem
+    num_ranks: int
+    cluster: Cluster
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.passes.values())).name
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.passes.values())
+
+    @property
+    def is_simulated(self) -> bool:
+        return all(one.timeline is not None for one in self.passes.values())
+
+    @cached_property
+    def plans(self) -> dict[Direction, Plan]:
+        return {
+            direction: one.timeline.plan
+            if one.timeline is not None
+            else plan_on(
+                *(self.cluster, self.problem, self.num_ranks),
+                **{"method": one.name, "directions": (direction,), **one.options},
+            )
+            for direction, one in self.passes.items()
+        }
+
+    @property
+    def mfu_percent(self) -> float:
+        everything = [Run(0, self.problem.q_tokens)], [Run(0, self.problem.keys)]
+        pairs = int(visible_pairs(*everything, self.problem.rows)[0, 0])
+        flops = sum(
+            self.problem.flops(pairs, backward=one is Direction.BACKWARD) for one in self.passes
+        )
+        peak = self.cluster.gpu.peak_tflops * 1e12 * self.num_ranks
+        return 100 * flops / (peak * self.seconds) if self.seconds else 0.0
+
+    @cached_property
+    def received(self) -> dict[Direction, tuple[int, int]]:
+        """In all, and from other nodes."""
+        return {one: moved(plan, plan.direction(one)) for one, plan in self.plans.items()}
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        peaks = []
+        for direction, one in self.passes.items():
+            if one.timeline is not None:
+                peaks.append(one.timeline.peak_bytes)
+            else:
+                middle = (self.num_ranks // 2,)
+                seen = estimate(self.plans[direction], self.cluster, direction, ranks=middle)
+                peaks.append(seen.peak_bytes)
+        return max(peaks)
+
+    def setting(self, direction: Direction) -> str:
+        plan, options = self.plans[direction], self.passes[direction].options
+        setting = setting_of(plan, plan.direction(direction), {})
+        words = {name: str(setting.get(name) or _short(value)) for name, value in options.items()}
+        for name in ("ulysses", "tile", "team"):
+            if name in setting:
+                words.setdefault(name, str(setting[name]))
+        return " ".join(f"{name}={value}" for name, value in words.items()) or "-"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "method": self.name,
+            "seconds": self.seconds,
+            "mfu_percent": self.mfu_percent,
+            "peak_bytes": self.peak_bytes,
+            "passes": {
+                direction.value: {
+                    "seconds": one.seconds,
+                    "simulated": one.timeline is not None,
+                    "options": one.options,
+                    "received_bytes": self.received[direction][0],
+                    "received_bytes_from_other_nodes": self.received[direction][1],
+                }
+                for direction, one in self.passes.items()
+            },
+        }
+
+
+def _short(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def ranked_methods(
+    found: BestOfAll, problem: Problem, ranks: int, cluster: Cluster
+) -> list[RankedMethod]:
+    by_name: dict[str, dict[Direction, Standing]] = {}
+    for direction, standings in found.standings.items():
+        for one in standings:
+            by_name.setdefault(one.name, {})[direction] = one
+    rows = [RankedMethod(passes, problem, ranks, cluster) for passes in by_name.values()]
+    return sorted(rows, key=lambda row: row.seconds)
+
+
+def python_line(
+    found: BestOfAll, problem: Problem, cluster: Cluster, options: Mapping[str, Any]
+) -> str:
+    """A line to paste: the options themselves, where both passes have the same, and otherwise
+    `auto`, which finds the answer kept on this machine."""
+    sizes = f"seq_len={problem.q_tokens}, num_heads={problem.num_heads}, "
+    if problem.kv_heads != problem.num_heads:
+        sizes += f"num_kv_heads={problem.kv_heads}, "
+    sizes += f"head_dim={problem.head_dim}, "
+    if problem.v_dim != problem.head_dim:
+        sizes += f"v_head_dim={problem.v_dim}, "
+    if problem.keys != problem.q_tokens:
+        sizes += f"kv_seq_len={problem.keys}, "
+    plain = problem.mask.is_full or problem.mask == type(problem.mask)(causal=True)
+    sizes += f"causal={problem.mask.causal}" if plain else "mask=mask"
+    chosen = [*found.chosen.values()]
+    if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
+        given = {**options, **chosen[0].options}
+        how = "".join(f", {name}={value!r}" for name, value in given.items())
+        how = f'method="{chosen[0].name}"{how}, ranks_per_node={cluster.node.ranks}'
+    else:
+        how = "".join(f", {name}={value!r}" for name, value in options.items())
+        how = f'method="auto"{how}, cluster="{cluster.name}"'
+    return f"cp = ContextParallel(group, {sizes}, {how})"
