@@ -165,10 +165,11 @@ KILOBYTE = Flows({}, {0: (1000, 1000)})
         ((0, 1, 2), (10 + 2 * 2) * MICRO + 2 * 1000 / 4e9),
         # One rank in each of three nodes: base 20, two hops of 5; two parts into one NIC.
         ((0, 4, 8), (20 + 2 * 5) * MICRO + 2 * 1000 / 0.5e9),
-        # Two ranks behind one NIC in each of two nodes: two parts into it.
-        ((0, 1, 4, 5), (20 + 2 * 2 + 5) * MICRO + 2 * 1000 / 0.5e9),
-        # Ranks behind both NICs of each node: one part into each.
-        ((0, 2, 4, 6), (20 + 2 * 2 + 5) * MICRO + 1000 / 0.5e9),
+        # Two ranks behind one NIC in each of two nodes: three parts into it, all but that of the
+        # rank that receives, since in a ring also its neighbour's comes from outside.
+        ((0, 1, 4, 5), (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 0.5e9),
+        # Ranks behind both NICs of each node: two rings, each with a half of every part.
+        ((0, 2, 4, 6), (20 + 2 * 2 + 5) * MICRO + 1.5 * 1000 / 0.5e9),
         # Three and one: three parts into the only NIC of the one.
         ((0, 1, 2, 4), (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 0.5e9),
     ],
@@ -201,6 +202,10 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
         # each adds a sixteenth of the latency of one.
         ((0, 4, 8), {1: 100, 2: 200}, {}, (20 + 2 * 7 / 16) * MICRO + 300 / 0.5e9),
         ((0, 4, 8), {1: 0, 2: 200}, {}, (20 + 7 / 16) * MICRO + 200 / 0.5e9),
+        # Two ranks behind one NIC send there as much as the one that is asked; with a NIC for each
+        # they do not meet.
+        ((0, 1, 4, 5), {2: 100, 3: 200}, {}, (20 + 2 * 7 / 16) * MICRO + 2 * 300 / 0.5e9),
+        ((0, 2, 4, 6), {2: 100, 3: 200}, {}, (20 + 2 * 7 / 16) * MICRO + 300 / 0.5e9),
         # Little to another node and much inside: the inside counts.
         ((0, 1, 4), {1: 8000, 2: 100}, {}, 20 * MICRO + 8000 / 2e9),
     ],

@@ -1,10 +1,12 @@
 """Seconds of the communication operations when nothing disturbs them (algorithm.md, section 10).
 
-A collective is pipelined: what enters a node passes its NICs while it is handed on inside the node,
-so the slower of the two counts, after a latency for each hop of the ring. Each remote part enters a
-node once, spread over the NICs of the members there. An all-to-all is flows to all members at once
-(NCCL has no other than grouped sends and receives): each no faster than point-to-point, those that
-leave the node together no faster than many flows through one NIC, and each a message of its own.
+A collective is a pipelined ring: what enters a node passes its NICs while it is handed on inside
+the node, so the slower of the two counts, after a latency for each hop. Every link of a ring
+carries the parts of all members but one, also the link into a node, whose own parts come round
+again; that is spread over the NICs of the members there. An all-to-all is flows to all members at
+once (NCCL has no other than grouped sends and receives): each no faster than point-to-point, those
+that leave through one NIC together, of all members behind it, no faster than many flows there are,
+and each a message of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +26,23 @@ class GroupShape:
 
     nodes: tuple[int, ...]  # of each member
     num_nodes: int
-    crossing: float  # of parts into the busiest NIC: remote parts / NICs of the members there
+    crossing: float  # of parts into the busiest NIC: those of a ring / NICs of the members there
+    behind_nic: tuple[int, ...]  # for each member: how many have its NIC
     several_in_a_node: bool
-    nics: tuple[tuple[int, int], ...]  # all that its members use
 
     @staticmethod
     def of(cluster: Cluster, devices: tuple[int, ...]) -> GroupShape:
         nodes = tuple(cluster.node_of(device) for device in devices)
         members = Counter(nodes)
-        nics = sorted({cluster.nic_of(device) for device in devices})
-        per_node = Counter(node for node, _ in nics)
-        crossing = max((len(nodes) - members[node]) / per_node[node] for node in members)
-        return GroupShape(nodes, len(members), crossing, max(members.values()) > 1, tuple(nics))
+        nic_of = [cluster.nic_of(device) for device in devices]
+        sharing = Counter(nic_of)
+        per_node = Counter(node for node, _ in sharing)
+        crossing = (len(nodes) - 1) / min(per_node.values()) if len(members) > 1 else 0.0
+        return GroupShape(
+            *(nodes, len(members), crossing),
+            behind_nic=tuple(sharing[nic] for nic in nic_of),
+            several_in_a_node=max(members.values()) > 1,
+        )
 
 
 class CommunicationCosts:
@@ -71,6 +78,7 @@ class CommunicationCosts:
 
     def _all_to_all(self, shape: GroupShape, flows: Flows, member: int) -> float:
         here, many = shape.nodes[member], self._cluster.network.many_peers
+        sharing = shape.behind_nic[member]
         received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}
         slowest = 0.0
         for direction in (flows.sent, received):
@@ -81,7 +89,7 @@ class CommunicationCosts:
                 slowest,
                 inside / (self._cluster.node.all_to_all_gb_per_second * 1e9),
                 len(crossing) * many.message_microseconds * 1e-6
-                + sum(crossing) / (many.gb_per_second * 1e9),
+                + sharing * sum(crossing) / (many.gb_per_second * 1e9),
                 max(crossing, default=0) / (self._cluster.network.peer.gb_per_second * 1e9),
             )
         link = self._cluster.network if shape.num_nodes > 1 else self._cluster.node
