@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curve_fit import Point, fit, pass_section
 from kernels_on_masks import log_normal_pack
 from provenance import taken
 
@@ -45,6 +44,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.registry import choose, kernel_names
 from mesh_attention.kernels.rows import delta
+from mesh_attention.measure.curve_fit import Point, fit, pass_section
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, CallKind
 from mesh_attention.runtime.call_masks import row_range

@@ -48,8 +48,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
     the block ends; if that fails, it is gone and `path` is as it was. A pipe or a device (standard
     output too) is written to as it is."""
     given = Path(path)
-    odd = given.exists() and not given.is_file() and not given.is_dir()
-    if odd or given.absolute().parts[1:2] in (("dev",), ("proc",)):
+    if _is_written_as_it_is(given):
         yield given
         return
     target = Path(os.path.realpath(path))
@@ -64,3 +63,25 @@ def replacing(path: Path | str) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename in (str(part), str(target)):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+def check_writable(path: Path | str) -> None:
+    """Refuses now what `replacing` would refuse after long work."""
+    given = Path(path)
+    if _is_written_as_it_is(given):
+        return
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
+    try:
+        if target.exists():
+            target.open("r+b").close()
+        part.open("xb").close()
+        part.unlink()
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _is_written_as_it_is(path: Path) -> bool:
+    odd = path.exists() and not path.is_file() and not path.is_dir()
+    return odd or path.absolute().parts[1:2] in (("dev",), ("proc",))

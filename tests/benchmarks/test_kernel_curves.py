@@ -7,11 +7,11 @@ from importlib import resources
 
 import pytest
 import torch
-from curve_fit import Point, curve_tflops, fit, pass_section
 from kernel_curves import Case, K, cases, range_mask
 
 from mesh_attention.cluster.cluster import KernelRate, PassRates
 from mesh_attention.cluster.load import read_cluster
+from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, pass_section
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind

@@ -25,6 +25,7 @@ import mesh_attention.plan
 LAYERS = (
     ("__main__", "cli"),
     ("demo",),
+    ("measure",),
     ("huggingface",),
     ("__init__", "attention_module", "context_parallel", "functional", "testing"),
     ("context_batches", "context_training"),

@@ -53,10 +53,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Progress | None]:
+def progress(what: str, *, shown: bool = True) -> Iterator[Progress | None]:
     """A function to be told (done, all), for work that lasts longer than a moment; None where
-    nobody looks."""
-    if not sys.stderr.isatty():
+    nobody looks, or where it is not to be shown."""
+    if not shown or not sys.stderr.isatty():
         yield None
     elif find_spec("rich"):
         with _rich_bar(what) as bar:

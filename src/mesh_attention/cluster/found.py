@@ -34,6 +34,10 @@ class Machine:
     nic_gbits: tuple[float, ...] = ()
 
 
+def is_known_gpu(name: str) -> bool:
+    return any(re.search(word, name) for word, _ in _GPUS)
+
+
 def find_cluster(machine: Machine) -> tuple[Cluster, str]:
     """The nearest known cluster, and a line that says what was found and what was made of it."""
     name = next((c for word, c in _GPUS if re.search(word, machine.gpu or "")), None)

@@ -1,8 +1,9 @@
-"""From measured calls of a kernel to the sections of a cluster's file (docs/simulate.md).
+"""From measured seconds to the numbers of a cluster's file (docs/simulate.md).
 
-No GPU here: `kernel_curves.py` measures, this fits and prints. A curve is
+Nothing is measured here: this fits and prints. The curve of a kernel is
 `tflops / (1 + half_rows * 64 / (rows * heads) + half_columns / columns)`, linear in seconds for
-each FLOP, so it is fitted by least squares of relative errors, with no negative halves.
+each FLOP; a link takes a latency and a time for each byte. Both are fitted by least squares of
+relative errors, with nothing negative, so that small sizes count as much as large ones.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import numpy as np
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, KernelRate, PassRates
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind
-
-__all__ = ["Point", "curve_tflops", "fit", "pass_section"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +45,40 @@ def curve_tflops(rate: KernelRate, point: Point) -> float:
 
 
 def fit(points: Sequence[Point]) -> KernelRate:
-    used = [0, 1, 2]
-    terms = np.array([(1.0, *point.losses) for point in points])
-    measured = np.array([1.0 / point.tflops for point in points])
+    base, *halves = fit_terms(
+        [(1.0, *point.losses) for point in points],
+        [1.0 / point.tflops for point in points],
+        needed=(0,),
+    )
+    rows, columns = (half / base for half in halves)
+    return KernelRate(*(_rounded(value) for value in (1.0 / base, rows, columns)))
+
+
+def _rounded(value: float) -> float:
+    """A digit after the point, and three that count where there are fewer before it."""
+    return round(value, 1) if value >= 100 else float(f"{value:.3g}")
+
+
+def fit_terms(
+    terms: Sequence[Sequence[float]], measured: Sequence[float], *, needed: Sequence[int] = ()
+) -> list[float]:
+    """What each column of `terms` is multiplied by so that the sums are nearest to what was
+    measured, by relative errors. None is negative: a term that would be is left out, unless it is
+    `needed`, and is then what the others leave."""
+    used = list(range(len(terms[0])))
+    # Relative errors: a row of the system is divided by what was measured.
+    system = np.array(terms, dtype=float) / np.array(measured, dtype=float)[:, None]
     while True:
-        # Relative errors: a row of the system is divided by what was measured.
-        found, *_ = np.linalg.lstsq(
-            terms[:, used] / measured[:, None], np.ones(len(points)), rcond=None
+        found, *_ = np.linalg.lstsq(system[:, used], np.ones(len(system)), rcond=None)
+        negative = [at for at, value in zip(used, found, strict=True) if value <= 0]
+        negative = [at for at in negative if at not in needed] or (
+            [at for at in used if at not in needed][-1:] if negative else []
         )
-        negative = [at for at, value in zip(used, found, strict=True) if value < 0 and at]
         if not negative:
             break
         used.remove(negative[0])
-    values = dict(zip(used, found, strict=True))
-    base = values[0]
-    return KernelRate(
-        round(float(1.0 / base), 1),
-        *(round(float(values.get(at, 0.0) / base), 1) for at in (1, 2)),
-    )
+    values = dict(zip(used, (float(value) for value in found), strict=True))
+    return [values.get(at, 0.0) for at in range(len(terms[0]))]
 
 
 def pass_section(
@@ -88,7 +103,7 @@ def pass_section(
     for kind, rate in rates.rates.items():
         lines.append(f"[{head}.{kind}]")
         lines += [
-            f"# {p.what}: {p.tflops:.0f}; the curve gives {curve_tflops(rate, p):.0f}."
+            f"# {p.what}: {p.tflops:.4g}; the curve gives {curve_tflops(rate, p):.4g}."
             for p in points[kind]
         ]
         lines += [

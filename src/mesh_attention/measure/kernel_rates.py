@@ -1,0 +1,227 @@
+"""How fast the kernels are that would be chosen here: calls of both passes at a few sizes, merges,
+and products of matrices, which are the best that a processor without a data sheet does.
+
+All ranks measure at once, since on one machine they share memory, and on CPUs the processor too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
+from mesh_attention.kernels import Causal, Full, Kernel, KernelRefusedError, MaskKind, Request
+from mesh_attention.kernels.registry import choose
+from mesh_attention.kernels.rows import accumulator_dtype, choose_rows
+from mesh_attention.kernels.speed import takes_whole_attentions
+from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, fit_terms
+from mesh_attention.measure.kernel_call import KernelCall
+from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.runs import Run
+from mesh_attention.runtime.call_masks import row_range
+
+MARGIN = 16  # SMs that a transfer takes, and that a kernel is asked to leave
+ASKED_AT = 0.3  # of a call: when a transfer is asked for that shows whether it can begin
+_LARGEST = 1 << 15  # tokens of a call
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the calls that are measured. `lasting`: seconds of a measurement, about."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    first: int  # rows of the smallest square
+    lasting: float
+
+    @property
+    def accumulate_bytes(self) -> int:
+        return accumulator_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Curve:
+    """With the points that it was fitted to."""
+
+    rate: KernelRate
+    points: tuple[Point, ...]
+
+    @property
+    def lines(self) -> Iterator[str]:
+        for p in self.points:
+            curve = curve_tflops(self.rate, p)
+            yield f"{p.what}: {p.tflops:.4g} TFLOP/s; the curve gives {curve:.4g}"
+
+
+def kernels_of(
+    ranks: Ranks, sizes: Sizes
+) -> dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]]:
+    """By pass and name: those that would be chosen here, for which kinds of calls."""
+    found: dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]] = {}
+    for direction in Direction:
+        by_name = found.setdefault(direction, {})
+        for kind in CallKind:
+            try:
+                kernel = choose(request(ranks, sizes, direction, kind)).kernel
+            except KernelRefusedError as error:
+                raise MeasureError(str(error)) from error
+            by_name.setdefault(kernel.name, (kernel, set()))[1].add(kind)
+    return found
+
+
+def request(ranks: Ranks, sizes: Sizes, direction: Direction, kind: CallKind) -> Request:
+    capability = torch.cuda.get_device_capability(ranks.device) if ranks.is_cuda else None
+    D, H = sizes.head_dim, sizes.heads
+    return Request(
+        direction, ranks.device.type, capability, sizes.dtype, D, D, H, H, MaskKind(kind)
+    )
+
+
+class KernelMeter:
+    """Measures one pass of one kernel."""
+
+    def __init__(
+        self, ranks: Ranks, sizes: Sizes, direction: Direction, kernel: Kernel, kinds: set[CallKind]
+    ) -> None:
+        self._ranks, self._sizes = ranks, sizes
+        self._direction, self._kernel = direction, kernel
+        self.ranges = CallKind.RANGE in kinds and takes_whole_attentions(kernel)
+        # A kernel that takes whole attentions does causal calls as row ranges.
+        self.kinds = [CallKind.FULL, CallKind.RANGE] if self.ranges else sorted(kinds)
+
+    def call(self, kind: CallKind, rows: int, columns: int, heads: int) -> KernelCall:
+        device, shape = self._ranks.device, (rows, columns, heads, self._sizes.head_dim)
+        how = (self._kernel, self._direction, self._sizes.dtype, device)
+        if kind is CallKind.FULL:
+            return KernelCall(*how, *shape, Full(), rows * columns)
+        if kind is CallKind.CAUSAL:
+            return KernelCall(*how, *shape, Causal(), rows * (rows + 1) // 2)
+        problem = Problem(rows, 1, shape[-1], kv_tokens=columns, mask=Mask(causal=True))
+        where = device if self.ranges else torch.device("cpu")
+        mask = row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
+        return KernelCall(*how, *shape, mask, rows * (rows + 1) // 2 + rows * (columns - rows))
+
+    def curve(self, kind: CallKind, gap: float) -> Curve:
+        """`gap` is what a call costs whatever it does, and comes on top of the curve."""
+        points: list[Point] = []
+        n, heads = self._sizes.first, self._sizes.heads
+        while not points or (points[-1].seconds < self._sizes.lasting / 2 and n <= _LARGEST):
+            points.append(self._point(kind, n, n, heads, gap))
+            n *= 2
+        n //= 2
+        points.append(self._point(kind, n, n, max(1, heads // 4), gap))
+        if kind is not CallKind.CAUSAL:  # which are square
+            points.append(self._point(kind, n // 4, n, heads, gap))
+        if kind is CallKind.FULL:
+            points.append(self._point(kind, n, n // 4, heads, gap))
+        return Curve(fit(points), tuple(points))
+
+    def _point(self, kind: CallKind, rows: int, columns: int, heads: int, gap: float) -> Point:
+        call = self.call(kind, rows, columns, heads)
+        lasts = self._ranks.seconds(call.work(), lasting=self._sizes.lasting)
+        seen = 2 * call.pairs / rows if self.ranges and kind is CallKind.RANGE else columns
+        what = f"{rows} x {columns}, {heads} heads"
+        return Point(what, rows, seen, heads, call.flops, max(lasts - gap, lasts / 10))
+
+    def launch_seconds(self) -> float:
+        """The host's time for a call; on a CPU that of the smallest call."""
+        work = self.call(self.kinds[0], 16, 16, 1).work()
+        if not self._ranks.is_cuda:
+            return self._ranks.seconds(work, lasting=self._sizes.lasting / 4)
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize(self._ranks.device)
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return self._ranks.average([sorted(times)[len(times) // 2]])[0]
+
+    def room_for_transfers(self, transfer: Work) -> tuple[bool, int, str]:
+        """Whether a transfer can begin in the middle of a call, the margin of SMs that calls heed,
+        and how that was found."""
+        ranks = self._ranks
+        if not ranks.is_cuda:
+            return True, 0, "a processor: transfers have threads of their own"
+        n = min(_LARGEST, 16 * self._sizes.first)
+        call = self.call(self.kinds[-1], n, n, self._sizes.heads)
+        alone, beside = (
+            ranks.seconds(call.work(leave), lasting=self._sizes.lasting) for leave in (0, MARGIN)
+        )
+        margin = MARGIN if beside > 1.03 * alone else 0
+        done = ranks.average([self._done_at(call.work(margin), beside, transfer)])[0]
+        begins = done < ASKED_AT + 0.35
+        told = f"a transfer asked for at {ASKED_AT:.0%} of a call was done at {done:.0%}"
+        return begins, margin, told
+
+    def _done_at(self, work: Work, lasts: float, transfer: Work) -> float:
+        device = self._ranks.device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            transfer()
+        begin, end, done = (cuda_event() for _ in range(3))
+        self._ranks.wait_for_all()
+        begin.record()
+        work()
+        end.record()
+        asked = time.perf_counter() + ASKED_AT * lasts
+        while time.perf_counter() < asked:
+            pass
+        with torch.cuda.stream(stream):
+            transfer()
+            done.record(stream)
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(done) / begin.elapsed_time(end))
+
+
+def pass_rates(
+    meter: KernelMeter, gap: float, transfer: Work
+) -> tuple[PassRates, dict[CallKind, Curve], str]:
+    curves = {kind: meter.curve(kind, gap) for kind in meter.kinds}
+    begins, margin, told = meter.room_for_transfers(transfer)
+    launch = round(meter.launch_seconds() * 1e6, 1)
+    rates = {kind.value: curve.rate for kind, curve in curves.items()}
+    return PassRates(meter.ranges, begins, margin, launch, **rates), curves, told
+
+
+def with_pass(kernels: KernelRates | None, direction: Direction, rates: PassRates) -> KernelRates:
+    return replace(kernels or KernelRates(), **{direction.value: rates})
+
+
+def merge_costs(ranks: Ranks, sizes: Sizes) -> tuple[float, float, list[str]]:
+    """Seconds before a pass over memory, bytes a second in it, and what was measured: the merge of
+    a partial result and the sum of a gradient, bytes counted as the simulator does. It knows one
+    rate, so that is of one of each."""
+    rows = choose_rows(ranks.device.type, sizes.dtype).rows
+    wide = accumulator_dtype(sizes.dtype)
+    H, D = sizes.heads, sizes.head_dim
+    terms, measured, lines = [], [], []
+    for n in (4, sizes.first, 4 * sizes.first, 16 * sizes.first):
+        acc, part = (
+            torch.randn(1, n, H, D, dtype=dtype, device=ranks.device)
+            for dtype in (wide, sizes.dtype)
+        )
+        acc_lse, lse = (torch.randn(1, H, n, dtype=wide, device=ranks.device) for _ in range(2))
+        num_bytes = n * H * D * (part.element_size() + 2 * acc.element_size())
+        merge = partial(rows.merge_into, acc, acc_lse, part, lse, fresh=False)
+        works: list[Work] = [merge, partial(rows.sum, (acc, part), acc)]
+        merging, summing = (ranks.seconds(one, lasting=sizes.lasting / 2) for one in works)
+        terms.append((1.0, float(num_bytes)))
+        measured.append((merging + summing) / 2)
+        lines.append(f"{n} rows: merge {merging * 1e6:.4g} us, sum {summing * 1e6:.4g} us")
+    gap, per_byte = fit_terms(terms, measured, needed=(1,))
+    return gap, 1.0 / per_byte, lines
+
+
+def matrix_product_tflops(ranks: Ranks, sizes: Sizes) -> float:
+    n = 16 * sizes.first if ranks.is_cuda else 512
+    a, b = (torch.randn(n, n, dtype=sizes.dtype, device=ranks.device) for _ in range(2))
+    return 2.0 * n**3 / ranks.seconds(lambda: a @ b, lasting=sizes.lasting) * 1e-12

@@ -1,0 +1,295 @@
+"""A cluster's file from measurements on its own ranks: kernels, merges, links, and what they lose
+by each other. All ranks measure; all of them know the result.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import count
+
+import torch
+
+from mesh_attention.cluster.cluster import Cluster, Disturbance, Gpu, KernelRates
+from mesh_attention.cluster.found import Machine, find_cluster, is_known_gpu
+from mesh_attention.cluster.load import parse_cluster
+from mesh_attention.measure.beside import Lost, lost_beside
+from mesh_attention.measure.cluster_file import cluster_text
+from mesh_attention.measure.kernel_rates import (
+    KernelMeter,
+    Sizes,
+    kernels_of,
+    matrix_product_tflops,
+    merge_costs,
+    pass_rates,
+    with_pass,
+)
+from mesh_attention.measure.links import KIB, LinkMeter, Measured
+from mesh_attention.measure.ranks import MeasureError, Ranks
+from mesh_attention.measure.timed_transfers import done
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import CallKind
+from mesh_attention.version import __version__
+
+Progress = Callable[[int, int], None]
+_USUAL_GAP = 4e-6  # between two kernels of a CUDA stream, as the shipped files have it
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`text` is the file, `cluster` what is read from it."""
+
+    cluster: Cluster
+    text: str
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: seconds of one measurement, about, rows of the smallest square of
+    queries and keys, and bytes of transfers, ascending."""
+
+    lasting: float
+    rows: int
+    transfers: tuple[int, ...]
+
+    @staticmethod
+    def usual(device: torch.device, *, quick: bool = False) -> Effort:
+        if device.type == "cuda":
+            rows, sizes = 1024, [64, 1024, 8192] if quick else [64, 512, 4096, 16384, 65536]
+        else:
+            rows, sizes = 128, [16, 512] if quick else [16, 128, 1024, 4096]
+        return Effort(0.02 if quick else 0.2, rows, tuple(n * KIB for n in sizes))
+
+
+def profile_ranks(
+    ranks: Ranks,
+    *,
+    name: str = "measured",
+    heads: int | None = None,
+    head_dim: int = 128,
+    dtype: torch.dtype | None = None,
+    effort: Effort | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """All ranks call it with the same arguments."""
+    if ranks.size < 2:
+        raise MeasureError("there is one rank, and nothing travels: start at least two")
+    cuda = ranks.is_cuda
+    effort = effort or Effort.usual(ranks.device)
+    sizes = Sizes(
+        heads or (32 if cuda else 4),
+        head_dim,
+        dtype or (torch.bfloat16 if cuda else torch.float32),
+        effort.rows,
+        effort.lasting,
+    )
+    return _Profiling(ranks, name, sizes, effort, progress).measure()
+
+
+class _Profiling:
+    def __init__(
+        self, ranks: Ranks, name: str, sizes: Sizes, effort: Effort, progress: Progress | None
+    ) -> None:
+        self._ranks, self._name, self._sizes, self._effort = ranks, name, sizes, effort
+        self._progress = progress
+        self._done = count(1)
+        self._chosen = kernels_of(ranks, sizes)
+        self._notes: dict[str, str | Sequence[str]] = {}
+        passes = sum(map(len, self._chosen.values()))
+        both = (ranks.per_node > 1) + 2 * (ranks.num_nodes > 1)
+        # Steps, about: kernels, samples of links, disturbances, merges and products.
+        self._steps = passes + both * 5 * len(effort.transfers) + 4 + 2
+
+    def _tell(self) -> None:
+        at = next(self._done)
+        if self._progress:
+            self._progress(min(at, self._steps), self._steps)
+
+    def measure(self) -> Profile:
+        meter = LinkMeter(self._ranks, self._effort.transfers, self._effort.lasting / 2, self._tell)
+        links = meter.measure()
+        gpu = self._gpu()
+        kernels = self._kernels(meter, gpu.gap_microseconds * 1e-6)
+        disturbance = self._disturbance(meter)
+        best = max(
+            rate.tflops
+            for kernel in kernels.values()
+            for one in (kernel.forward, kernel.backward)
+            if one is not None
+            for rate in one.rates.values()
+        )
+        if best > gpu.peak_tflops:  # an asymptote may be above all that was seen
+            gpu = replace(gpu, peak_tflops=best)
+            self._notes["gpu.peak_tflops"] = "the curve of a kernel at its limit, see below"
+        ranks = self._ranks
+        nodes = f"{ranks.num_nodes} nodes of {ranks.per_node} ranks"
+        if ranks.num_nodes == 1:
+            nodes = f"{ranks.size} ranks of one node"
+        cluster = Cluster(
+            self._name,
+            f"{nodes}, measured with {ranks.backend}: {gpu.name}",
+            ranks.num_nodes,
+            gpu,
+            kernels,
+            links.node,
+            links.network,
+            disturbance,
+        )
+        self._tell_of_links(links)
+        text = cluster_text(cluster, self._notes, self._head())
+        # From the text, so that every rank has what readers of the file will have.
+        text = ranks.of_first(lambda: text)
+        return Profile(parse_cluster(text, self._name), text)
+
+    def _head(self) -> list[str]:
+        ranks, sizes = self._ranks, self._sizes
+        host = platform.node() or "an unnamed machine"
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        threads = f", {torch.get_num_threads()} threads a rank" if not ranks.is_cuda else ""
+        return [
+            f"Measured by mesh-attention {__version__} profile on {host}, {when}: {ranks.size} "
+            f"ranks, {ranks.per_node} a node, {ranks.backend}, torch {torch.__version__}{threads}.",
+            f"Kernels: {sizes.dtype}, heads of {sizes.head_dim}, all ranks at once; times are "
+            "averaged over ranks. Every rate is what one direction of one rank (or NIC) carries.",
+            "Fields: docs/simulate.md. It can be edited: every number is used as it stands here.",
+        ]
+
+    def _gpu(self) -> Gpu:
+        ranks, notes = self._ranks, self._notes
+        gap, memory, lines = merge_costs(ranks, self._sizes)
+        self._tell()
+        notes["gpu"] = [f"Passes over memory, {self._sizes.heads} heads: {line}." for line in lines]
+        notes["gpu.memory_gb_per_second"] = "fitted to these, a merge and a sum together"
+        notes["gpu.gap_microseconds"] = "fitted to these"
+        peak = matrix_product_tflops(ranks, self._sizes)
+        self._tell()
+        notes["gpu.peak_tflops"] = "measured: products of matrices, all ranks at once"
+        notes["gpu.memory_gib"] = "of the machine, divided by its ranks"
+        notes["gpu.sms"] = "cores of the processor"
+        name, sms = platform.processor() or platform.machine() or "CPU", os.cpu_count() or 1
+        memory_gib = _machine_gib() / ranks.per_node
+        if ranks.is_cuda:
+            found = torch.cuda.get_device_properties(ranks.device)
+            name, sms, memory_gib = found.name, found.multi_processor_count, found.total_memory
+            memory_gib /= 2**30
+            notes["gpu.memory_gib"] = notes["gpu.sms"] = "as the driver says"
+            if is_known_gpu(name):
+                known = find_cluster(Machine(name))[0].gpu
+                notes["gpu.peak_tflops"] = (
+                    f"that of {known.name}; products of matrices reach {peak:.4g}"
+                )
+                peak = max(known.peak_tflops, peak)
+            if gap > _USUAL_GAP:
+                notes["gpu.gap_microseconds"] = (
+                    f"assumed; merges alone, each launched by the host, take {gap * 1e6:.3g}"
+                )
+                gap = _USUAL_GAP
+        return Gpu(
+            name,
+            _short(peak),
+            _short(memory_gib),
+            _short(memory * 1e-9),
+            sms,
+            _short(gap * 1e6),
+        )
+
+    def _kernels(self, meter: LinkMeter, gap: float) -> dict[str, KernelRates]:
+        members = meter.transfers.group([range(self._ranks.size)])
+        assert members is not None
+        small = done(meter.transfers.collective("all-gather", members, 64 * KIB))
+        kernels: dict[str, KernelRates] = {}
+        for direction, by_name in self._chosen.items():
+            for name, (kernel, kinds) in by_name.items():
+                one = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
+                rates, curves, told = pass_rates(one, gap, small)
+                kernels[name] = with_pass(kernels.get(name), direction, rates)
+                place = f"kernels.{name}.{direction.value}"
+                self._notes[f"{place}.lets_transfers_begin"] = told
+                self._notes[f"{place}.launch_microseconds"] = "measured: of the smallest call"
+                for kind, curve in curves.items():
+                    self._notes[f"{place}.{kind.value}"] = [*curve.lines]
+                self._tell()
+        return kernels
+
+    def _disturbance(self, meter: LinkMeter) -> Disturbance:
+        """Beside gathers over all ranks and beside a ring of them, forward and backward."""
+        ranks, part = self._ranks, meter.largest
+        every = tuple(range(ranks.size))
+        ring = [((ranks.rank + 1) % ranks.size, True), ((ranks.rank - 1) % ranks.size, False)]
+        members = meter.transfers.group([every])
+        assert members is not None
+        begins = {
+            "gather": meter.transfers.collective("all-gather", members, part),
+            "ring": meter.transfers.messages(ring, part),
+        }
+        found: dict[tuple[str, Direction], Lost] = {}
+        lasting = self._effort.lasting
+        for what, begin in begins.items():
+            moving = ranks.seconds(done(begin), lasting=lasting)
+            for direction in Direction:
+                call, takes = self._short_call(direction, moving)
+                found[what, direction] = lost_beside(
+                    *(ranks, call, begin),
+                    call_seconds=takes,
+                    lasting=3 * lasting,
+                )
+                self._tell()
+        forward, backward = (found["ring", one] for one in Direction)
+        gathers = [found["gather", one] for one in Direction]
+        self._notes["disturbance"] = [
+            f"{what} beside {direction} calls: computation loses {lost.computation:.3g} of its "
+            f"speed, the {what} {lost.communication:.3g}"
+            for (what, direction), lost in found.items()
+        ]
+        return Disturbance(
+            _short(sum(one.computation for one in found.values()) / len(found)),
+            _short(sum(one.communication for one in gathers) / len(gathers)),
+            forward.communication,
+            backward.communication,
+        )
+
+    def _short_call(
+        self, direction: Direction, moving: float
+    ) -> tuple[Callable[[], object], float]:
+        """A kernel call that takes an eighth of a transfer or less, and its seconds."""
+        kernel, kinds = next(
+            (kernel, kinds)
+            for kernel, kinds in self._chosen[direction].values()
+            if CallKind.FULL in kinds
+        )
+        meter = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
+        rows = self._sizes.first
+        while True:
+            work = meter.call(CallKind.FULL, rows, rows, self._sizes.heads).work()
+            takes = self._ranks.seconds(work, lasting=self._effort.lasting / 2)
+            if takes < moving / 8 or rows <= 32:
+                return work, takes
+            rows //= 2
+
+    def _tell_of_links(self, links: Measured) -> None:
+        for place, samples in links.samples.items():
+            self._notes[place] = [str(sample) for sample in samples]
+        ranks = self._ranks
+        if ranks.num_nodes == 1:
+            self._notes["network"] = "Not measured, as there is one node: as inside the node."
+        elif ranks.per_node == 1:
+            self._notes["node"] = "Not measured, as a node has one rank: as between nodes."
+        else:
+            self._notes["network.nics"] = (
+                "by what a rank loses when all ranks of its node use the network"
+            )
+        self._notes["nodes"] = "as measured; more may be written here to simulate more"
+
+
+def _machine_gib() -> float:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return 16.0
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
