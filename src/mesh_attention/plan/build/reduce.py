@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.build.chunks import Chunk, in_stack, in_whole, stack_rows
@@ -31,6 +32,7 @@ from mesh_attention.plan.program import (
 )
 
 Pieces = tuple[Piece, ...]
+Exchanged = tuple[tuple[Pieces, ...], tuple[Pieces, ...]]  # sent and received, by member
 
 
 def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
@@ -101,56 +103,12 @@ class Reduction:
         self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
     ) -> list[Operation]:
         """To stacks of what each node has combined of this member's partials."""
-        size, num_nodes = self.chunk.size, self.num_nodes
-        names = [name for pair in pairs for name in pair]
-        sends: dict[int, Pieces] = {}
-        receives: dict[int, Pieces] = {}
-        first = self.member - self.member % self.per_node
-        for place in range(self.per_node):
-            sends[first + place] = tuple(
-                piece
-                for name in names
-                for owner in range(place, self.num_owners, self.per_node)
-                for piece in in_whole(name, owner, self.num_owners, self.chunk)
-            )
-            receives[first + place] = tuple(
-                piece
-                for name in names
-                for node in range(num_nodes)
-                for piece in in_stack(f"{name}.in", place * num_nodes + node, self.chunk)
-            )
-        inside = self._all_to_all(task.at("node"), sends, receives)
-        rows = num_nodes * size
-        merges = [
-            Merge(
-                task.at("node-merge"),
-                rule,
-                tuple(
-                    Piece(f"{name}.in", place * rows, (place + 1) * rows)
-                    for place in range(self.per_node)
-                    for name in pair
-                ),
-                tuple(Piece(f"{name}.node", 0, rows) for name in pair),
-            )
-            for pair in pairs
+        inside, merged, between = _by_nodes(replace(self, group=""), pairs)
+        return [
+            AllToAll(task.at("node"), self.group, *inside),
+            *(Merge(task.at("node-merge"), rule, *pieces) for pieces in merged),
+            AllToAll(task, self.group, *between),
         ]
-        between = self._all_to_all(
-            task, self._stacked("node", names), self._stacked("nodes", names)
-        )
-        return [inside, *merges, between]
-
-    def _stacked(self, end: str, names: Sequence[str]) -> dict[int, Pieces]:
-        """What is of each counterpart in stacks of as many chunks as there are nodes."""
-        return {
-            slot: tuple(p for name in names for p in in_stack(f"{name}.{end}", node, self.chunk))
-            for node, slot in enumerate(self.counterparts)
-        }
-
-    def _all_to_all(
-        self, task: Task, sends: Mapping[int, Pieces], receives: Mapping[int, Pieces]
-    ) -> AllToAll:
-        size = self.group_size
-        return AllToAll(task, self.group, by_member(size, sends), by_member(size, receives))
 
     @property
     def num_copies(self) -> int:
@@ -175,7 +133,8 @@ class Reduction:
             slot: tuple(piece for _, stack in pairs for piece in in_stack(stack, index, self.chunk))
             for index, slot in enumerate(users)
         }
-        return self._all_to_all(task, sends, receives)
+        size = self.group_size
+        return AllToAll(task, self.group, by_member(size, sends), by_member(size, receives))
 
     def copies(self, stack: str) -> tuple[Piece, ...]:
         size = self.chunk.size
@@ -183,6 +142,55 @@ class Reduction:
 
     def whole(self, buffer: str) -> Piece:
         return Piece(buffer, 0, self.num_owners * self.chunk.size)
+
+
+@lru_cache(maxsize=1024)  # the members with one place in groups of one size do the same
+def _by_nodes(
+    reduction: Reduction, pairs: tuple[tuple[str, ...], ...]
+) -> tuple[Exchanged, tuple[tuple[Pieces, Pieces], ...], Exchanged]:
+    """What is exchanged inside a node, what each merge there reads and writes, and what is
+    exchanged between nodes."""
+    chunk, per_node, num_nodes = reduction.chunk, reduction.per_node, reduction.num_nodes
+    names = [name for pair in pairs for name in pair]
+    sends: dict[int, Pieces] = {}
+    receives: dict[int, Pieces] = {}
+    first = reduction.member - reduction.member % per_node
+    for place in range(per_node):
+        sends[first + place] = tuple(
+            piece
+            for name in names
+            for owner in range(place, reduction.num_owners, per_node)
+            for piece in in_whole(name, owner, reduction.num_owners, chunk)
+        )
+        receives[first + place] = tuple(
+            piece
+            for name in names
+            for node in range(num_nodes)
+            for piece in in_stack(f"{name}.in", place * num_nodes + node, chunk)
+        )
+    rows = num_nodes * chunk.size
+    merged = tuple(
+        (
+            tuple(
+                Piece(f"{name}.in", place * rows, (place + 1) * rows)
+                for place in range(per_node)
+                for name in pair
+            ),
+            tuple(Piece(f"{name}.node", 0, rows) for name in pair),
+        )
+        for pair in pairs
+    )
+    # Of each counterpart, in stacks of as many chunks as there are nodes.
+    stacked = [
+        {
+            slot: tuple(p for name in names for p in in_stack(f"{name}.{end}", node, chunk))
+            for node, slot in enumerate(reduction.counterparts)
+        }
+        for end in ("node", "nodes")
+    ]
+    size = reduction.group_size
+    inside = (by_member(size, sends), by_member(size, receives))
+    return inside, merged, (by_member(size, stacked[0]), by_member(size, stacked[1]))
 
 
 def reduce_output(
