@@ -27,136 +27,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TextIO
 
+from links import (
+    INTERFACE,
+    PREFIX,
+    Command,
+    Links,
+    NamespaceError,
+    commands,
+    environment,
+    in_namespace,
+    leftovers,
+    namespaces,
+)
+
 __all__ = ["Links", "NamespaceError", "Namespaces", "wire_bytes"]
 
-Command = tuple[str, ...]
-
-PREFIX = "mesh-attention"
-INTERFACE = "eth0"  # of every rank
-PORT = 29500
-# What the stack hands over at once: so little that no message waits long behind another's packets,
-# and no more of them than cores can bear.
-PACKET_SECONDS = 0.5e-3
-PACKET_BYTES = (2048, 16384)  # least and most
-QUEUE_BYTES = 8 * 1024 * 1024  # of a link; so long that what seven ranks send to one is not dropped
 SAY_AFTER = 15.0  # seconds without a word from rank 0
-
-
-class NamespaceError(RuntimeError):
-    """Of the machine, or of a rank; the message says which."""
-
-
-@dataclass(frozen=True)
-class Links:
-    """Rates are in Mbit/s, of each direction: `between` of a node, `inside` of a rank in it."""
-
-    num_nodes: int
-    ranks_per_node: int = 1
-    between: float = 100.0
-    inside: float = 400.0
-
-    def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.ranks_per_node < 1 or self.num_ranks > 1000:
-            raise NamespaceError(f"{self}: 1 to 1000 ranks")
-        if min(self.between, self.inside) <= 0:
-            raise NamespaceError(f"{self}: rates are positive")
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_nodes * self.ranks_per_node
-
-    @property
-    def words(self) -> str:
-        if self.ranks_per_node == 1:
-            return f"{self.num_ranks} ranks, {self.between:g} Mbit/s each"
-        return (
-            f"{self.num_nodes} nodes of {self.ranks_per_node} ranks, {self.between:g} Mbit/s a "
-            f"node and {self.inside:g} a rank"
-        )
-
-
-# What is made, as commands.
-
-
-def namespaces(links: Links, prefix: str) -> list[str]:
-    """All that a network consists of, and so all that is to be removed."""
-    switches = [f"node{node}" for node in range(links.num_nodes)]
-    ranks = [f"rank{rank}" for rank in range(links.num_ranks)]
-    return [
-        f"{prefix}-{x}" for x in ["core", *(switches if links.ranks_per_node > 1 else ()), *ranks]
-    ]
-
-
-def address(rank: int) -> str:
-    return f"10.77.{rank // 250}.{rank % 250 + 1}"
-
-
-def commands(links: Links, prefix: str) -> Iterator[Command]:
-    """Those that make the network, in order."""
-    for name in namespaces(links, prefix):
-        yield ("ip", "netns", "add", name)
-        yield ("ip", "-n", name, "link", "set", "lo", "up")
-        if "-rank" not in name.removeprefix(prefix):
-            yield ("ip", "-n", name, "link", "add", "switch", "type", "bridge")
-            yield ("ip", "-n", name, "link", "set", "switch", "up")
-    core = f"{prefix}-core"
-    if links.ranks_per_node > 1:
-        for node in range(links.num_nodes):
-            mine = f"{prefix}-node{node}"
-            yield from _cable((mine, "uplink"), (core, f"node{node}"), links.between)
-            yield ("ip", "-n", mine, "link", "set", "uplink", "master", "switch")
-            yield ("ip", "-n", core, "link", "set", f"node{node}", "master", "switch")
-    for rank in range(links.num_ranks):
-        mine, port, rate = f"{prefix}-rank{rank}", f"rank{rank}", links.between
-        switch = core
-        if links.ranks_per_node > 1:
-            switch, rate = f"{prefix}-node{rank // links.ranks_per_node}", links.inside
-        yield from _cable((mine, INTERFACE), (switch, port), rate)
-        yield ("ip", "-n", switch, "link", "set", port, "master", "switch")
-        yield ("ip", "-n", mine, "address", "add", f"{address(rank)}/16", "dev", INTERFACE)
-
-
-def _cable(one: tuple[str, str], other: tuple[str, str], mbit: float) -> Iterator[Command]:
-    peer = ("peer", "name", other[1], "netns", other[0])
-    yield ("ip", "link", "add", one[1], "netns", one[0], "type", "veth", *peer)
-    least, most = PACKET_BYTES
-    packet = min(max(int(mbit * 1e6 / 8 * PACKET_SECONDS), least), most)
-    # Two packets may pass unshaped after a rest: a bucket smaller than one would cut it up.
-    shape = f"tbf rate {mbit * 1e6:.0f}bit burst {2 * packet} limit {QUEUE_BYTES}"
-    for name, interface in (one, other):
-        yield ("ip", "-n", name, "link", "set", interface, "gso_max_size", str(packet))
-        yield ("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape.split())
-        yield ("ip", "-n", name, "link", "set", interface, "up")
-
-
-def leftovers(listing: str, alive: Callable[[int], bool]) -> list[str]:
-    """Names in what `ip netns list` printed whose makers live no more."""
-    found = re.findall(rf"^({PREFIX}-(\d+)-\S+)", listing, re.MULTILINE)
-    return [name for name, maker in found if not alive(int(maker))]
-
-
-def environment(links: Links, rank: int) -> dict[str, str]:
-    """As torchrun sets it, and what gloo needs to find its interface."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(links.num_ranks),
-        "LOCAL_RANK": str(rank % links.ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(links.ranks_per_node),
-        "MASTER_ADDR": address(0),
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",  # ranks share the cores of one machine
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that addresses have no names
-    }
-
-
-# On the machine.
 
 
 def check_machine() -> None:
@@ -236,7 +127,7 @@ class Namespaces:
     def _start(
         self, command: Sequence[str], rank: int, out: Path, err: Path
     ) -> subprocess.Popen[str]:
-        inside = ("ip", "netns", "exec", f"{self._prefix}-rank{rank}", *command)
+        inside = in_namespace(f"{self._prefix}-rank{rank}", command)
         with out.open("w") as stdout, err.open("w") as stderr:
             return subprocess.Popen(
                 inside,

@@ -9,17 +9,17 @@ from itertools import pairwise
 import pytest
 from document_steps import CHOSEN, Sizes
 from documents_over_links import RING, make_rows, of_all_ranks, ratio, raw, table
-from namespaces import (
+from links import (
     PREFIX,
     Links,
     NamespaceError,
     address,
-    check_machine,
     commands,
     environment,
     leftovers,
     namespaces,
 )
+from namespaces import check_machine
 
 FLAT, NODES = Links(8, between=50), Links(4, 4, between=100, inside=400)
 

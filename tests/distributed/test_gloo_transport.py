@@ -136,3 +136,18 @@ def test_a_block_grows_to_the_largest_call_and_never_shrinks(pool: WorkerPool) -
         assert covered
         # Workspaces in steps of 256 bytes, then the most that was ever staged.
         assert sizes == [256 + 10, 256 + 30, 1024 + 30, 1024 + 30]
+
+
+def reductions(rank: int, world_size: int) -> int:
+    """How often torch.distributed was asked to reduce."""
+    case = replace(CASE, options={"tile": (2, 2), "combine": "reduce-scatter"})
+    call = "mesh_attention.runtime.transport.torch_operations.reduce_scatter"
+    with patch(call) as asked, context(case) as cp:
+        attend(cp, case)
+        assert cp.traffic["forward"].by_operation["ReduceScatter"].sent_bytes > 0
+        return asked.call_count
+
+
+def test_reductions_are_not_left_to_gloo_which_would_move_all_twice(pool: WorkerPool) -> None:
+    """Its reduce-scatter is an all-reduce."""
+    assert pool.run(reductions, 4) == [0] * 4

@@ -28,9 +28,12 @@ from mesh_attention.runtime.transport.torch_operations import (
     Gather,
     PointToPoint,
     Reduce,
+    ReduceByMessages,
     Works,
 )
 from mesh_attention.runtime.transport.transfers import Pieces, Transfers, transfers
+
+Ready = Gather | Reduce | ReduceByMessages | Exchange
 
 
 class CommunicationError(MeshAttentionError):
@@ -124,9 +127,7 @@ class DistributedTransport:
             self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return partial(self._start_on_stream, op, ready, self._stream, self._events[key])
 
-    def _start(
-        self, op: Communication, ready: Sequence[Gather | Reduce | Exchange], after: Marks
-    ) -> _Started:
+    def _start(self, op: Communication, ready: Sequence[Ready], after: Marks) -> _Started:
         works: Works = []
         finish: Copies = []
         what = f"{op.name} among ranks {self._global[op.group]}"
@@ -140,7 +141,7 @@ class DistributedTransport:
     def _start_on_stream(
         self,
         op: Communication,
-        ready: Sequence[Gather | Reduce | Exchange],
+        ready: Sequence[Ready],
         stream: torch.cuda.Stream,
         event: torch.cuda.Event,
         after: Marks,
@@ -156,23 +157,24 @@ class DistributedTransport:
     def _moved(self, op: Communication) -> Transfers:
         return transfers(op, len(self._one.groups[op.group]))
 
-    def _ready(self, op: Communication, view: View) -> Sequence[Gather | Reduce | Exchange]:
+    def _ready(self, op: Communication, view: View) -> Sequence[Ready]:
         ranks, moved = self._global[op.group], self._moved(op)
         match op:
             case AllGather():
                 return self._collectives(Gather, moved.sends[0], moved.receives, ranks, view)
             case ReduceScatter():
-                return self._collectives(Reduce, moved.receives[0], moved.sends, ranks, view)
+                kind = ReduceByMessages if self._host_driven else Reduce
+                return self._collectives(kind, moved.receives[0], moved.sends, ranks, view)
         return [self._exchange(moved, ranks, view)]
 
     def _collectives(
         self,
-        kind: type[Gather | Reduce],
+        kind: type[Gather | Reduce | ReduceByMessages],
         parts: Pieces,
         places: tuple[Pieces, ...],
         ranks: list[int],
         view: View,
-    ) -> list[Gather | Reduce]:
+    ) -> list[Gather | Reduce | ReduceByMessages]:
         """One for each stretch: its places in the whole follow each other, member by member."""
         group = self._groups.of(ranks, self._timeout)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
