@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: demo test test-slow test-gpu mutants lint format clean
+.PHONY: demo test test-slow test-gpu test-browser mutants lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -22,6 +22,10 @@ test-slow: $(STAMP)
 # On a machine with a CUDA device and its own torch, pytest and pytest-xdist: no virtual environment.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal
+
+# With Chromium and its driver (Debian: apt-get install chromium chromium-driver): clicks on the page.
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -m browser
 
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)

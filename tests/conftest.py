@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from mesh_attention.report.facts import ReportFacts
     from support.pool import WorkerPool
 
 # Without a GPU our Triton kernels run in its interpreter. Triton asks for this when it is imported.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", help="folder for what tests marked browser saw")
 
 
 def pytest_collection_finish() -> None:
@@ -77,6 +82,22 @@ def model_pool() -> Iterator[WorkerPool]:
     )
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def report_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a cluster of small nodes and a hostile name."""
+    from support.report_case import write_cluster
+
+    return write_cluster(tmp_path_factory.mktemp("cluster") / "cluster.toml")
+
+
+@pytest.fixture(scope="session")
+def report_facts(report_cluster: Path) -> ReportFacts:
+    """Of one small problem, which takes two seconds to search."""
+    from support.report_case import facts_of_a_small_problem
+
+    return facts_of_a_small_problem(report_cluster)
 
 
 @pytest.fixture(autouse=True)

@@ -39,12 +39,13 @@ LAYERS = (
     ("runtime",),
     ("tensor_faults",),
     ("kernels",),
+    ("report",),
     ("cluster",),
     ("plan",),
     ("files", "plots"),
     ("errors", "version"),
 )
-WITHOUT_TORCH = ("cluster", "plan", "files", "plots", "errors", "version")
+WITHOUT_TORCH = ("report", "cluster", "plan", "files", "plots", "errors", "version")
 ROOT = Path(mesh_attention.__path__[0])
 MODULES = sorted(
     info.name

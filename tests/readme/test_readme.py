@@ -113,3 +113,5 @@ def test_the_demonstration_is_exact_and_counts_what_the_paper_predicts(tmp_path:
         assert run.stdout.count(f"{units} units") == 2
     for picture in ("assignment.png", "schedule.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
+    assert run.stdout.splitlines()[-1] == f"page: {tmp_path / 'report.html'} (open it in a browser)"
+    assert "<title>" in (tmp_path / "report.html").read_text()

@@ -1,4 +1,5 @@
-"""`mesh-attention demo`: nine real ranks on this computer, checked and counted, with pictures."""
+"""`mesh-attention demo`: nine real ranks on this computer, checked and counted, with pictures and a
+page."""
 
 from __future__ import annotations
 
@@ -10,17 +11,23 @@ from typing import Any
 
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.gantt import draw_gantt
+from mesh_attention.cluster.load import load_cluster
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.demo import CASES, NUM_RANKS, Outcome, run_cases
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plots import pyplot
+from mesh_attention.report.facts import report_facts
+from mesh_attention.report.page import plotly_js, write_page
 
 CLUSTER = "hgx-h100"
+_SCALING_RANKS = 16  # of the page: seconds, and not half a minute
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,12 +46,40 @@ def run(args: argparse.Namespace) -> int:
 
         found = run_cases(report)
     ok = all(one.ok for one in found)
+    page, line = _write_report(args.output)
     show(
         args,
-        lambda: {"ok": ok, "cases": [one.to_json() for one in found], "pictures": pictures},
-        lambda: _for_people(found, pictures),
+        lambda: {
+            "ok": ok,
+            "cases": [one.to_json() for one in found],
+            "pictures": pictures,
+            "page": page,
+        },
+        lambda: _for_people(found, [*(f"picture: {path}" for path in pictures), line]),
     )
     return 0 if ok else 1
+
+
+def _write_report(folder: Path) -> tuple[str | None, str]:
+    """Where the page is, and a line that says so, or why there is none."""
+    try:
+        library = plotly_js()
+    except MeshAttentionError as error:
+        return None, f"no page: {error}"
+    page = folder / "report.html"
+    # Nine GPUs with as many heads as the demonstration has, and tokens that keep them busy.
+    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=4, head_dim=128)
+    cluster = load_cluster(CLUSTER)
+    with progress("searching and simulating all methods") as tell:
+        found = find_best_of_all(problem, NUM_RANKS, cluster, progress=tell)
+        facts = report_facts(
+            *(problem, NUM_RANKS, cluster, found),
+            cluster_found=f"{CLUSTER}, which the demonstration takes",
+            most_ranks=_SCALING_RANKS,
+            progress=tell,
+        )
+    write_page(facts, page, library)
+    return str(page), f"page: {page} (open it in a browser)"
 
 
 def _draw(folder: Path) -> list[str]:
@@ -77,7 +112,7 @@ def _draw(folder: Path) -> list[str]:
     return [str(assignments), str(schedule)]
 
 
-def _for_people(found: Sequence[Outcome], pictures: Sequence[str]) -> str:
+def _for_people(found: Sequence[Outcome], files: Sequence[str]) -> str:
     lines = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for one in found:
         errors = (f"{one.output_error:.1e}", f"{one.gradient_error:.1e}")
@@ -88,7 +123,7 @@ def _for_people(found: Sequence[Outcome], pictures: Sequence[str]) -> str:
             f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
             table(lines),
             "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
-            *(f"picture: {path}" for path in pictures),
+            *files,
         ]
     )
 

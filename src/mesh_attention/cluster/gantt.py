@@ -12,16 +12,17 @@ from mesh_attention.files import replacing
 from mesh_attention.plots import pyplot
 
 _FORMATS = (".png", ".svg")
-_WAIT = "waits for other ranks"
-_COLOURS = {
-    "Attend": "#ffb703",
-    "AttendBackward": "#fb8500",
-    "Merge": "#bc6c25",
-    "AllGather": "#219ebc",
-    "ReduceScatter": "#e5989b",
-    "AllToAll": "#9d4edd",
-    "SendRecv": "#2a9d8f",
-    _WAIT: "#e9ecef",
+WAIT = "waits for other ranks"
+# The colours of Okabe and Ito, which people who see fewer colours can tell apart.
+COLOURS = {
+    "Attend": "#e69f00",
+    "AttendBackward": "#d55e00",
+    "Merge": "#8c6d1f",
+    "AllGather": "#56b4e9",
+    "ReduceScatter": "#cc79a7",
+    "AllToAll": "#0072b2",
+    "SendRecv": "#009e73",
+    WAIT: "#c9ced6",
 }
 _LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
 
@@ -60,8 +61,8 @@ def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
         for event in timeline.events(rank):
             row = rank * len(streams) + streams.index(event.stream)
             if event.start > event.issued:
-                kinds.add(_WAIT)
-                _bar(axis, row, event.issued, event.start, _WAIT)
+                kinds.add(WAIT)
+                _bar(axis, row, event.issued, event.start, WAIT)
             if event.end > event.start:
                 kinds.add(event.kind)
                 _bar(axis, row, event.start, event.end, event.kind)
@@ -74,8 +75,8 @@ def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
         axis.axhline(rank * len(streams) - 0.5, color="#adb5bd", linewidth=0.6)
     axis.set_xlabel("milliseconds, modelled")
     axis.set_title(_title(timeline, shown), fontsize=10, loc="left")
-    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in _COLOURS.items() if k in kinds]
-    names = [kind for kind in _COLOURS if kind in kinds]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in COLOURS.items() if k in kinds]
+    names = [kind for kind in COLOURS if kind in kinds]
     axis.legend(patches, names, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -85,7 +86,7 @@ def _bar(axis: Any, row: int, start: float, end: float, kind: str) -> None:
         (end - start) * 1e3,
         left=start * 1e3,
         height=0.84,
-        color=_COLOURS[kind],
+        color=COLOURS[kind],
         edgecolor="white",
         linewidth=0.4,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,13 +52,7 @@ class RankedMethod:
 
     @property
     def mfu_percent(self) -> float:
-        everything = [Run(0, self.problem.q_tokens)], [Run(0, self.problem.keys)]
-        pairs = int(visible_pairs(*everything, self.problem.rows)[0, 0])
-        flops = sum(
-            self.problem.flops(pairs, backward=one is Direction.BACKWARD) for one in self.passes
-        )
-        peak = self.cluster.gpu.peak_tflops * 1e12 * self.num_ranks
-        return 100 * flops / (peak * self.seconds) if self.seconds else 0.0
+        return mfu_percent(self.problem, self.passes, self.seconds, self.num_ranks, self.cluster)
 
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
@@ -66,16 +60,21 @@ class RankedMethod:
         return {one: moved(plan, plan.direction(one)) for one, plan in self.plans.items()}
 
     @cached_property
-    def peak_bytes(self) -> int:
-        peaks = []
+    def peaks(self) -> dict[Direction, int]:
+        """Bytes of memory in each pass."""
+        found = {}
         for direction, one in self.passes.items():
             if one.timeline is not None:
-                peaks.append(one.timeline.peak_bytes)
+                found[direction] = one.timeline.peak_bytes
             else:
                 middle = (self.num_ranks // 2,)
                 seen = estimate(self.plans[direction], self.cluster, direction, ranks=middle)
-                peaks.append(seen.peak_bytes)
-        return max(peaks)
+                found[direction] = seen.peak_bytes
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values())
 
     def setting(self, direction: Direction) -> str:
         plan, options = self.plans[direction], self.passes[direction].options
@@ -103,6 +102,21 @@ class RankedMethod:
                 for direction, one in self.passes.items()
             },
         }
+
+
+def mfu_percent(
+    problem: Problem,
+    directions: Iterable[Direction],
+    seconds: float,
+    num_ranks: int,
+    cluster: Cluster,
+) -> float:
+    """Of these passes together, by the area of the mask."""
+    everything = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
+    pairs = int(visible_pairs(*everything, problem.rows)[0, 0])
+    flops = sum(problem.flops(pairs, backward=one is Direction.BACKWARD) for one in directions)
+    peak = cluster.gpu.peak_tflops * 1e12 * num_ranks
+    return 100 * flops / (peak * seconds) if seconds else 0.0
 
 
 def _short(value: object) -> str:

@@ -37,16 +37,23 @@ class Cells:
 
 
 def computed_cells(
-    plan: Plan, one: Pass, *, whole_tasks: bool = False, first: int | None = None
+    plan: Plan,
+    one: Pass,
+    *,
+    whole_tasks: bool = False,
+    first: int | None = None,
+    head: int | None = None,
 ) -> Cells:
     """Cells of the first `first` partitions (None: all) in which a rank computes visible pairs.
 
     `whole_tasks` counts every cell that a rank's tasks span, also those that the mask empties.
+    `head` is the query head to look at (None: all): ranks that exchange tokens for heads share
+    cells, but none of them the cells of a head.
     """
     size = plan.num_ranks if first is None else min(first, plan.num_ranks)
     ranks = np.full((size, size), NOBODY, dtype=np.int64)
     several: dict[tuple[int, int], set[int]] = {}
-    for work in work_of(plan, one, whole_tasks=whole_tasks):
+    for work in work_of(plan, one, whole_tasks=whole_tasks, head=head):
         rows, columns = work.q < size, work.kv < size
         q, kv = work.q[rows], work.kv[columns]
         index = np.ix_(q, kv)

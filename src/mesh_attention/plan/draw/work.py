@@ -77,9 +77,12 @@ class Work:
     pairs: Array
 
 
-def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Work]:
+def work_of(
+    plan: Plan, one: Pass, *, whole_tasks: bool = False, head: int | None = None
+) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
-    with a 1 for every cell the task spans, whatever the mask shows of it."""
+    with a 1 for every cell the task spans, whatever the mask shows of it. `head` leaves out the
+    work of other query heads."""
 
     @cache
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
@@ -91,6 +94,8 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
             if not isinstance(op, Attention):
                 continue
             q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
+            if head is not None and head not in heads_of(op, q_buffer):
+                continue
             if whole_tasks:
                 q = rows(plan.q_layout, q_buffer, op.q.start, op.q.stop)
                 k = rows(plan.kv_layout, k_buffer, op.k.start, op.k.stop)
@@ -106,6 +111,14 @@ def work_of(plan: Plan, one: Pass, *, whole_tasks: bool = False) -> Iterator[Wor
                 else:
                     pairs = q.visible_pairs(k, plan.problem.rows)
                 yield Work(program.rank, q.partitions, k.partitions, pairs)
+
+
+def heads_of(op: Attention, queries: Buffer) -> range:
+    """Query heads of an attention."""
+    first = queries.heads[0]
+    if op.q.heads is None:
+        return range(*queries.heads)
+    return range(first + op.q.heads[0], first + op.q.heads[1])
 
 
 def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, Task, float]]:

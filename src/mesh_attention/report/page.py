@@ -1,0 +1,294 @@
+"""The page: one HTML file with everything in it, which asks the network for nothing.
+
+plotly.js draws the pictures; it comes with the Python package `plotly` (the extra `report`) and is
+put into the page whole. A browser that reads the page is told by a policy in it to load nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.files import replacing
+from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.plan import Direction
+from mesh_attention.report.comparison_pictures import (
+    memory_picture,
+    scaling_picture,
+    shapes_picture,
+)
+from mesh_attention.report.facts import MethodFacts, ReportFacts
+from mesh_attention.report.picture import Control, Picture
+from mesh_attention.report.plan_pictures import assignment_picture, gantt_picture
+from mesh_attention.version import __version__
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
+_MOST_BUTTONS = 4  # choices of a control that stand side by side; more are a list
+_TITLES = {
+    "assignment": "Who computes which tile",
+    "gantt": "When each operation runs",
+    "shapes": "Tiles and slices",
+    "scaling": "More ranks",
+    "memory": "Memory and time",
+}
+_TABLE = "All methods"
+
+
+def plotly_js() -> str:
+    """The library for pictures, or an error that says what to install."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MeshAttentionError(
+            "the page is drawn by plotly: pip install 'mesh-attention[report]'"
+        ) from None
+    return str(get_plotlyjs())
+
+
+def pictures_of(facts: ReportFacts) -> dict[str, Picture]:
+    made = (
+        assignment_picture(facts),
+        gantt_picture(facts),
+        shapes_picture(facts),
+        scaling_picture(facts),
+        memory_picture(facts),
+    )
+    return {one.name: one for one in made if one is not None}
+
+
+def write_page(facts: ReportFacts, path: Path, library: str) -> None:
+    """Whole, or not at all."""
+    with replacing(path) as part:
+        part.write_text(page_of(facts, library), encoding="utf-8")
+
+
+def page_of(facts: ReportFacts, library: str) -> str:
+    """`library` is what `plotly_js` returns."""
+    pictures = pictures_of(facts)
+    variants = {
+        name: {key: one.to_json() for key, one in picture.variants.items()}
+        for name, picture in pictures.items()
+    }
+    here = files(__package__)
+    sections = [_choice(facts), _methods(facts), *map(_section, pictures.values()), _notes(facts)]
+    title = f"{_names(facts)} on {facts.ranks} ranks of {facts.cluster}"
+    links = {"choice": "The choice", "methods": _TABLE}
+    links |= {name: _TITLES[name] for name in pictures} | {"notes": "How it was found"}
+    menu = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items())
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="mesh_attention {escape(__version__)}">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{(here / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+<button type="button" id="theme" aria-pressed="false">dark colours</button>
+<p>{escape(facts.problem)}. Modelled, not measured.</p>
+<nav aria-label="Parts of this page">{menu}</nav>
+</header>
+<main>
+{"".join(sections)}</main>
+<noscript><p>Pictures and sorting need JavaScript; the numbers of the table do not.</p></noscript>
+<script type="application/json" id="variants">{_json(variants)}</script>
+<script>{library}</script>
+<script>
+{(here / "page.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+def _json(value: Any) -> str:
+    """For the inside of a script: nothing in it ends the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _names(facts: ReportFacts) -> str:
+    return " and ".join(dict.fromkeys(text.split()[0] for text in facts.chosen.values()))
+
+
+def _ms_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3g}"
+
+
+def _choice(facts: ReportFacts) -> str:
+    numbers = [
+        (f"{_ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
+        (f"{facts.mfu_percent:.1f} %", f"MFU, of {facts.gpu}"),
+        (bytes_text(sum(facts.received_bytes.values())), "a rank receives"),
+        (bytes_text(sum(facts.least_bytes.values())), "is the least possible"),
+        (bytes_text(facts.peak_bytes), "of memory a rank, batch 1"),
+    ]
+    cards = "".join(
+        f"<div><dt>{escape(text)}</dt><dd>{escape(number)}</dd></div>" for number, text in numbers
+    )
+    passes = "".join(
+        f"<li>{direction}: <code>{escape(text)}</code></li>"
+        for direction, text in facts.chosen.items()
+    )
+    return f"""<section id="choice">
+<h2>The choice</h2>
+<p class="reason">{escape(facts.reason)}.</p>
+<dl class="cards">{cards}</dl>
+<ul>{passes}</ul>
+<pre tabindex="0" aria-label="A line of Python to paste"><code>{escape(facts.python)}</code></pre>
+</section>
+"""
+
+
+def _methods(facts: ReportFacts) -> str:
+    heads = ["method", *(f"{d}, ms" for d in facts.directions)]
+    if len(facts.directions) > 1:
+        heads.append("both, ms")
+    heads += ["MFU, %", *(f"received {d}" for d in facts.directions)]
+    heads += ["from other nodes", "memory", "setting"]
+    head = "".join(
+        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}</button></th>'
+        for text in heads
+    )
+    rows = "".join(_row(facts, one) for one in facts.methods)
+    least = [bytes_text(facts.least_bytes[d]) for d in facts.directions]
+    blank = "<td></td>"
+    before = len(facts.directions) + (len(facts.directions) > 1) + 1
+    foot = blank * before + "".join(f"<td>{text}</td>" for text in least)
+    foot += blank * 3
+    refused = "".join(
+        f"<li>{escape(name)}: {escape(text)}</li>" for name, text in facts.refused.items()
+    )
+    return f"""<section id="methods">
+<h2>{_TABLE}</h2>
+<p>Each at its best setting in each pass. A click on a heading sorts by it. Times with ~ are what
+one rank expects; they were not simulated, since the method could not win any more. Received bytes
+and memory are a rank's; below received bytes is how many times the least possible they are.</p>
+<div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
+<table>
+<thead><tr>{head}</tr></thead>
+<tbody>{rows}</tbody>
+<tfoot><tr><th scope="row">least possible</th>{foot}</tr></tfoot>
+</table>
+</div>
+{f"<p>Not possible here:</p><ul>{refused}</ul>" if refused else ""}
+</section>
+"""
+
+
+def _row(facts: ReportFacts, one: MethodFacts) -> str:
+    passes = [one.passes[d] for d in facts.directions]
+    # Value to sort by, and HTML.
+    cells: list[tuple[float, str]] = [
+        (p.seconds, f"{'' if p.is_simulated else '~'}{_ms_text(p.seconds)}") for p in passes
+    ]
+    if len(passes) > 1:
+        cells.append((one.seconds, f"{'' if one.is_simulated else '~'}{_ms_text(one.seconds)}"))
+    cells.append((one.mfu_percent, f"{one.mfu_percent:.1f}"))
+    for direction, p in zip(facts.directions, passes, strict=True):
+        cells.append((p.received_bytes, _received(p.received_bytes, facts, direction)))
+    other = sum(p.other_node_bytes for p in passes)
+    cells += [(other, bytes_text(other)), (one.peak_bytes, bytes_text(one.peak_bytes))]
+    numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
+    settings = list(dict.fromkeys(p.setting for p in passes))
+    if len(settings) > 1:
+        settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
+    words = "<br>".join(map(escape, settings))
+    words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
+    name = escape(one.name)
+    return f'<tr><th scope="row" data-value="{name}">{name}</th>{numbers}{words}</tr>\n'
+
+
+def _received(num_bytes: int, facts: ReportFacts, direction: Direction) -> str:
+    least = facts.least_bytes[direction]
+    times = f"<small>{num_bytes / least:.2f} x least</small>" if least else ""
+    return f"{bytes_text(num_bytes)}{times}"
+
+
+def _section(picture: Picture) -> str:
+    controls = "".join(_control(picture.name, at, one) for at, one in enumerate(picture.controls))
+    first = next(iter(picture.variants.values()))
+    title = _TITLES[picture.name]
+    return f"""<section id="{picture.name}" data-picture="{picture.name}">
+<h2>{title}</h2>
+<div class="controls">{controls}</div>
+<figure>
+<div class="plot {picture.name}" role="img" aria-label="{title}"></div>
+<figcaption aria-live="polite">{escape(first.caption)}</figcaption>
+</figure>
+</section>
+"""
+
+
+def _control(picture: str, at: int, control: Control) -> str:
+    """Buttons that exclude each other, or a list; a single choice is no choice, but has a value."""
+    name = f"{picture}-{control.name}"
+    if len(control.choices) == 1:
+        value = escape(control.choices[0][0])
+        return f'<input type="hidden" data-control="{at}" value="{value}">'
+    label = escape(control.label)
+    if len(control.choices) > _MOST_BUTTONS:
+        options = "".join(_option(choice) for choice in control.choices)
+        return (
+            f'<label>{label} <select data-control="{at}" name="{name}">{options}</select></label>'
+        )
+    buttons = "".join(
+        f'<label><input type="radio" data-control="{at}" name="{name}" value="{escape(value)}"'
+        f"{' checked' if first else ''}><span>{escape(text)}</span></label>"
+        for first, (value, text) in _first_marked(control.choices)
+    )
+    return f"<fieldset><legend>{label}</legend>{buttons}</fieldset>"
+
+
+def _option(choice: tuple[str, str]) -> str:
+    value, text = choice
+    return f'<option value="{escape(value)}">{escape(text)}</option>'
+
+
+def _first_marked(
+    choices: Iterable[tuple[str, str]],
+) -> Iterable[tuple[bool, tuple[str, str]]]:
+    return ((at == 0, one) for at, one in enumerate(choices))
+
+
+def _notes(facts: ReportFacts) -> str:
+    kernels = "; ".join(
+        f"{direction}: {', '.join(f'{name} {part:.0%}' for name, part in used.items())}"
+        for direction, used in facts.kernels.items()
+    )
+    lines = [
+        f"Cluster {facts.cluster}: {facts.cluster_description}",
+        f"Which cluster: {facts.cluster_found}.",
+        f"{facts.ranks} ranks of {facts.gpu} in {facts.nodes} "
+        f"{'node' if facts.nodes == 1 else 'nodes'}.",
+        f"Kernels of the chosen plan, by their part of its attentions' time: {kernels}.",
+        f"The choice is the best of {facts.settings_tried} settings, of which the best few were "
+        "simulated with all ranks; the charts of operations are simulated too.",
+        "Tiles and slices, scaling, and times with ~ are what one rank expects of its own program, "
+        "with all others on time: mostly within a percent or two of a simulation.",
+        "Everything is modelled from the cluster's file with its rates of kernels and links; "
+        "nothing was measured. Memory is the workspace, shards and results of attention for batch "
+        "1, without what kernels take for themselves.",
+        *facts.notes,
+    ]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"""<section id="notes">
+<h2>How it was found</h2>
+<ul>{items}</ul>
+<p>Made by mesh_attention {escape(__version__)}.</p>
+</section>
+"""

@@ -1,0 +1,72 @@
+"""What a picture is: variants, of which people choose by controls, as plotly.js reads them.
+
+Colours of text and grids are the page's, so that they follow light and dark. Those of data are the
+colours of Okabe and Ito, or cividis: people who see fewer colours can tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b59f00", "#7f7f7f")
+SCALE = "Cividis"
+SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon")
+# In columns, also on a phone.
+LEGEND = {"orientation": "h", "entrywidthmode": "fraction", "entrywidth": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """(value, label) of each choice; the first is chosen to begin with."""
+
+    name: str
+    label: str
+    choices: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`data` and `layout` are plotly's."""
+
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"caption": self.caption, "data": self.data, "layout": self.layout}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`variants` by the values of all controls, joined by `|`."""
+
+    name: str
+    controls: tuple[Control, ...]
+    variants: dict[str, Variant]
+
+
+def picture_of(name: str, controls: Sequence[Control], make: Callable[..., Variant]) -> Picture:
+    """All variants; `make` is given a value of each control."""
+    values = product(*([value for value, _ in one.choices] for one in controls))
+    return Picture(name, tuple(controls), {"|".join(one): make(*one) for one in values})
+
+
+def pass_control(directions: Iterable[str], *more: str) -> Control:
+    return Control("pass", "Pass", tuple((d, d) for d in (*more, *map(str, directions))))
+
+
+def ms(seconds: float) -> float:
+    """Milliseconds, without digits that mean nothing."""
+    return round(seconds * 1e3, 6)
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, "automargin": True, **more}
+
+
+def style_of(at: int) -> tuple[str, str]:
+    """Colour and symbol of one of many: no two of a dozen are alike in both."""
+    return PALETTE[at % len(PALETTE)], SYMBOLS[at % len(SYMBOLS)]

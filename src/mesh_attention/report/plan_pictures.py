@@ -1,0 +1,164 @@
+"""Pictures of plans: who computes which tile, and when each operation runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh_attention.cluster.gantt import COLOURS, WAIT
+from mesh_attention.cluster.timeline import Event, Stream
+from mesh_attention.plan.plan import Direction
+from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts
+from mesh_attention.report.picture import (
+    PALETTE,
+    SCALE,
+    Control,
+    Picture,
+    Variant,
+    axis,
+    ms,
+    pass_control,
+    picture_of,
+)
+
+_MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
+
+
+def assignment_picture(facts: ReportFacts) -> Picture:
+    found = facts.assignment
+    size = len(found.matrices[0].ranks)
+    kinds = dict.fromkeys(kind for groups in found.groups.values() for kind in groups)
+    colours = [("node", "node")] if facts.nodes > 1 else []
+    colours += [("rank", "rank"), *((kind, f"{kind} group") for kind in kinds)]
+    heads = tuple((str(head), f"head {head}") for head in found.heads)
+    part = "" if size == found.num_partitions else f", the first {size} partitions"
+    if len(heads) < found.num_head_groups:
+        part += (
+            f" (a head of each of the first {len(heads)} of {found.num_head_groups} head groups)"
+        )
+
+    def make(direction: str, colour: str, head: str) -> Variant:
+        matrix = found.matrix(Direction(direction), int(head)).ranks
+        groups = found.groups[Direction(direction)]
+        every = tuple(range(found.num_partitions))
+        of_rank = {"node": found.nodes, "rank": every}.get(colour) or groups.get(colour, every)
+        known = colour in ("node", "rank") or colour in groups
+        what = f"{colour}" if colour in ("node", "rank") else f"{colour} group"
+        z = [[None if r is None else of_rank[r] for r in row] for row in matrix]
+        number = max(of_rank) + 1
+        trace: dict[str, Any] = {
+            "type": "heatmap",
+            "z": z,
+            "customdata": matrix,
+            "hovertemplate": "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
+            f"<br>{what if known else 'rank'} %{{z}}<extra></extra>",
+            "hoverongaps": False,
+            "xgap": 1 if size <= 2 * _MOST_NUMBERED else 0,
+            "ygap": 1 if size <= 2 * _MOST_NUMBERED else 0,
+            **_category_colours(number, what),
+        }
+        if size <= _MOST_NUMBERED:
+            trace |= {"text": matrix, "texttemplate": "%{text}"}
+        missing = "" if known else f" There are no {colour} groups in this pass."
+        caption = (
+            f"{facts.chosen[Direction(direction)].split()[0]} {direction}, head {head}{part}: each "
+            f"cell is a Q partition against a KV partition, coloured by {what} of the rank that "
+            f"computes it.{missing} Cells without colour hold nothing that the mask shows."
+        )
+        layout = {
+            "xaxis": axis("KV partition", constrain="domain", showgrid=False, zeroline=False),
+            "yaxis": axis(
+                "Q partition",
+                autorange="reversed",
+                scaleanchor="x",
+                constrain="domain",
+                constraintoward="top",
+                showgrid=False,
+                zeroline=False,
+            ),
+        }
+        return Variant(caption, [trace], layout)
+
+    controls = (
+        pass_control(facts.directions),
+        Control("colour", "Colour by", tuple(colours)),
+        Control("head", "Head", heads),
+    )
+    return picture_of("assignment", controls, make)
+
+
+def _category_colours(number: int, title: str) -> dict[str, Any]:
+    """A colour each for a few, and a scale for many."""
+    bar: dict[str, Any] = {"title": {"text": title}, "thickness": 12}
+    if number > len(PALETTE):
+        return {"colorscale": SCALE, "zmin": 0, "zmax": number - 1, "colorbar": bar}
+    steps = [[at / number, PALETTE[i]] for i in range(number) for at in (i, i + 1)]
+    bar |= {"tickvals": list(range(number))}
+    return {"colorscale": steps, "zmin": -0.5, "zmax": number - 0.5, "colorbar": bar}
+
+
+def gantt_picture(facts: ReportFacts) -> Picture:
+    charts = {(one.name, one.direction): one for one in facts.gantts}
+    names = dict.fromkeys(one.name for one in facts.gantts)
+    choices = tuple((name, "the chosen plan" if name == CHOSEN else name) for name in names)
+    # One scale for all plans of a pass, so that lengths can be compared.
+    longest = {
+        d: max(c.seconds for c in facts.gantts if c.direction is d) for d in facts.directions
+    }
+
+    def make(name: str, direction: str) -> Variant:
+        return _chart(charts[name, Direction(direction)], longest[Direction(direction)])
+
+    controls = (Control("plan", "Plan", choices), pass_control(facts.directions))
+    return picture_of("gantt", controls, make)
+
+
+def _chart(chart: GanttFacts, longest: float) -> Variant:
+    by_kind: dict[str, list[tuple[Event, float, float]]] = {}
+    for event in chart.events:
+        if event.stream is Stream.COMMUNICATION and event.start > event.issued:
+            by_kind.setdefault(WAIT, []).append((event, event.issued, event.start))
+        if event.end > event.start:
+            by_kind.setdefault(event.kind, []).append((event, event.start, event.end))
+    rows = [f"{rank} {stream}" for rank in range(chart.num_ranks) for stream in Stream]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": kind,
+            "y": [f"{event.rank} {event.stream}" for event, _, _ in by_kind[kind]],
+            "base": [ms(start) for _, start, _ in by_kind[kind]],
+            "x": [ms(end - start) for _, start, end in by_kind[kind]],
+            "customdata": [
+                f"{event.name}: {ms(start):g} to {ms(end):g} ms"
+                for event, start, end in by_kind[kind]
+            ],
+            "hovertemplate": f"{kind}<br>%{{customdata}}<extra></extra>",
+            "text": [event.name for event, _, _ in by_kind[kind]],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "marker": {"color": colour, "line": {"width": 0.5, "color": "#888888"}},
+        }
+        for kind, colour in COLOURS.items()
+        if kind in by_kind
+    ]
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.12,
+        "uniformtext": {"minsize": 10, "mode": "hide"},  # names where bars have room for them
+        "xaxis": axis("milliseconds, modelled", range=[0, ms(longest) * 1.01 or 1]),
+        "yaxis": axis(
+            "rank and stream",
+            autorange="reversed",
+            categoryorder="array",
+            categoryarray=rows,
+        ),
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    }
+    ranks = "rank 0" if chart.num_ranks == 1 else f"the first {chart.num_ranks} ranks"
+    caption = (
+        f"{chart.method} {chart.direction}, {ranks}: {ms(chart.seconds):.4g} ms, MFU "
+        f"{chart.mfu_percent:.1f} %; a rank computes nothing for {ms(chart.open_seconds):.3g} ms "
+        "in the mean. All plans of a pass have the same scale."
+    )
+    return Variant(caption, data, layout)

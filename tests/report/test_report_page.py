@@ -1,0 +1,252 @@
+"""The page holds what the facts say, in one file that loads nothing; checked without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_attention.cli import advise
+from mesh_attention.cli.main import main
+from mesh_attention.cluster.gantt import WAIT
+from mesh_attention.plan.plan import Direction
+from mesh_attention.report.facts import ReportFacts
+from mesh_attention.report.page import page_of
+from support.report_case import HOSTILE
+
+LIBRARY = "/* the library */"
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text inside of tags with an id or of a kind."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.all: list[tuple[str, dict[str, str]]] = []
+        self.text: dict[str, str] = {}
+        self._inside: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attributes}
+        self.all.append((tag, found))
+        self._inside = [tag, *([found["id"]] if "id" in found else [])]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = []
+
+    def handle_data(self, data: str) -> None:
+        for name in self._inside:
+            self.text[name] = self.text.get(name, "") + data
+
+    def find(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.all if name == tag]
+
+
+@pytest.fixture(scope="session")
+def page(report_facts: ReportFacts) -> str:
+    return page_of(report_facts, LIBRARY)
+
+
+@pytest.fixture(scope="session")
+def tags(page: str) -> Tags:
+    return Tags(page)
+
+
+@pytest.fixture(scope="session")
+def variants(tags: Tags) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(tags.text["variants"])
+    return found
+
+
+def test_every_part_is_there_and_the_menu_leads_to_it(tags: Tags) -> None:
+    parts = [one["id"] for one in tags.find("section")]
+    assert parts == [
+        *("choice", "methods", "assignment", "gantt", "shapes", "scaling", "memory", "notes"),
+    ]
+    links = [one["href"].removeprefix("#") for one in tags.find("a")]
+    assert links == parts
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in tags.find(
+        "meta"
+    )
+
+
+def test_nothing_is_loaded(tags: Tags, page: str) -> None:
+    for _, attributes in tags.all:
+        for name in ("src", "href", "action", "poster", "srcset", "data"):
+            assert attributes.get(name, "#").startswith(("#", "data:"))
+        assert not any(name.startswith("on") for name in attributes)
+    style, script = tags.text["style"], tags.text["script"].replace(tags.text["variants"], "")
+    assert "url(" not in style
+    assert "@import" not in style
+    assert not re.search(r"https?:|fetch|import\(|XMLHttpRequest|WebSocket", script)
+    (policy,) = (one["content"] for one in tags.find("meta") if "http-equiv" in one)
+    assert policy.startswith("default-src 'none'; ")
+    assert "http" not in policy
+    assert LIBRARY in page
+
+
+def test_a_hostile_name_of_a_cluster_is_text_and_nothing_else(tags: Tags, page: str) -> None:
+    assert HOSTILE in tags.text["title"]
+    assert HOSTILE in tags.text["h1"]
+    assert tags.find("img") == []
+    assert len(tags.find("script")) == 3
+    assert "<script>alert" not in page
+    assert "onerror=alert(2)>" not in page
+
+
+def test_every_control_has_its_variants_and_every_variant_a_control(
+    tags: Tags, variants: dict[str, dict[str, Any]]
+) -> None:
+    pictures: dict[str, dict[int, list[str]]] = {}
+    picture = control = ""
+    for tag, attributes in tags.all:
+        if tag == "section":
+            picture = attributes.get("data-picture", "")
+            if picture:
+                pictures[picture] = {}
+        if "data-control" in attributes:
+            control = attributes["data-control"]
+        if tag in ("input", "option"):
+            pictures[picture].setdefault(int(control), []).append(attributes["value"])
+    assert set(pictures) == set(variants)
+    for name, controls in pictures.items():
+        values = [controls[at] for at in range(len(controls))]
+        assert {"|".join(one) for one in product(*values)} == set(variants[name])
+    groups: dict[str, int] = {}
+    for one in tags.find("input"):
+        if one["type"] == "radio":
+            groups[one["name"]] = groups.get(one["name"], 0) + ("checked" in one)
+    assert set(groups.values()) == {1}
+
+
+def test_the_script_finds_what_it_looks_for(tags: Tags, page: str) -> None:
+    ids = {attributes["id"] for _, attributes in tags.all if "id" in attributes}
+    script = tags.text["script"]
+    wanted = set(re.findall(r'getElementById\("([\w-]+)"\)', script))
+    assert wanted == {"variants", "theme"}
+    assert wanted <= ids
+    for selector in ("#methods tbody", "#methods thead th"):
+        assert selector in script
+    for tag in ("tbody", "thead", "figcaption"):
+        assert tags.find(tag)
+    assert page.count('class="plot ') == page.count("data-picture=")
+
+
+def test_the_table_can_be_sorted_by_every_column_and_holds_the_facts(
+    tags: Tags, report_facts: ReportFacts
+) -> None:
+    heads = [one for one in tags.find("th") if one.get("scope") == "col"]
+    assert {one["aria-sort"] for one in heads} == {"none"}
+    buttons = [one for one in tags.find("button") if "id" not in one]
+    assert len(buttons) == len(heads) == 10
+    names = [one["data-value"] for one in tags.find("th") if "data-value" in one]
+    assert names == [one.name for one in report_facts.methods]
+    cells = [one["data-value"] for one in tags.find("td") if "data-value" in one]
+    columns = len(heads) - 1
+    assert len(cells) == columns * len(report_facts.methods)
+    for at, one in enumerate(report_facts.methods):
+        forward, backward = (one.passes[d] for d in Direction)
+        row = cells[at * columns : (at + 1) * columns]
+        assert [float(value) for value in row[:-1]] == [
+            *(forward.seconds, backward.seconds, one.seconds, one.mfu_percent),
+            *(forward.received_bytes, backward.received_bytes),
+            forward.other_node_bytes + backward.other_node_bytes,
+            one.peak_bytes,
+        ]
+
+
+def test_pictures_show_the_numbers_of_the_facts(
+    report_facts: ReportFacts, variants: dict[str, dict[str, Any]]
+) -> None:
+    for chart in report_facts.gantts:
+        data = variants["gantt"][f"{chart.name}|{chart.direction}"]["data"]
+        drawn = sum(sum(trace["x"]) for trace in data if trace["name"] != WAIT)
+        busy = sum(event.end - event.start for event in chart.events)
+        assert drawn == pytest.approx(1e3 * busy, rel=1e-3)
+    for matrix in report_facts.assignment.matrices:
+        for colour, of_rank in (("rank", range(99)), ("node", report_facts.assignment.nodes)):
+            key = f"{matrix.direction}|{colour}|{matrix.head}"
+            (trace,) = variants["assignment"][key]["data"]
+            ranks = [[None if r is None else of_rank[r] for r in row] for row in matrix.ranks]
+            assert trace["z"] == ranks
+    for one in report_facts.shapes:
+        (trace,) = variants["shapes"][f"{one.name}|{one.direction}"]["data"]
+        expected = [
+            [t and pytest.approx(1e3 * t.seconds, rel=1e-3) for t in row] for row in one.times
+        ]
+        assert trace["z"] == expected
+    for line in report_facts.scaling:
+        for measure in ("mfu", "time"):
+            data = variants["scaling"][f"{line.scaling}|{measure}"]["data"]
+            (trace,) = (trace for trace in data if trace["name"] == line.name)
+            y = [p.mfu_percent if measure == "mfu" else 1e3 * p.seconds for p in line.points]
+            assert trace["y"] == pytest.approx(y, rel=1e-3)
+            assert trace["x"] == [p.ranks for p in line.points]
+    for method in report_facts.methods:
+        (trace,) = (t for t in variants["memory"]["both"]["data"] if t["name"] == method.name)
+        assert trace["x"] == pytest.approx([1e3 * method.seconds], rel=1e-3)
+        assert trace["y"] == pytest.approx([method.peak_bytes / 2**30], abs=1e-4)
+
+
+def test_every_axis_says_what_it_is_and_in_which_unit(variants: dict[str, dict[str, Any]]) -> None:
+    for of_picture in variants.values():
+        for variant in of_picture.values():
+            for side in ("xaxis", "yaxis"):
+                assert variant["layout"][side]["title"]["text"]
+            assert variant["caption"].endswith(".")
+
+
+def test_the_command_writes_the_page_or_prints_the_facts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["report", "--ranks", "1", "--tokens", "256", "--heads", "2"]
+    words += ["--scaling-ranks", "2", "--pass", "forward"]
+    assert main([*words, "--output", "page.html"]) == 0
+    assert capsys.readouterr().out.endswith("The page is in page.html.\n")
+    page = Path("page.html").read_text()
+    assert len(page) > 1_000_000  # the library is in it
+    assert 'data-picture="gantt"' in page
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == 1
+    assert [*facts["chosen"]] == ["forward"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "page.html"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--output", "no/such/page.html"], "there is no folder no/such"),
+        (["--output", "."], ". is a folder; --output names the page"),
+        (["--method", "mesh"], "report compares all methods"),
+        ([], "the page is drawn by plotly: pip install 'mesh-attention[report]'"),
+    ],
+)
+def test_what_cannot_be_written_is_told_in_a_line_before_the_search(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def searched(*_: object, **__: object) -> None:
+        raise AssertionError("searched first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advise, "find_best_of_all", searched)
+    if not words:
+        monkeypatch.setitem(sys.modules, "plotly", None)
+        monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+    assert [*tmp_path.iterdir()] == []
