@@ -10,7 +10,7 @@ from mesh_attention.cli.command import Command, UsageError, did_you_mean, exit_c
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
-_MODULES = (plan, volume, verify, simulate, advise, profile, draw, report, demo)
+_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, demo)
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 
