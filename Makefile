@@ -21,7 +21,7 @@ test-slow: $(STAMP)
 
 # On a machine with a CUDA device and its own torch, pytest and pytest-xdist: no virtual environment.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist loadgroup --durations 20
 
 # With Chromium and its driver (Debian: apt-get install chromium chromium-driver): clicks on the page.
 test-browser: $(STAMP)

@@ -27,6 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", help="folder for what tests marked browser saw")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests whose ranks share a GPU run one at a time in any case: where workers of pytest-xdist
+    take tests by groups, one worker has all of them, and starts their processes once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if "gpu_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def pytest_collection_finish() -> None:
     """Plans are many small objects without cycles: what searches all of memory for cycles, again
     and again, takes a tenth of the time. It does so rarely here, and leaves out what is imported.

@@ -296,10 +296,10 @@ def _keep_in_checkpoints() -> None:
 
 
 def _partition_graphs() -> None:
-    """Inductor's CUDA graphs end before these ops and begin after them. It does not see the tag of
-    an op that has an effect, but it looks for its name."""
-    from torch._inductor import config  # seconds, which whoever compiles has spent already
+    """Inductor's CUDA graphs end before these ops and begin after them, and after their results are
+    told apart: a graph that took all results of one as a tuple would not see their memory. It does
+    not see the tag of an op that has an effect, but what stands around it has a name."""
+    from torch._inductor import utils  # seconds, which whoever compiles has spent already
 
-    for op in (attention_op, attention_backward_op):
-        if op._qualname not in config.custom_should_partition_ops:
-            config.custom_should_partition_ops.append(op._qualname)
+    effect = str(torch.ops.higher_order.with_effects)
+    utils.FORBIDDEN_CUDAGRAPH_OPS |= {effect}  # a frozen set, made anew

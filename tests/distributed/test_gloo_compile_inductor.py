@@ -31,6 +31,32 @@ def test_inductor_gives_the_numbers_of_the_eager_block(pool: WorkerPool) -> None
         assert max(errors) < 1e-4
 
 
+def results_in_graphs(rank: int, world_size: int) -> list[bool]:
+    """For each op of ours that inductor schedules, and each of its results: may a CUDA graph hold
+    it?"""
+    from torch._inductor import ir, scheduler
+    from torch._inductor.utils import is_cudagraph_unsafe_op
+
+    found: list[bool] = []
+
+    class Seen(scheduler.Scheduler):
+        def __init__(self, nodes: list[Any]) -> None:
+            ours = (ir.FallbackKernel, ir.MultiOutput)
+            found.extend(not is_cudagraph_unsafe_op(one) for one in nodes if isinstance(one, ours))
+            super().__init__(nodes)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler, "Scheduler", Seen)
+        by_inductor(rank, world_size)
+    return found
+
+
+def test_neither_an_op_nor_its_results_are_told_apart_in_a_cuda_graph(pool: WorkerPool) -> None:
+    for found in pool.run(results_in_graphs, 1, seconds=SECONDS):
+        assert len(found) >= 2 + 2 + 3, "two ops, and results of both"
+        assert not any(found)
+
+
 class Layers(nn.Module):
     def __init__(self, cp: ContextParallel, compile_blocks: bool) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from block_cases import RANGES, MaskMaker
 from torch import Tensor
 
 from mesh_attention.kernels import MaskKind, Request, RowRange
-from mesh_attention.kernels.cudnn_ranges import CudnnRanges
+from mesh_attention.kernels.cudnn_ranges import CudnnRanges, _aligned
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
@@ -96,3 +96,13 @@ def test_consecutive_keys_have_the_intervals_that_are_found_by_looking(
     assert torch.equal(spread(looked, 20), by_hand)
     assert torch.equal(spread(told, 20), by_hand)
     assert told.shape[0] == (1 if from_first else 3)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 8])
+def test_tensors_at_any_address_are_given_at_multiples_of_16_bytes(elements: int) -> None:
+    buffer = torch.arange(8 * 64 + elements).to(torch.bfloat16)
+    x = buffer[elements:].view(1, 4, 2, 64)
+    given = _aligned(x)
+    assert given.data_ptr() % 16 == 0
+    assert torch.equal(given, x)
+    assert (given.data_ptr() == x.data_ptr()) == (x.data_ptr() % 16 == 0)

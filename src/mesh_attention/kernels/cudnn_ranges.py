@@ -78,7 +78,8 @@ class CudnnRanges:
 
     def prepare(self, direction: Direction, block: Block) -> None:
         if block.q.numel() and block.k.numel():
-            _prepared(block.mask, *block[:3], backward=direction is Direction.BACKWARD)
+            q, k, v = (_aligned(x) for x in block[:3])
+            _prepared(block.mask, q, k, v, backward=direction is Direction.BACKWARD)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in block[:3])
@@ -208,10 +209,10 @@ def _flex(name: str) -> Any:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """With strides that are multiples of 16 bytes; the innermost is 1 always."""
+    """At an address and with strides that are multiples of 16 bytes; the innermost is 1 always."""
     if x.requires_grad:
         x = x.detach()
-    return x if _fits(x) else x.contiguous()
+    return x if _fits(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fits(x: Tensor | None) -> TypeGuard[Tensor]:
