@@ -140,7 +140,7 @@ def main() -> None:
     for causal in (False, True):
         problem = Problem(given.tokens, given.heads, given.head_dim, mask=Mask(causal=causal))
         for name, cut in CUTS.items():
-            plan = make_plan(problem, given.ranks, tile=tuple(given.tile), **cut)
+            plan = make_plan(problem, given.ranks, method="mesh", tile=tuple(given.tile), **cut)
             for direction in Direction:
                 found, count = host_microseconds(plan, direction, device, given.repeats)
                 mask = "causal" if causal else "full"

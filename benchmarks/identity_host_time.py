@@ -73,6 +73,7 @@ def measure(rank: int, port: int, path: str) -> None:
             num_heads=HEADS,
             head_dim=HEAD_DIM,
             causal=True,
+            method="mesh",
             transport="distributed",
             cuda_graph=graph,
         ) as cp:

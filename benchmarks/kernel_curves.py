@@ -98,7 +98,9 @@ def range_mask(case: Case, device: torch.device) -> tuple[RowRange, int]:
     """What the rows see of the keys, and how many pairs that is."""
     tokens, ranks, tile = (4 * case.rows, 16, (4, 4)) if case.tile else (case.rows, 1, (1, 1))
     problem = Problem(tokens, 1, DIM, mask=case.mask or Mask())
-    plan = make_plan(problem, ranks, tile=tile, chunks=(1, 1), directions=(Direction.FORWARD,))
+    plan = make_plan(
+        problem, ranks, method="mesh", tile=tile, chunks=(1, 1), directions=(Direction.FORWARD,)
+    )
     program = plan.program(ranks - 1, Direction.FORWARD)
     table = program.buffer_table()
     op = next(

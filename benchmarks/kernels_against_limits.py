@@ -167,7 +167,10 @@ def one_kernel(problem: Problem, rows: int, direction: Direction) -> Callable[[]
 def measure(
     problem: Problem, ranks: int, tile: tuple[int, int], rank: int, repeats: int
 ) -> list[Row]:
-    plans = {name: make_plan(problem, ranks, tile=tile, **cut) for name, cut in CUTS.items()}
+    plans = {
+        name: make_plan(problem, ranks, method="mesh", tile=tile, **cut)
+        for name, cut in CUTS.items()
+    }
     rows_in_tile = problem.q_tokens // ranks * tile[0]
     found = []
     for direction in Direction:

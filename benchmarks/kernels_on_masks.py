@@ -84,7 +84,7 @@ def milliseconds(work: Pass, repeats: int) -> float:
 
 
 def rows_of(mask: Mask, tokens: int) -> RowRange:
-    plan = make_plan(Problem(tokens, 1, DIM, mask=mask), 1)
+    plan = make_plan(Problem(tokens, 1, DIM, mask=mask), 1, method="mesh")
     runs = tuple(plan.q_layout.runs(0, tokens))
     return row_range(plan.problem.rows, runs, runs, DEVICE)
 
@@ -148,7 +148,7 @@ def by_library(tensors: list[Tensor], mask: Mask, repeats: int) -> dict[str, Any
     q, k, v, grad_out = (x.transpose(0, 1).contiguous() for x in tensors)
     tokens, _, heads, _ = q.shape
     problem = Problem(tokens, heads, DIM, num_kv_heads=k.shape[2], mask=mask)
-    plan = make_plan(problem, 1, chunks=(1, 1))
+    plan = make_plan(problem, 1, method="mesh", chunks=(1, 1))
     found: dict[str, Any] = {}
     inputs = {"q": q, "k": k, "v": v}
     for direction in Direction:

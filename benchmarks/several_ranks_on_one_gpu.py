@@ -108,6 +108,7 @@ def _measure(dtype: torch.dtype, causal: bool, transport: str, tokens: int) -> d
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         causal=causal,
+        method="mesh",
         chunks="2x2",
         dtype=dtype,
         transport=transport,  # type: ignore[arg-type]

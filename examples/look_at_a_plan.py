@@ -19,8 +19,9 @@ def main() -> None:
     )
     about.parse_args()  # there are no options but --help
     problem = Problem(q_tokens=9000, num_heads=8, head_dim=128, mask=Mask(causal=True))
-    rows = make_plan(problem, 9, tile=(1, 9))  # each rank a row of the matrix, as in a ring
-    tiles = make_plan(problem, 9, tile=(3, 3), chunks=(3, 3))  # each rank a square
+    # Each rank a row of the matrix, as in a ring, and each a square.
+    rows = make_plan(problem, 9, method="mesh", tile=(1, 9))
+    tiles = make_plan(problem, 9, method="mesh", tile=(3, 3), chunks=(3, 3))
 
     for name, plan in (("rows", rows), ("tiles", tiles)):
         assert verify(plan) == []  # every visible pair once, every result at its owner, no deadlock

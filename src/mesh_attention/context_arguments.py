@@ -23,7 +23,7 @@ from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
@@ -48,9 +48,10 @@ _OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayo
 
 
 def read_arguments(
-    group: dist.ProcessGroup, given: Mapping[str, Any]
+    group: dist.ProcessGroup, given: Mapping[str, Any], *, tried: bool = True
 ) -> tuple[Question | Plan, CallOptions]:
-    """By name; None is not given. What no name here fits is an option of the method."""
+    """By name; None is not given. What no name here fits is an option of the method. `tried` as for
+    `ask`."""
     fault = fault_of_unsupported(**given)
     if fault is not None:
         raise fault
@@ -74,7 +75,8 @@ def read_arguments(
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    return ask(_problem(**given), dist.get_world_size(group), rates=rates, **options), calls
+    how: dict[str, Any] = {"rates": rates, "tried": tried, **options}
+    return ask(_problem(**given), dist.get_world_size(group), **how), calls
 
 
 def layer_of_batches(
@@ -111,12 +113,14 @@ def layer_of_batches(
     if is_auto(given):
         others.add("method")
     setting, says_how = asked.setting, set(named) - others
+    layout = None if given.get("layout") is None else setting.layout  # not one that was chosen
     return Layer(
-        *(asked.problem, asked if says_how else None, setting.layout, setting.ranks_per_node),
+        *(asked.problem, asked if says_how else None, layout, setting.ranks_per_node),
         relayout=setting.relayout,
     )
 
 
+USUAL_TOKENS = 1 << 20  # of batches whose length is not known yet: long, as others need no ranks
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 SIZES = ("seq_len", "kv_seq_len", "dtype", *_HEADS)
 
@@ -133,7 +137,7 @@ def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
     choose a layout before the first call."""
     heads = given.get("num_heads") or 32
     kv_heads = given.get("num_kv_heads") or (8 if given.get("num_heads") is None else heads)
-    found = {"seq_len": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
+    found = {"seq_len": USUAL_TOKENS, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
     return {**given, **{n: x for n, x in found.items() if given.get(n) is None}}
 
 
@@ -222,9 +226,10 @@ def _refuse_near_names(options: Mapping[str, Any]) -> None:
         close = [argument for argument in _OWN if name in argument]
         close += get_close_matches(name, _OWN, n=1, cutoff=0.7)
         if close:
-            method = options.get("method", DEFAULT_METHOD)
+            method = options.get("method", AUTO)
+            whose = "no method has an" if method == AUTO else f"method {method} has no"
             raise MeshAttentionError(
-                f"method {method} has no option {name!r}; did you mean the argument {close[0]}?"
+                f"{whose} option {name!r}; did you mean the argument {close[0]}?"
             )
 
 

@@ -23,8 +23,7 @@ from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, n
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import rates_of
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.first_answer import AUTO
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS, all_options
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, joined
@@ -92,24 +91,36 @@ def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) 
     ranks = dist.get_process_group_ranks(group)
     found = per_node = ranks_of_nodes(ranks, os.environ.get("LOCAL_WORLD_SIZE"))
     if given.get("cluster") is None:
-        cluster, line = find_cluster(_machine(per_node, len(ranks)))
+        machine = _machine(group, per_node)
+        cluster, line = find_cluster(machine)
+        rates = Rates() if machine.gpu is None else rates_of(cluster)
         if per_node is not None and per_node >= len(ranks):
             per_node = None  # one node, as where nobody says anything of nodes
     else:
         cluster = a_cluster(given["cluster"])
         line, per_node = f"{cluster.name}, as given", cluster.node.ranks
+        rates = rates_of(cluster)
     chosen = kept_answer(asked.problem, len(ranks), cluster, options)
     if chosen is not None:
         per_node = cluster.node.ranks
     per_node = options.get("ranks_per_node") or per_node
-    rates, costs = rates_of(cluster), cluster.planning_costs(len(ranks))
+    costs = cluster.planning_costs(len(ranks))
     if node := per_node or found:
         rates = replace(rates, ranks_per_node=node)
     return AutoChoice(line, rates, costs, per_node, options, chosen)
 
 
 def is_auto(given: Mapping[str, Any]) -> bool:
-    return (given.get("method") or DEFAULT_METHOD) == AUTO
+    return given.get("plan") is None and (given.get("method") or DEFAULT_METHOD) == AUTO
+
+
+def told_of_calls(given: Mapping[str, Any]) -> str | None:
+    """How methods are chosen where sizes come with calls, if they are chosen."""
+    if not is_auto(given):
+        return None
+    cluster = given.get("cluster")
+    rates = "usual rates" if cluster is None else f"the rates of {a_cluster(cluster).name}"
+    return f"first answer of {AUTO} to the sizes of the call, by {rates}"
 
 
 def rates_for(method: Any, cluster: Any) -> Rates | None:
@@ -136,9 +147,12 @@ def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None
     return sizes.pop() if len(sizes) == 1 and in_order else None
 
 
-def _machine(per_node: int | None, num_ranks: int) -> Machine:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else gpu_of_driver()
+def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
+    gpu = gpu_of_driver()
+    uses_gpus = dist.get_backend(group) == dist.Backend.NCCL
+    if uses_gpus and torch.cuda.is_available():  # otherwise CUDA stays as it is
+        gpu = torch.cuda.get_device_name()
     if gpu is None:
         return Machine()  # links of what has no GPU say nothing about a cluster
-    inside = per_node is not None and per_node >= num_ranks
+    inside = per_node is not None and per_node >= dist.get_world_size(group)
     return Machine(gpu, None if inside else per_node, () if inside else nic_gbits())

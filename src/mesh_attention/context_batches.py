@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mesh_attention.context_arguments import (
     SIZES,
+    USUAL_TOKENS,
     has_sizes,
     kept_source,
     layer_of_batches,
@@ -125,7 +126,7 @@ class Batches(Reports):
             given = usual_sizes(given)
         key = tuple(given.get(name) for name in SIZES)
         if key not in self._layers:
-            asked, options = read_arguments(self._share.context.groups.parent, given)
+            asked, options = read_arguments(self._share.context.groups.parent, given, tried=False)
             self._layers[key] = layer_of_batches(asked, given, options)
         return self._layers[key]
 
@@ -141,7 +142,10 @@ class Batches(Reports):
             return self._source, self._options
         layer = self._layer()
         if self._fixed is None:
-            sizes = sizes_of(context, given, q, k, v) | {"seq_len": 1, "kv_seq_len": 1}
+            sizes = sizes_of(context, given, q, k, v) | {
+                "seq_len": USUAL_TOKENS,
+                "kv_seq_len": USUAL_TOKENS,
+            }
             layer = self._layer(sizes)
         plans = documents if isinstance(documents, BatchPlans) else _handle(documents).plans
         return plans.source(context, layer), self._options.of_batch()

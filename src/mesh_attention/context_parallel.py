@@ -29,7 +29,7 @@ from mesh_attention.context_arguments import (
     read_arguments,
     usual_sizes,
 )
-from mesh_attention.context_auto import AutoChoice, choose, is_auto
+from mesh_attention.context_auto import AutoChoice, choose, is_auto, told_of_calls
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
@@ -71,9 +71,10 @@ class ContextParallel(Batches, Training):
     relayout        tensors come and go in contiguous shards, rank r with the r-th, and are
                     exchanged for the layout that the method works in, and back; otherwise they lie
                     in that layout
-    method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen
-    cluster         with method="auto": the name or the file of the cluster to choose for; left out,
-                    it is found from the machine (`cp.choice` says so)
+    method, tile, layout, chunks, ...   as `mesh-attention plan --help` lists them; None: chosen, at
+                    once and by closed forms ("auto"), or as it was searched before
+    cluster         where the method is chosen: the name or the file of the cluster to choose for;
+                    left out, it is found from the machine (`cp.choice` says so)
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
@@ -135,13 +136,15 @@ class ContextParallel(Batches, Training):
             self._given = given | options
             known = has_sizes(self._given)
             sizes = self._given if known else usual_sizes(self._given)
-            asked, self._options = read_arguments(group, sizes)
+            asked, self._options = read_arguments(group, sizes, tried=False)
             if known and isinstance(asked, Question) and is_auto(self._given):
                 choice = choose(group, self._given, asked)
                 asked = self._chosen(choice, asked)
             if known:
                 self._fixed = context.source(asked)
                 mine = self._mine
+            else:
+                self._chosen_by = told_of_calls(self._given)
         except Exception as found:  # whatever it is, the others must not wait for us
             error = found
         try:

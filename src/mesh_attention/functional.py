@@ -53,7 +53,7 @@ def mesh_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
 
-    The shards lie in `layout`: by default zigzag for a causal mask and contiguous without one, as
+    The shards lie in `layout`: by default zigzag under a mask and contiguous without one, as
     `ContextParallel.shard` cuts them; with `relayout=True` contiguous. `seq_len` is needed only if
     the last shard holds padding; otherwise it is local_seq times the number of ranks. `sinks`,
     `label`, and what takes the place of `dropout_p` and `alibi_slopes`: see

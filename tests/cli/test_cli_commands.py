@@ -13,7 +13,7 @@ from mesh_attention.plan.text import digest, parse_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 PAPER = (
-    "volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 --head-dim 128 "
+    "volume --method mesh --ranks 256 --tile 16x16 --tokens 524288 --heads 64 --head-dim 128 "
     "--ranks-per-node 8 --alpha 4 --chunks 1x1 --json"
 )
 
@@ -33,7 +33,9 @@ def test_volume_has_the_promised_keys_for_the_passes_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for asked, passes in (("both", ["forward", "backward"]), ("backward", ["backward"])):
-        found = as_json(f"volume --ranks 9 --tokens 576 --pass {asked} --json", capsys)
+        found = as_json(
+            f"volume --method mesh --ranks 9 --tokens 576 --pass {asked} --json", capsys
+        )
         assert list(found) == passes
         for one in found.values():
             assert set(one["bytes_per_rank"]) == {"mean", "max"}
@@ -46,7 +48,7 @@ def test_volume_has_the_promised_keys_for_the_passes_asked_for(
 def test_volume_counts_the_papers_units_for_nine_ranks(
     more: str, units: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"volume --ranks 9 --tokens 576 --pass forward --json {more}"
+    line = f"volume --method mesh --ranks 9 --tokens 576 --pass forward --json {more}"
     assert as_json(line, capsys)["forward"]["units_total"] == units
 
 
@@ -66,7 +68,7 @@ def test_volume_gives_the_papers_gigabytes_for_256_ranks(
 
 
 def test_volume_shows_people_one_column_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output("volume --ranks 9 --tokens 576", capsys)
+    out = output("volume --method mesh --ranks 9 --tokens 576", capsys)
     assert "forward" in out
     assert "backward" in out
     assert "72" in out
@@ -74,7 +76,7 @@ def test_volume_shows_people_one_column_a_pass(capsys: pytest.CaptureFixture[str
 
 
 def test_verify_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "verify --ranks 6 --tokens 100 --causal --chunks 2x2"
+    line = "verify --method mesh --ranks 6 --tokens 100 --causal --chunks 2x2"
     assert output(line, capsys).startswith("ok: mesh on 6 ranks, forward and backward")
     told = as_json(line + " --json", capsys)
     planned = as_json(line.replace("verify", "plan") + " --json", capsys)
@@ -85,7 +87,7 @@ def test_a_plan_file_verifies_and_a_corrupted_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
-    output(f"plan --ranks 9 --tokens 576 --chunks 2x2 --text {good}", capsys)
+    output(f"plan --method mesh --ranks 9 --tokens 576 --chunks 2x2 --text {good}", capsys)
     lines = good.read_text().splitlines(keepends=True)
     doomed = next(i for i, line in enumerate(lines) if line.startswith("  C-1-0: attend"))
     bad.write_text("".join(lines[:doomed] + lines[doomed + 1 :]))
@@ -104,13 +106,15 @@ def test_a_plan_file_verifies_and_a_corrupted_one_does_not(
 def test_the_text_form_on_standard_output_is_nothing_but_the_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = "plan --ranks 4 --tokens 64 --causal"
+    options = "plan --method mesh --ranks 4 --tokens 64 --causal"
     text = output(f"{options} --text -", capsys)
     assert digest(parse_plan(text)) == as_json(f"{options} --json", capsys)["digest"]
 
 
 def test_plan_summarises_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output("plan --ranks 9 --tokens 576 --causal --chunks 3x3 --pass forward", capsys)
+    out = output(
+        "plan --method mesh --ranks 9 --tokens 576 --causal --chunks 3x3 --pass forward", capsys
+    )
     assert len(out.splitlines()) < 40
     for word in ("mesh on 9 ranks", "576 tokens", "tile 3x3", "zigzag", "KV0: 0 3 6", "RS-Q-2"):
         assert word in out
@@ -120,7 +124,7 @@ def test_plan_summarises_on_one_screen(capsys: pytest.CaptureFixture[str]) -> No
 def test_plan_json_holds_settings_steps_volume_and_digest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = as_json("plan --ranks 9 --tokens 576 --chunks 3x3 --json", capsys)
+    found = as_json("plan --method mesh --ranks 9 --tokens 576 --chunks 3x3 --json", capsys)
     assert len(found["digest"]) == 64
     assert found["problem"]["q_tokens"] == 576
     forward = found["passes"]["forward"]
@@ -136,7 +140,7 @@ def test_plan_json_holds_settings_steps_volume_and_digest(
 def test_plan_says_how_far_greedy_is_from_the_best_found(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"plan --ranks 64 --tokens 65536 --causal --chunks 4x4 {flag}"
+    line = f"plan --method mesh --ranks 64 --tokens 65536 --causal --chunks 4x4 {flag}"
     found = as_json(line + " --json", capsys)["passes"]
     for one in found.values():
         times = one["schedulers"]
@@ -150,7 +154,7 @@ def test_plan_says_how_far_greedy_is_from_the_best_found(
 
 
 def test_a_memory_cap_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "volume --ranks 16 --tokens 65536 --chunks 4x4 --pass forward --json"
+    line = "volume --method mesh --ranks 16 --tokens 65536 --chunks 4x4 --pass forward --json"
     free = as_json(line, capsys)["forward"]["peak_buffer_bytes"]
     capped = as_json(f"{line} --max-memory-bytes 450MiB", capsys)["forward"]["peak_buffer_bytes"]
     assert capped <= 450 * 2**20 < free
@@ -173,14 +177,18 @@ def test_ranks_follow_from_the_tile(capsys: pytest.CaptureFixture[str]) -> None:
 def test_masks_can_be_asked_for(
     options: str, mask: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert mask in output(f"plan --ranks 4 --tokens 576 {options}", capsys)
-    assert as_json(f"verify --ranks 4 --tokens 576 {options} --json", capsys)["ok"] is True
+    assert mask in output(f"plan --method mesh --ranks 4 --tokens 576 {options}", capsys)
+    assert (
+        as_json(f"verify --method mesh --ranks 4 --tokens 576 {options} --json", capsys)["ok"]
+        is True
+    )
 
 
 DRAWINGS = {
-    "draw_9_rotation": "draw --ranks 9 --tokens 576 --chunks 3x3 --pass forward",
-    "draw_9_no_rotation": "draw --ranks 9 --tokens 576 --no-rotation --pass forward",
-    "draw_9_causal": "draw --ranks 9 --tokens 576 --causal --layout contiguous --pass backward",
+    "draw_9_rotation": "draw --method mesh --ranks 9 --tokens 576 --chunks 3x3 --pass forward",
+    "draw_9_no_rotation": "draw --method mesh --ranks 9 --tokens 576 --no-rotation --pass forward",
+    "draw_9_causal": "draw --method mesh --ranks 9 --tokens 576 --causal --layout contiguous "
+    "--pass backward",
 }
 
 
@@ -192,8 +200,8 @@ def test_drawings_of_nine_ranks_match_the_golden_files(
 
 
 def test_draw_json_is_the_matrix_and_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "draw --ranks 4 --tokens 64 --causal --layout contiguous --pass forward --json"
-    found = as_json(line, capsys)["forward"]
+    line = "draw --method mesh --ranks 4 --tokens 64 --causal --layout contiguous --pass forward"
+    found = as_json(f"{line} --json", capsys)["forward"]
     nobody = None
     assert found["matrix"] == [
         [0, nobody, nobody, nobody],
@@ -206,7 +214,7 @@ def test_draw_json_is_the_matrix_and_the_steps(capsys: pytest.CaptureFixture[str
 
 
 def test_draw_says_what_slices_of_heads_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "draw --ranks 4 --tokens 64 --heads 8 --head-slices 1x4 --pass forward"
+    line = "draw --method mesh --ranks 4 --tokens 64 --heads 8 --head-slices 1x4 --pass forward"
     assert main(line.split()) == 0
     drawn = capsys.readouterr().out
     sizes = as_json(f"{line} --json", capsys)["forward"]["head_slices"]

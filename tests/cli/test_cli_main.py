@@ -76,7 +76,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_real_process_returns_0_for_done_and_2_for_the_impossible() -> None:
-    done = run_process("verify", "--ranks", "4", "--tokens", "64")
+    done = run_process("verify", "--method", "mesh", "--ranks", "4", "--tokens", "64")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ok: mesh on 4 ranks")
     refused = run_process("volume", "--tile", "3x4", "--ranks", "9")

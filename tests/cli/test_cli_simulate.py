@@ -13,7 +13,7 @@ from mesh_attention.cluster import cluster_names
 from mesh_attention.plan.methods.table import METHODS
 
 KEYS = {"runtime_seconds", "mfu_percent", "exposed_communication_seconds", "peak_bytes", "setting"}
-SMALL = "simulate --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
+SMALL = "simulate --method mesh --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
 
 
 def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:

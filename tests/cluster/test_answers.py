@@ -18,7 +18,7 @@ from mesh_attention.cluster.answers import (
     kept_answer,
     search_and_keep,
 )
-from mesh_attention.plan.methods.first_answer import AUTO
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.question import ask
 from mesh_attention.plan.text import digest
 

@@ -19,7 +19,7 @@ from mesh_attention.plan.question import make_plan
 
 HGX = load_cluster("hgx-h100")
 PROBLEM = problem_of(4096)
-PLAN = plan_on(HGX, PROBLEM, 4)
+PLAN = plan_on(HGX, PROBLEM, 4, method="mesh")
 TIMELINE = simulate(PLAN, HGX)
 TEXT = "name = 1"
 
@@ -29,19 +29,19 @@ BAD: dict[str, Callable[[], Any]] = {
     "no cluster": lambda: simulate(PLAN, None),  # type: ignore[arg-type]
     "unknown cluster": lambda: simulate(PLAN, "hgx-h10"),
     "long name": lambda: load_cluster("x" * 5000),
-    "other nodes": lambda: simulate(make_plan(PROBLEM, 4, ranks_per_node=2), HGX),
+    "other nodes": lambda: simulate(make_plan(PROBLEM, 4, method="mesh", ranks_per_node=2), HGX),
     "overlap": lambda: simulate(PLAN, HGX, overlap="x"),
     "pass": lambda: simulate(PLAN, HGX, "sideways"),
-    "ranks 0": lambda: find_best(PROBLEM, 0, HGX),
-    "ranks as text": lambda: find_best(PROBLEM, "4", HGX),  # type: ignore[arg-type]
-    "plan on ranks as text": lambda: plan_on(HGX, PROBLEM, "4"),  # type: ignore[arg-type]
-    "no problem": lambda: find_best(None, 4, HGX),  # type: ignore[arg-type]
+    "ranks 0": lambda: find_best(PROBLEM, 0, HGX, method="mesh"),
+    "ranks as text": lambda: find_best(PROBLEM, "4", HGX, method="mesh"),  # type: ignore[arg-type]
+    "plan on ranks as text": lambda: plan_on(HGX, PROBLEM, "4", method="mesh"),  # type: ignore[arg-type]
+    "no problem": lambda: find_best(None, 4, HGX, method="mesh"),  # type: ignore[arg-type]
     "method": lambda: find_best(PROBLEM, 4, HGX, method=[]),  # type: ignore[arg-type]
-    "direction": lambda: find_best(PROBLEM, 4, HGX, direction="x"),
-    "search overlap": lambda: find_best(PROBLEM, 4, HGX, overlap="x"),
-    "options": lambda: find_best(PROBLEM, 4, HGX, options="x"),  # type: ignore[arg-type]
-    "directions": lambda: make_plan(PROBLEM, 4, directions=("x",)),  # type: ignore[arg-type]
-    "directions as text": lambda: make_plan(PROBLEM, 4, directions="forward"),  # type: ignore[arg-type]
+    "direction": lambda: find_best(PROBLEM, 4, HGX, method="mesh", direction="x"),
+    "search overlap": lambda: find_best(PROBLEM, 4, HGX, method="mesh", overlap="x"),
+    "options": lambda: find_best(PROBLEM, 4, HGX, method="mesh", options="x"),  # type: ignore[arg-type]
+    "directions": lambda: make_plan(PROBLEM, 4, method="mesh", directions=("x",)),  # type: ignore[arg-type]
+    "directions as text": lambda: make_plan(PROBLEM, 4, method="mesh", directions="forward"),  # type: ignore[arg-type]
     "bytes": lambda: parse_cluster(b"", "x"),  # type: ignore[arg-type]
     "nested": lambda: parse_cluster("a = " + "[" * 5000, "x"),
     "one timeline": lambda: trace_of(TIMELINE),  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_it_is_refused(bad: Callable[[], Any]) -> None:
 
 def test_a_cluster_may_be_given_by_its_name() -> None:
     assert simulate(PLAN, "hgx-h100").runtime_seconds == TIMELINE.runtime_seconds
-    assert find_best(PROBLEM, 4, "hgx-h100").timeline.cluster == HGX
+    assert find_best(PROBLEM, 4, "hgx-h100", method="mesh").timeline.cluster == HGX
 
 
 def test_kernels_faster_than_the_gpu_are_refused() -> None:

@@ -49,14 +49,24 @@ def test_the_climb_finds_what_trying_everything_finds() -> None:
     for shape in METHODS["mesh"].candidates(PROBLEM, RANKS, SMALL.node.ranks):
         for kq, kkv, heads in product((1, 2, 4), (1, 2, 4), (None, (1, 4), (2, 8))):
             cut: dict[str, Any] = {"chunks": (kq, kkv)} | ({"head_slices": heads} if heads else {})
-            plan = plan_on(SMALL, PROBLEM, RANKS, directions=(Direction.FORWARD,), **cut, **shape)
+            plan = plan_on(
+                SMALL,
+                PROBLEM,
+                RANKS,
+                method="mesh",
+                directions=(Direction.FORWARD,),
+                **cut,
+                **shape,
+            )
             everything.append(simulate(plan, SMALL).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)
     assert best.tried < len(everything) / 2
 
 
 def test_what_is_given_stays() -> None:
-    best = find_best(problem_of(65536), 16, PAPER, options={"tile": (2, 8), "chunks": (1, 2)})
+    best = find_best(
+        problem_of(65536), 16, PAPER, method="mesh", options={"tile": (2, 8), "chunks": (1, 2)}
+    )
     assert best.timeline.one.setting["tile"] == "2x8"
     assert best.timeline.one.setting["chunks"] == "1x2"
     best = find_best(problem_of(65536), 16, PAPER, method="mesh-usp", options={"ulysses": 16})
@@ -65,7 +75,7 @@ def test_what_is_given_stays() -> None:
 
 def test_shapes_are_searched_where_the_cut_is_given() -> None:
     cut: dict[str, Any] = {"chunks": (1, 1), "head_slices": (2, 8)}
-    best = find_best(problem_of(65536), 16, PAPER, options=cut)
+    best = find_best(problem_of(65536), 16, PAPER, method="mesh", options=cut)
     assert best.options.items() >= cut.items()
     assert best.options.keys() - cut.keys() <= {"tile", "alpha"}
     assert best.tried > 3
@@ -78,16 +88,16 @@ def with_memory(num_bytes: float) -> Cluster:
 def test_what_fits_into_memory_wins() -> None:
     free = best_of("mesh", Direction.FORWARD).timeline
     smaller = with_memory(free.peak_bytes - 1)
-    fitting = find_best(PROBLEM, RANKS, smaller).timeline
+    fitting = find_best(PROBLEM, RANKS, smaller, method="mesh").timeline
     assert fitting.peak_bytes < free.peak_bytes
     assert fitting.runtime_seconds >= free.runtime_seconds
-    none = find_best(PROBLEM, RANKS, with_memory(1)).timeline
+    none = find_best(PROBLEM, RANKS, with_memory(1), method="mesh").timeline
     assert none.runtime_seconds > 0  # still an answer
 
 
 def test_a_refusal_of_everything_is_the_methods_own() -> None:
     with pytest.raises(PlanError, match="tiles that fit"):
-        find_best(problem_of(), 16, PAPER, options={"tile": (3, 3)})
+        find_best(problem_of(), 16, PAPER, method="mesh", options={"tile": (3, 3)})
     with pytest.raises(PlanError, match="has no option 'tile'"):
         find_best(problem_of(), 16, PAPER, method="ring", options={"tile": (4, 4)})
     with pytest.raises(PlanError, match="known methods"):
@@ -96,6 +106,12 @@ def test_a_refusal_of_everything_is_the_methods_own() -> None:
 
 def test_progress_grows_to_the_end() -> None:
     told: list[tuple[int, int]] = []
-    find_best(problem_of(), 8, PAPER, progress=lambda done, total: told.append((done, total)))
+    find_best(
+        problem_of(),
+        8,
+        PAPER,
+        method="mesh",
+        progress=lambda done, total: told.append((done, total)),
+    )
     assert [done for done, _ in told] == list(range(1, len(told) + 1))
     assert all(done <= total for done, total in told)

@@ -55,18 +55,26 @@ def test_less_overlap_is_never_faster(method: str) -> None:
 
 
 def test_the_cluster_says_how_many_ranks_a_node_has() -> None:
-    plan = plan_on(PAPER, problem_of(), 16, directions=(Direction.FORWARD,))
+    plan = plan_on(PAPER, problem_of(), 16, method="mesh", directions=(Direction.FORWARD,))
     assert plan.ranks_per_node == 8
     assert (
-        plan_on(PAPER, problem_of(), 16, directions=(Direction.FORWARD,), ranks_per_node=8) == plan
+        plan_on(
+            PAPER,
+            problem_of(),
+            16,
+            method="mesh",
+            directions=(Direction.FORWARD,),
+            ranks_per_node=8,
+        )
+        == plan
     )
     with pytest.raises(ClusterError, match="ranks_per_node=4: a node of paper has 8 ranks"):
-        plan_on(PAPER, problem_of(), 16, ranks_per_node=4)
+        plan_on(PAPER, problem_of(), 16, method="mesh", ranks_per_node=4)
 
 
 def test_more_ranks_than_the_cluster_has_are_refused_before_planning() -> None:
     with pytest.raises(ClusterError, match="paper has 256 ranks"):
-        plan_on(PAPER, problem_of(), 512)
+        plan_on(PAPER, problem_of(), 512, method="mesh")
 
 
 def test_an_unknown_method_is_refused_as_everywhere() -> None:
@@ -76,12 +84,12 @@ def test_an_unknown_method_is_refused_as_everywhere() -> None:
 
 def test_a_setting_names_what_was_chosen() -> None:
     options: dict[str, Any] = {"tile": (4, 4), "alpha": 2, "chunks": (2, 1), "gather_out": True}
-    plan = plan_on(PAPER, problem_of(), 16, **options)
+    plan = plan_on(PAPER, problem_of(), 16, method="mesh", **options)
     setting = setting_of(plan, plan.backward, options)
     assert setting["tile"] == "4x4"
     assert setting["chunks"] == "2x1"
     assert setting["alpha"] == 2
     assert setting["layout"] == "zigzag"
     assert setting["gather_out"] is True
-    default = plan_on(PAPER, problem_of(), 16)
+    default = plan_on(PAPER, problem_of(), 16, method="mesh")
     assert setting_of(default, default.forward, {})["alpha"] is None

@@ -116,7 +116,7 @@ def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_
 
 def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
     problem = Problem(128, 4, 8)
-    plan = make_plan(problem, 4, tile=(2, 2), chunks=(1, 1), combine="exchange")
+    plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(1, 1), combine="exchange")
     program = plan.forward.programs[0]
     table = program.buffer_table()
     op = next(op for op in program.operations if isinstance(op, Merge))

@@ -108,7 +108,7 @@ def test_time_falls_when_a_kernel_that_takes_any_mask_is_added(
     square, slow = KernelRate(600.0, 60.0, 500.0), KernelRate(300.0, 60.0, 500.0)
     dense = PassRates(False, True, 0, 40.0, square, square, slow)
     ranges = PassRates(True, True, 0, 40.0, square, None, square)
-    plan = plan_on(hgx, problem, 16, tile=(4, 4), directions=(direction,))
+    plan = plan_on(hgx, problem, 16, method="mesh", tile=(4, 4), directions=(direction,))
     before = simulate(plan, having(hgx, dense=dense), direction)
     after = simulate(plan, having(hgx, dense=dense, ranges=ranges), direction)
     assert after.runtime_seconds < 0.97 * before.runtime_seconds
@@ -118,7 +118,7 @@ def test_time_falls_when_a_kernel_that_takes_any_mask_is_added(
 
 def test_a_kernel_that_lets_transfers_begin_hides_what_another_exposes() -> None:
     hgx = load_cluster("hgx-h100")
-    plan = plan_on(hgx, CAUSAL, 16, tile=(4, 4), directions=(Direction.FORWARD,))
+    plan = plan_on(hgx, CAUSAL, 16, method="mesh", tile=(4, 4), directions=(Direction.FORWARD,))
     rate = KernelRate(700.0, 60.0, 400.0)
     lets = PassRates(False, True, 0, 40.0, rate, rate, rate)
     holds = replace(lets, lets_transfers_begin=False)
@@ -138,7 +138,7 @@ def test_a_kernel_that_holds_the_gpu_must_be_half_as_fast_again_to_be_chosen() -
         return next(iter(simulate(plan, where).kernels))
 
     assert [chosen(times, zigzag()) for times in (1.4, 1.6)] == ["lets", "holds"]
-    alone = make_plan(Problem(64, 4, 8, mask=Mask(causal=True)), 1)
+    alone = make_plan(Problem(64, 4, 8, mask=Mask(causal=True)), 1, method="mesh")
     assert chosen(1.1, alone) == "holds"
 
 
@@ -157,7 +157,7 @@ def test_beside_a_transfer_a_call_loses_its_margin_and_no_call_loses_it_otherwis
 
     beside = replace(slow, disturbance=replace(slow.disturbance, compute_slowdown=0.0))
     assert first(beside, 33) == pytest.approx(first(beside, 0) * 132 / 99)
-    one = make_plan(Problem(4096, 4, 8), 1)
+    one = make_plan(Problem(4096, 4, 8), 1, method="mesh")
     alone = [
         simulate(one, having(hgx, only=replace(kernel, sm_margin=m))).runtime_seconds
         for m in (0, 33)
@@ -167,12 +167,12 @@ def test_beside_a_transfer_a_call_loses_its_margin_and_no_call_loses_it_otherwis
 
 def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
     hgx = load_cluster("hgx-h100")
-    plan = plan_on(hgx, PACKED, 8)
+    plan = plan_on(hgx, PACKED, 8, method="mesh")
     assert set(simulate(plan, hgx, "forward", kernel="triton").kernels) == {"triton"}
     others = simulate(plan, hgx, "backward", kernel="flash_attn3").kernels
     assert others
     assert "flash_attn3" not in others
-    best = find_best(CAUSAL, 4, hgx, kernel="cudnn", options={"chunks": (1, 1)})
+    best = find_best(CAUSAL, 4, hgx, method="mesh", kernel="cudnn", options={"chunks": (1, 1)})
     assert set(best.timeline.kernels) == {"cudnn"}
     with pytest.raises(
         ClusterError, match="kernel=fast: hgx-h100 has curves of flash_attn3, cudnn"
@@ -185,7 +185,9 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
     assert main(command) == 0
     text = capsys.readouterr().out
     for direction in Direction:
-        used = simulate(plan_on("hgx-h100", CAUSAL, 8), "hgx-h100", direction).kernels
+        used = simulate(
+            plan_on("hgx-h100", CAUSAL, 8, method="mesh"), "hgx-h100", direction
+        ).kernels
         line = next(x for x in text.splitlines() if x.startswith(f"{direction}: kernel"))
         assert used
         assert all(name in line for name in used)

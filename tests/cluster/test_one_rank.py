@@ -48,7 +48,7 @@ def test_the_estimate_is_near_the_simulation() -> None:
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
-    plan = plan_on(PAPER, problem_of(8192), 1)
+    plan = plan_on(PAPER, problem_of(8192), 1, method="mesh")
     seen = estimate(plan, PAPER, Direction.FORWARD)
     assert seen.moving_seconds == 0
     exact = simulate(plan, PAPER).runtime_seconds

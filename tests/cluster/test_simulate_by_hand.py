@@ -94,7 +94,13 @@ def test_collectives_of_ranks_behind_one_nic_divide_it(nics: int, seconds: float
         base, node=replace(base.node, ranks=2), network=replace(base.network, nics=nics)
     )
     plan = make_plan(
-        Problem(64, 2, 8), 4, tile=(2, 2), chunks=(1, 1), ranks_per_node=2, directions=FORWARD
+        Problem(64, 2, 8),
+        4,
+        method="mesh",
+        tile=(2, 2),
+        chunks=(1, 1),
+        ranks_per_node=2,
+        directions=FORWARD,
     )
     assert sorted(plan.forward.groups.values()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
     costs = FixedCosts(lambda _: 0.0, lambda name: 4.0 * (name == "AG-KV-0"))
@@ -143,8 +149,8 @@ def golden_plan() -> Plan:
     flops_per_second = 2 * flops * 128 / 132
     costs = Costs(2 * gathered, flops_per_second, latency_seconds=0.0)
     return make_plan(
-        problem, 9, tile=(3, 3), chunks=(3, 3), gamma=1.0, costs=costs, combine="exchange",
-        directions=FORWARD,
+        problem, 9, method="mesh", tile=(3, 3), chunks=(3, 3), gamma=1.0, costs=costs,
+        combine="exchange", directions=FORWARD,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def only_cudnn(cluster: Cluster, waits: bool = True) -> Cluster:
 
 def three_gathers(mask: Mask | None = None) -> Plan:
     problem = Problem(q_tokens=96, num_heads=2, head_dim=8, mask=mask or Mask())
-    return make_plan(problem, 2, tile=(1, 2), chunks=(1, 3), directions=FORWARD)
+    return make_plan(problem, 2, method="mesh", tile=(1, 2), chunks=(1, 3), directions=FORWARD)
 
 
 def begins(timeline: Timeline, name: str) -> float:
@@ -103,6 +103,7 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
             simulate(
                 plan_on(
                     *(cluster, problem, 64),
+                    method="mesh",
                     tile=(8, 8),
                     head_slices=(4, 16),
                     chunks=chunks,

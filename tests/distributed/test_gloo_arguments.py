@@ -27,7 +27,7 @@ CASE = Case(RANKS, 40, 40, mask=Mask(causal=True), dtype=torch.float32, batch=2)
 WRONG_ARGUMENTS = {
     "tile": ({"tile": (3, 2)}, "tile 3x2 has 6 cells but there are 4 ranks; tiles that fit:"),
     "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
-    "unknown": ({"tyle": (2, 2)}, "method mesh has no option 'tyle'"),
+    "unknown": ({"tyle": (2, 2)}, "no method has an option 'tyle'; did you mean"),
     "renamed": ({"heads_at_once": (1, 1)}, "it is 'head_slices' now"),
     "softcap": ({"softcap": -1.0}, "softcap=-1.0: must be finite and above 0"),
     "alibi": ({"alibi_slopes": 1}, "alibi_slopes=1: a bias by distance"),
@@ -58,7 +58,7 @@ def construct(
     rank: int, world_size: int, changes: dict[str, Any], by: list[int], usual: dict[str, Any]
 ) -> Raised:
     given = changes if rank in by else usual
-    return raised_by(lambda: context(CASE, **given))
+    return raised_by(lambda: context(CASE, **({"method": None} | given)))  # by default: chosen
 
 
 @pytest.mark.parametrize("by", [[0, 1, 2, 3], [1], [0]], ids=["all", "one", "first"])
@@ -105,7 +105,9 @@ def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Raised:
             time.sleep(1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says, rightly, for whom it is waiting
-            return raised_by(lambda: context(CASE, tile=(3, 3) if rank == odd else None))
+            return raised_by(
+                lambda: context(CASE, method=None, tile=(3, 3) if rank == odd else None)
+            )
     finally:
         handshake._PATIENCE_SECONDS = 10.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention import ContextParallel, Mask
+from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
 from mesh_attention.cluster.answers import VARIABLE, kept_answer, search_and_keep
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.context_auto import ranks_of_nodes
@@ -48,9 +48,20 @@ def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, A
     with ContextParallel(method="auto", cluster=other, **asked) as cp:
         found["clusters"] = attend(cp, case), digest(cp.plan), cp.choice
     # Sizes that come with calls, and documents of a batch.
-    with ContextParallel(method="auto", causal=True) as cp:
+    with ContextParallel(seq_len=45, causal=True) as cp:
         docs = cp.documents([0, 20, 45])
         found["documents"] = attend_documents(cp, case, docs)
+        found["by calls"] = cp.choice if attend_layers(cp, case) else ""
+    # Layers of one batch, one with a window: objects that share tokens share their places too.
+    with ContextParallel(**asked) as cp:
+        assert cp.choice == found["first"][2]
+        with ContextParallel(**(asked | {"mask": WINDOW})) as windowed:
+            assert windowed.plan.method == "seen"
+            found["layers"] = attend_layers(cp, case, windowed)
+        found["same plan"] = digest(cp.plan) == digest(make_plan(case.problem, 4))
+    # Of what cannot be cut so, the next best method.
+    with ContextParallel(**asked, head_slices=(1, 2)) as cp:
+        found["cut"] = attend(cp, case), digest(cp.plan), cp.choice
     for name, method, cluster in (
         ("refused", "mesh", "hgx-h100"),
         ("unknown", "auto", "hgx-h1000"),
@@ -58,6 +69,25 @@ def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, A
         wrong = {"method": method, "cluster": cluster, **asked}
         found[name] = raised_by(partial(ContextParallel, **wrong)).error
     return found
+
+
+WINDOW = Mask(causal=True, window=(6, 0))
+
+
+def attend_layers(cp: ContextParallel, case: Case, other: ContextParallel | None = None) -> bool:
+    """Both objects, or the one and the function, with tokens that the first has cut."""
+    shards = [cp.shard(x.to(case.dtype), dim=1) for x in case.tensors()[:3]]
+    layers = [(cp.attention(*shards), case.mask)]
+    if other is not None:
+        layers.append((other.attention(*shards), WINDOW))
+    size: dict[str, Any] = {"seq_len": case.problem.q_tokens}
+    layers.append((mesh_attention(*shards, causal=True, **size), case.mask))
+    layers.append((mesh_attention(*shards, mask=WINDOW, **size), WINDOW))
+    for local, mask in layers:
+        assert isinstance(local, torch.Tensor)
+        off = cp.unshard(local, dim=1).double() - attention(*case.tensors(), mask).out
+        assert off.abs().max() < 1e-5
+    return True
 
 
 def attend_documents(cp: ContextParallel, case: Case, docs: Any) -> bool:
@@ -80,7 +110,7 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Pat
         os.environ[VARIABLE] = before
     by_rank = pool.run(run_auto, 4, CASE, str(tmp_path))
     truth = attention(*CASE.tensors(), CASE.mask)
-    for name in ("first", "second", "all", "clusters"):
+    for name in ("first", "second", "all", "clusters", "cut"):
         parts: list[Part] = [one[name][0] for one in by_rank]
         assert max(errors(whole(parts, CASE), truth).values()) <= tolerance(CASE.dtype)
         assert len({one[name][1] for one in by_rank}) == 1
@@ -92,6 +122,10 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Pat
         assert one["all"][1] == digest(best.plan())
         assert "hgx-h100, as given" in one["clusters"][2]
         assert one["documents"]
+        assert "first answer of auto to the sizes of the call, by usual rates" in one["by calls"]
+        assert one["layers"]
+        assert one["same plan"]
+        assert one["cut"][2].startswith("mesh")
         assert "only method='auto' chooses by it" in one["refused"]
         assert "did you mean hgx-h100?" in one["unknown"]
 

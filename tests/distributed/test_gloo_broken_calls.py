@@ -171,7 +171,7 @@ def inference_first(rank: int, world_size: int, way: str) -> Any:
     with torch.inference_mode():
         inferred = [cp.shard(x, 1) for x in tensors[:3]]
         if way == "function":
-            out = mesh_attention(*inferred, causal=True)
+            out = mesh_attention(*inferred, causal=True, method="mesh")
         else:
             out = cp.attention(*inferred)
         assert isinstance(out, Tensor)

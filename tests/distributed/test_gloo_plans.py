@@ -224,7 +224,7 @@ def test_collectives_that_do_not_fit_together_are_named_by_group(
 
 
 def call(rank: int, world_size: int, directions: tuple[Direction, ...], dtype: torch.dtype) -> Any:
-    plan = make_plan(CASE.problem, 4, directions=directions)
+    plan = make_plan(CASE.problem, 4, method="mesh", directions=directions)
     with ContextParallel(plan=plan) as cp:
         inputs = [cp.shard(x, 1).to(dtype).requires_grad_() for x in CASE.tensors()[:3]]
         raised = raised_by(lambda: cp.attention(*inputs), cp)

@@ -37,7 +37,7 @@ def _errors(result: LocalResult, truth: LocalResult) -> list[float]:
 
 def _run(ranks: int, dtype: torch.dtype, device: str, mask: Mask, tensors: list[torch.Tensor]):  # type: ignore[no-untyped-def]
     problem = Problem(N, HEADS, DIM, num_kv_heads=KV_HEADS, element_bytes=dtype.itemsize, mask=mask)
-    plan = make_plan(problem, ranks, chunks=(2, 2))
+    plan = make_plan(problem, ranks, method="mesh", chunks=(2, 2))
     return run_local(plan, *(x.to(device, dtype) for x in tensors))
 
 

@@ -101,7 +101,7 @@ def test_two_streams_compute_what_one_computes(
 ) -> None:
     ranks, options = SETTINGS[name]
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=causal))
-    plan = make_plan(problem, ranks, directions=(direction,), **options)
+    plan = make_plan(problem, ranks, directions=(direction,), **({"method": "mesh"} | options))
     rank = ranks - 1
     expected = sent(plan, direction, rank, two_streams=False)
     assert any(x.isfinite().any() for x in expected)

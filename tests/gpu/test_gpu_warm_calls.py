@@ -163,7 +163,7 @@ CALL_SHAPE = CallShape(1, torch.bfloat16, torch.device("cuda", 0))
 @pytest.mark.parametrize("direction", list(Direction))
 def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: Direction) -> None:
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=True))
-    plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
+    plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     run = all_ranks(plan, direction, CALL_SHAPE)
     inputs = local_inputs(plan, direction, CALL_SHAPE)
     first = run(inputs)
@@ -185,7 +185,7 @@ def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: D
 
 def test_a_workspace_that_grows_is_bound_again() -> None:
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=True))
-    plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
+    plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     one = plan.forward
     workspace = Workspace()
     executor = Executor(
@@ -206,7 +206,7 @@ def test_a_workspace_that_grows_is_bound_again() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -> None:
     problem = Problem(65536, 16, 128, mask=Mask(causal=causal))
-    plan = make_plan(problem, 16, tile=(4, 4), chunks=(2, 2))
+    plan = make_plan(problem, 16, method="mesh", tile=(4, 4), chunks=(2, 2))
     one = plan.direction(direction)
     executor = Executor(
         plan, one, 0, AloneTransport(one.programs[0]), Workspace(), CALL_SHAPE, softmax_scale=0.1

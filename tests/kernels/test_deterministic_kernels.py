@@ -99,7 +99,7 @@ def test_a_kernel_that_is_forced_and_cannot_is_named() -> None:
 def run(kernel: str | None = None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(1, 24, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
-    plan = make_plan(Problem(24, 4, 8, num_kv_heads=2, element_bytes=8), 3)
+    plan = make_plan(Problem(24, 4, 8, num_kv_heads=2, element_bytes=8), 3, method="mesh")
     result = run_local(plan, q, k, v, grad, kernel=kernel)
     return [x for x in (result.out, result.grad_q, result.grad_k, result.grad_v) if x is not None]
 

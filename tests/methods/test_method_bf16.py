@@ -38,7 +38,7 @@ def truth(mask: str) -> Attention:
 
 
 def errors(mask: str, ranks: int, **options: Any) -> dict[str, Errors]:
-    plan = make_plan(case(mask).problem, ranks, **options)
+    plan = make_plan(case(mask).problem, ranks, **({"method": "mesh"} | options))
     result, true = run_local(plan, *case(mask).tensors(), kernel=KERNEL), truth(mask)
     return {name: Errors.of(getattr(result, name), getattr(true, name)) for name in TENSORS}
 

@@ -241,7 +241,14 @@ def test_with_8x32_tiles_the_causal_mesh_moves_2_4_gib_and_0_6_between_nodes_too
     problem = Problem(1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=True))
     for alpha in (1, 2):
         options: dict[str, Any] = {"tile": (8, 32), "chunks": (1, 1), "alpha": alpha}
-        plan = make_plan(problem, 256, directions=(Direction.FORWARD,), ranks_per_node=8, **options)
+        plan = make_plan(
+            problem,
+            256,
+            method="mesh",
+            directions=(Direction.FORWARD,),
+            ranks_per_node=8,
+            **options,
+        )
         numbers = count(plan)[Direction.FORWARD].to_json()
         found = [
             f"{numbers[key]['max'] / 2**30:.1f}"

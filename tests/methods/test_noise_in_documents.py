@@ -34,6 +34,6 @@ def test_not_even_nan_or_infinity_leaves_a_document_by_rectangles(way: str, nois
 
 def test_noise_is_noticed_where_documents_are_not_apart() -> None:
     starts = PACKS[1]
-    plan = make_plan(Problem(starts[-1], 4, 8, element_bytes=4), 2)
+    plan = make_plan(Problem(starts[-1], 4, 8, element_bytes=4), 2, method="mesh")
     with pytest.raises(AssertionError, match="out"):
         check_apart(plan, starts, torch.float32, noise=300.0)

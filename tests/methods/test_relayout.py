@@ -244,20 +244,24 @@ def test_shards_that_are_not_contiguous_are_no_proof_of_relayout() -> None:
 def test_layouts_in_too_many_stretches_are_refused_with_a_way_out() -> None:
     problem = Problem(1 << 17, 8, 128, mask=CAUSAL)
     with pytest.raises(PlanError, match="stripe_block of at least 32, or layout=zigzag"):
-        make_plan(problem, 8, relayout=True, layout="striped").program(0, "forward")
-    make_plan(problem, 8, relayout=True, layout="striped", stripe_block=32).program(0, "forward")
+        make_plan(problem, 8, method="mesh", relayout=True, layout="striped").program(0, "forward")
+    make_plan(problem, 8, method="mesh", relayout=True, layout="striped", stripe_block=32).program(
+        0, "forward"
+    )
 
 
 def test_a_cap_on_memory_does_not_count_what_is_exchanged() -> None:
     problem = Problem(4096, 8, 128, mask=CAUSAL)
     with pytest.raises(PlanError, match="max_memory_bytes is not supported together with relayout"):
-        make_plan(problem, 4, relayout=True, max_memory_bytes=1 << 30)
-    make_plan(problem, 4, relayout=True, max_memory_bytes=1 << 30, layout="contiguous")
+        make_plan(problem, 4, method="mesh", relayout=True, max_memory_bytes=1 << 30)
+    make_plan(
+        problem, 4, method="mesh", relayout=True, max_memory_bytes=1 << 30, layout="contiguous"
+    )
 
 
 def test_relayout_is_true_or_false() -> None:
     with pytest.raises(PlanError, match="relayout='yes': must be True or False"):
-        make_plan(Problem(16, 2, 8), 2, relayout="yes")
+        make_plan(Problem(16, 2, 8), 2, method="mesh", relayout="yes")
 
 
 # Documents.

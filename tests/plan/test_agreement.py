@@ -9,7 +9,9 @@ from mesh_attention.plan.question import make_plan
 
 
 def plan(*, head_dim: int = 8) -> Plan:
-    return make_plan(Problem(64, 4, head_dim), 4, tile=(1, 4), directions=(Direction.FORWARD,))
+    return make_plan(
+        Problem(64, 4, head_dim), 4, method="mesh", tile=(1, 4), directions=(Direction.FORWARD,)
+    )
 
 
 def test_all_ranks_of_a_plan_fit_together() -> None:
@@ -26,7 +28,9 @@ def test_a_rank_whose_collectives_move_more_is_named_with_its_group() -> None:
 def test_statistics_count_in_the_size_of_a_collective() -> None:
     """Eight heads of 4 are as many numbers as four heads of 8, but have twice as many LSEs."""
     four, eight = (
-        make_plan(Problem(64, heads, 32 // heads), 4, tile=(2, 2), combine="reduce-scatter")
+        make_plan(
+            Problem(64, heads, 32 // heads), 4, method="mesh", tile=(2, 2), combine="reduce-scatter"
+        )
         for heads in (4, 8)
     )
     for rank in range(4):

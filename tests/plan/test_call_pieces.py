@@ -30,7 +30,7 @@ def in_pieces_everywhere(plan: Plan) -> Plan:
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_plan_in_pieces_is_still_proven(causal: bool) -> None:
     problem = Problem(1 << 18, 16, 128, mask=Mask(causal=causal))
-    plan = make_plan(problem, 16, tile=(4, 4), head_slices=(2, 4))
+    plan = make_plan(problem, 16, method="mesh", tile=(4, 4), head_slices=(2, 4))
     pieces = in_pieces_everywhere(plan)
     assert verify(pieces) == []
     calls = [
@@ -44,6 +44,7 @@ def test_pieces_are_rows_of_whole_tiles_and_large_enough_for_a_gpu() -> None:
     plan = make_plan(
         Problem(1 << 19, 64, 128),
         256,
+        method="mesh",
         tile=(16, 16),
         head_slices=(8, 8),
         combine="reduce-scatter",
@@ -60,7 +61,7 @@ def test_pieces_are_rows_of_whole_tiles_and_large_enough_for_a_gpu() -> None:
 
 def test_short_calls_and_rings_stay_whole() -> None:
     for plan in (
-        make_plan(Problem(1 << 10, 8, 64), 4, tile=(2, 2), head_slices=(1, 2)),
+        make_plan(Problem(1 << 10, 8, 64), 4, method="mesh", tile=(2, 2), head_slices=(1, 2)),
         make_plan(Problem(1 << 17, 64, 128), 8, method="ring"),
     ):
         for program in plan.forward.programs:
@@ -69,11 +70,11 @@ def test_short_calls_and_rings_stay_whole() -> None:
 
 def test_attention_joins_what_was_computed_right_before_it() -> None:
     """Delta is computed first; an attention that reads it as it lies must wait for it."""
-    local = make_plan(Problem(64, 4, 8), 2, tile=(1, 2), chunks=(1, 2))
+    local = make_plan(Problem(64, 4, 8), 2, method="mesh", tile=(1, 2), chunks=(1, 2))
     program = local.backward.programs[0]
     first, *others = [at for at, op in enumerate(program.operations) if op in attentions(program)]
     assert must_follow(program.operations, workspace_map(program, local.problem)) == {first}
     assert others  # they run beside the call before them, long after delta
-    gathered = make_plan(Problem(64, 4, 8), 2, tile=(2, 1))
+    gathered = make_plan(Problem(64, 4, 8), 2, method="mesh", tile=(2, 1))
     other = gathered.backward.programs[0]
     assert must_follow(other.operations, workspace_map(other, gathered.problem)) == set()

@@ -39,7 +39,7 @@ CAUSAL = Mask(causal=True)
 def plan_for(ranks: int, *, tokens: int = 576, mask: Mask | None = None, **options: Any) -> Plan:
     problem = Problem(q_tokens=tokens, num_heads=4, head_dim=8, mask=mask or Mask())
     stretches = stretches_for(options.get("layout"), Random(0), tokens, ranks)
-    return make_plan(problem, ranks, **options, stretches=stretches)
+    return make_plan(problem, ranks, method="mesh", **options, stretches=stretches)
 
 
 def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) -> Plan:
@@ -228,7 +228,7 @@ def test_neighbouring_runs_are_joined_wherever_they_stand() -> None:
 def test_slots_of_queries_and_keys_are_told_apart_where_they_differ() -> None:
     assert "contiguous, 96 slots a rank" in draw_summary(plan_for(6))
     problem = Problem(576, 4, 8, kv_tokens=288)
-    summary = draw_summary(make_plan(problem, 6))
+    summary = draw_summary(make_plan(problem, 6, method="mesh"))
     assert "contiguous, 96 query and 48 key slots a rank" in summary
 
 

@@ -10,8 +10,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.first_answer import AUTO, first_answers
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.first_answer import first_answers
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask, make_plan

@@ -68,7 +68,8 @@ def peaks(plan: Plan) -> list[int]:
 def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) -> None:
     problem = Problem(4096, 16, 8, num_kv_heads=8, mask=Mask(causal=causal))
     whole, sliced = (
-        make_plan(problem, 4, tile=(2, 2), head_slices=heads) for heads in (None, (1, 1))
+        make_plan(problem, 4, method="mesh", tile=(2, 2), head_slices=heads)
+        for heads in (None, (1, 1))
     )
     assert verify(sliced) == []
     for one, other in zip(count(whole).values(), count(sliced).values(), strict=True):
@@ -78,7 +79,9 @@ def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) ->
 
 
 def test_queries_meet_keys_of_their_own_heads() -> None:
-    plan = make_plan(Problem(96, 8, 8, num_kv_heads=4), 6, tile=(3, 2), head_slices=(1, 2))
+    plan = make_plan(
+        Problem(96, 8, 8, num_kv_heads=4), 6, method="mesh", tile=(3, 2), head_slices=(1, 2)
+    )
     for one in plan.passes:
         assert one.setting["head_slices"] == "1+2+1"
         for program in one.programs:
@@ -93,7 +96,7 @@ def test_queries_meet_keys_of_their_own_heads() -> None:
 
 
 def test_the_next_slice_is_fetched_before_this_one_is_computed() -> None:
-    plan = make_plan(Problem(64, 4, 8), 4, tile=(2, 2), head_slices=(1, 1))
+    plan = make_plan(Problem(64, 4, 8), 4, method="mesh", tile=(2, 2), head_slices=(1, 1))
     names = [op.name for op in plan.forward.programs[0].operations]
     gathers = [op.name for op in plan.forward.programs[0].operations if isinstance(op, AllGather)]
     assert gathers[:4] == ["AG-KV-0", "AG-Q-0", "AG-KV-1", "AG-Q-1"]
@@ -105,7 +108,7 @@ def test_the_next_slice_is_fetched_before_this_one_is_computed() -> None:
 def test_impossible_slices_are_refused_with_what_is_possible(heads: tuple[int, int]) -> None:
     problem = Problem(64, 8, 8, num_kv_heads=4)
     with pytest.raises(PlanError, match=r"head_slices=.*<= largest <= 4 KV heads"):
-        make_plan(problem, 4, head_slices=heads)
+        make_plan(problem, 4, method="mesh", head_slices=heads)
 
 
 def test_with_ulysses_a_rank_holds_fewer_heads() -> None:
@@ -130,7 +133,7 @@ def test_a_cut_is_suggested_by_size() -> None:
     assert suggested_cut(short, 16, (1, 1), 16) == ((1, 1), None)
     grouped = Problem(1 << 19, 64, 128, num_kv_heads=8)
     assert suggested_cut(grouped, 64, (8, 8), 1) == ((1, 1), (1, 1))
-    plan = make_plan(LONG, 64)
+    plan = make_plan(LONG, 64, method="mesh")
     assert plan.forward.setting["head_slices"].startswith("2+3+5")
 
 
@@ -160,32 +163,32 @@ def test_rows_of_one_head_are_cut_into_chunks_of_4096_or_more_and_no_more_than_f
 @pytest.mark.parametrize("name", ["chunks", "backward_chunks"])
 def test_where_a_cut_is_given_nothing_is_chosen(name: str) -> None:
     given: dict[str, Any] = {name: (2, 2)}
-    plan = make_plan(LONG, 64, **given)
+    plan = make_plan(LONG, 64, method="mesh", **given)
     assert plan.backward.setting["chunks"] == "2x2"
     assert plan.forward.setting["chunks"] == ("2x2" if name == "chunks" else "1x1")
     for one in plan.passes:
         assert "head_slices" not in one.setting
-    with_slices = make_plan(LONG, 64, head_slices=(64, 64))
+    with_slices = make_plan(LONG, 64, method="mesh", head_slices=(64, 64))
     assert {one.setting["chunks"] for one in with_slices.passes} == {"1x1"}
 
 
 def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
     problem = Problem(1 << 15, 32, 64)
-    free = make_plan(problem, 4, tile=(2, 2))
+    free = make_plan(problem, 4, method="mesh", tile=(2, 2))
     largest = max(peaks(free))
     for share in (2, 3):
-        plan = make_plan(problem, 4, tile=(2, 2), max_memory_bytes=largest // share)
+        plan = make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=largest // share)
         assert max(peaks(plan)) <= largest // share
         assert verify(plan) == []
         assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
-    tight = peaks(make_plan(problem, 4, tile=(2, 2), head_slices=(1, 1)))
-    under = make_plan(problem, 4, tile=(2, 2), max_memory_bytes=max(tight) * 9 // 10)
+    tight = peaks(make_plan(problem, 4, method="mesh", tile=(2, 2), head_slices=(1, 1)))
+    under = make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=max(tight) * 9 // 10)
     assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
     assert max(peaks(under)) <= max(tight) * 9 // 10
     with pytest.raises(PlanError, match="smallest cap"):
-        make_plan(problem, 4, tile=(2, 2), max_memory_bytes=1 << 20)
+        make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=1 << 20)
 
 
 def test_the_option_that_is_wrong_is_named() -> None:
     with pytest.raises(PlanError, match="backward_head_slices=1x9"):
-        make_plan(Problem(64, 8, 8), 4, backward_head_slices=(1, 9))
+        make_plan(Problem(64, 8, 8), 4, method="mesh", backward_head_slices=(1, 9))

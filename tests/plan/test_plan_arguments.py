@@ -41,7 +41,7 @@ def test_what_is_not_a_plan_is_refused_by_every_reader(name: str, nonsense: Any)
 )  # fmt: skip
 def test_an_option_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(MeshAttentionError, match=name):
-        make_plan(PROBLEM, 4, **{name: value})
+        make_plan(PROBLEM, 4, method="mesh", **{name: value})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -53,12 +53,15 @@ def test_an_option_that_is_none_was_not_given(method: str) -> None:
 @pytest.mark.parametrize("ranks", [4.0, "4", None, [4], True, 0, -1])
 def test_ranks_are_a_whole_number(ranks: Any) -> None:
     with pytest.raises(MeshAttentionError, match="ranks"):
-        make_plan(PROBLEM, ranks)
+        make_plan(PROBLEM, ranks, method="mesh")
 
 
 def test_a_pair_may_be_text_or_a_list_and_numbers_may_be_of_numpy() -> None:
-    plans = [make_plan(PROBLEM, 4, tile=tile) for tile in ("4x1", [4, 1], (np.int64(4), 1))]
-    assert plans[0] == plans[1] == plans[2] == make_plan(PROBLEM, 4, tile=(4, 1))
+    plans = [
+        make_plan(PROBLEM, 4, method="mesh", tile=tile)
+        for tile in ("4x1", [4, 1], (np.int64(4), 1))
+    ]
+    assert plans[0] == plans[1] == plans[2] == make_plan(PROBLEM, 4, method="mesh", tile=(4, 1))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_a_problem_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
 def test_a_name_of_before_is_refused_with_that_of_today(old: str, told: str) -> None:
     options: dict[str, Any] = {old: True}
     with pytest.raises(MeshAttentionError) as refused:
-        make_plan(PROBLEM, 2, **options)
+        make_plan(PROBLEM, 2, method="mesh", **options)
     assert f"method mesh has no option '{old}' ({told}); its options: " in str(refused.value)
 
 

@@ -35,7 +35,7 @@ def test_a_plan_with_stretches_prints_and_parses_back(method: str) -> None:
 
 def test_ranks_with_other_stretches_notice_it() -> None:
     one, other = (
-        make_plan(PROBLEM, 4, layout="listed", stretches=stretches)
+        make_plan(PROBLEM, 4, method="mesh", layout="listed", stretches=stretches)
         for stretches in (STRETCHES, OTHERS)
     )
     assert question_digest(one) != question_digest(other)
@@ -44,8 +44,8 @@ def test_ranks_with_other_stretches_notice_it() -> None:
 def test_lists_from_anywhere_are_read() -> None:
     assert STRETCHES is not None
     lists = [[[np.int64(start), stop] for start, stop in own] for own in STRETCHES]
-    plan = make_plan(PROBLEM, 4, layout="listed", stretches=lists)
-    assert plan == make_plan(PROBLEM, 4, layout="listed", stretches=STRETCHES)
+    plan = make_plan(PROBLEM, 4, method="mesh", layout="listed", stretches=lists)
+    assert plan == make_plan(PROBLEM, 4, method="mesh", layout="listed", stretches=STRETCHES)
 
 
 @pytest.mark.parametrize(
@@ -60,18 +60,18 @@ def test_lists_from_anywhere_are_read() -> None:
 )
 def test_what_is_no_list_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
-        make_plan(PROBLEM, 4, **options)
+        make_plan(PROBLEM, 4, method="mesh", **options)
 
 
 def test_queries_and_keys_of_different_numbers_are_refused() -> None:
     crossed = Problem(40, num_heads=4, head_dim=8, kv_tokens=30)
     with pytest.raises(PlanError, match="40 query and 30 key tokens"):
-        make_plan(crossed, 4, layout="listed", stretches=STRETCHES)
+        make_plan(crossed, 4, method="mesh", layout="listed", stretches=STRETCHES)
 
 
 def test_a_text_that_lists_a_position_twice_is_refused() -> None:
     stretches = (((0, 20), (30, 40)), ((20, 30),), (), ())
-    text = plan_text(make_plan(PROBLEM, 4, layout="listed", stretches=stretches))
+    text = plan_text(make_plan(PROBLEM, 4, method="mesh", layout="listed", stretches=stretches))
     assert parse_plan(text).q_layout.stretches == stretches
     with pytest.raises(PlanTextError, match=r"positions 30\.\.31 are listed twice"):
         parse_plan(text.replace("[20, 30]", "[20, 31]"))

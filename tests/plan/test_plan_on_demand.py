@@ -107,14 +107,18 @@ def test_the_same_question_has_the_same_plan_however_it_is_asked(
 
 def test_the_large_problem_is_cut_and_the_small_one_is_not() -> None:
     """Else the tests above would not see a choice that is made in one place only."""
-    small, large = (make_plan(problem, RANKS).forward.setting for problem, _ in CASES.values())
+    small, large = (
+        make_plan(problem, RANKS, method="mesh").forward.setting for problem, _ in CASES.values()
+    )
     assert "head_slices" in large
     assert "head_slices" not in small
     assert {small["chunks"], large["chunks"]} == {"1x1"}
 
 
 def test_a_plan_can_be_pickled_and_copied() -> None:
-    plan = make_plan(Problem(q_tokens=61, num_heads=4, head_dim=8, mask=Mask(causal=True)), 6)
+    plan = make_plan(
+        Problem(q_tokens=61, num_heads=4, head_dim=8, mask=Mask(causal=True)), 6, method="mesh"
+    )
     for other in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert other == plan
         assert plan == other

@@ -73,7 +73,7 @@ def test_what_is_not_text_is_refused(nonsense: Any) -> None:
 
 
 def test_a_pass_that_a_plan_lacks_is_refused_with_those_it_has() -> None:
-    forward = make_plan(Problem(32, 2, 4), 4, directions=(Direction.FORWARD,))
+    forward = make_plan(Problem(32, 2, 4), 4, method="mesh", directions=(Direction.FORWARD,))
     with pytest.raises(MeshAttentionError, match="has no backward pass; it has: forward"):
         _ = forward.backward
 

@@ -29,7 +29,7 @@ GROUPS: Any = SimpleNamespace(
 
 
 def prepared() -> PreparedCall:
-    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 1), 0, 1)
+    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 1, method="mesh"), 0, 1)
     shape = CallShape(1, torch.float32, CPU)
     return PreparedCall(Transports(GROUPS), mine, CallOptions(cuda_graph=True), shape)
 
@@ -92,7 +92,7 @@ def test_shared_memory_is_released_with_the_transports_or_left_where_signals_may
     monkeypatch.setattr(shared_memory, "default_store", lambda: store)
     told: list[str] = []
     transports = Transports(GROUPS)
-    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 2), 0, 2)
+    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 2, method="mesh"), 0, 2)
     memory = transports.memory(mine, timedelta(seconds=5))
     assert transports.memory(mine, timedelta(seconds=5)) is memory
     block: Any = SimpleNamespace(

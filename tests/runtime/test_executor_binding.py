@@ -34,7 +34,7 @@ def receive(buffer: Buffer, tensor: Tensor) -> None:
 
 def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pass]:
     problem = Problem(64, 2, 8, element_bytes=4, mask=Mask(causal=True))
-    plan = make_plan(problem, 4, tile=(2, 2), chunks=(2, 2))
+    plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     one = plan.direction(direction)
     transport = AloneTransport(one.programs[0], receive)
     executor = Executor(plan, one, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)

@@ -12,7 +12,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.testing import run_local
 
 PROBLEM = Problem(16, 2, 8, element_bytes=4)
-PLAN = make_plan(PROBLEM, 2)
+PLAN = make_plan(PROBLEM, 2, method="mesh")
 X = torch.zeros(1, 16, 2, 8)
 
 
@@ -46,7 +46,7 @@ def test_a_scale_that_is_no_number_is_refused(scale: Any) -> None:
 
 
 def test_gradients_of_a_plan_without_a_backward_pass_are_refused() -> None:
-    forward = make_plan(PROBLEM, 2, directions=(Direction.FORWARD,))
+    forward = make_plan(PROBLEM, 2, method="mesh", directions=(Direction.FORWARD,))
     assert run_local(forward, X, X, X).grad_q is None
     with pytest.raises(
         MeshAttentionError, match="has no backward pass; it has: forward; make_plan"

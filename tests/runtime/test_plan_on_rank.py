@@ -10,7 +10,7 @@ from mesh_attention import Problem, make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 
-PLAN = make_plan(Problem(64, 4, 8), 4)
+PLAN = make_plan(Problem(64, 4, 8), 4, method="mesh")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])

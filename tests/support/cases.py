@@ -50,7 +50,7 @@ class Case:
         )
 
     def plan(self) -> Plan:
-        return make_plan(self.problem, self.ranks, **self.options)
+        return make_plan(self.problem, self.ranks, **({"method": "mesh"} | self.options))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, whole."""

@@ -43,6 +43,7 @@ def context(
         "causal": case.mask.causal,
         "mask": case.mask,
         "dtype": case.dtype,
+        "method": "mesh",
         **case.options,
         **changes,
     }

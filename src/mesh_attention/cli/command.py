@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.question import RENAMED_OPTIONS
+from mesh_attention.plan.methods.first_answer import RENAMED_OPTIONS
 
 
 class Flag(NamedTuple):

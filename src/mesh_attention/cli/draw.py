@@ -64,7 +64,7 @@ COMMAND = Command(
     ),
     more_flags=add_plan_flags,
     examples=(
-        "mesh-attention draw --ranks 9 --chunks 3x3 --pass forward",
-        "mesh-attention draw --ranks 9 --no-rotation --causal --layout contiguous",
+        "mesh-attention draw --method mesh --ranks 9 --chunks 3x3 --pass forward",
+        "mesh-attention draw --method mesh --ranks 9 --no-rotation --causal --layout contiguous",
     ),
 )

@@ -29,8 +29,7 @@ from mesh_attention.cli.values import (
 )
 from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.first_answer import AUTO
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS, all_options
+from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
@@ -84,9 +83,7 @@ def add_question_flags(parser: argparse.ArgumentParser) -> None:
         help = f"{flag.help} (default {usual})" if usual else flag.help
         flag._replace(help=help).add_to(problem)
     plan = parser.add_argument_group("plan")
-    methods_text = (
-        f"{', '.join(METHODS)}, or {AUTO}: chosen by closed forms (default {DEFAULT_METHOD})"
-    )
+    methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by closed forms"
     Flag("--method", methods_text, str, "NAME").add_to(plan)
     ranks_text = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
     Flag("--ranks", ranks_text, size, "N").add_to(plan)

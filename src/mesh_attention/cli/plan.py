@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from contextlib import suppress
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
+from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw.schedule import ScheduleComparison, compare_schedulers, draw_steps
@@ -31,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
             return 0
     comparisons: Comparisons = {}
     if args.compare_schedulers or args.scheduler == "search":
-        comparisons = {one.direction: compare_schedulers(plan, one) for one in plan.passes}
+        for one in plan.passes:
+            with suppress(*() if args.compare_schedulers else (PlanError,)):
+                comparisons[one.direction] = compare_schedulers(plan, one)
     return show(args, lambda: _to_json(plan, comparisons), lambda: _for_people(plan, comparisons))
 
 
@@ -94,7 +98,7 @@ COMMAND = Command(
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
-        "mesh-attention plan --ranks 64 --causal --chunks 4x4 --scheduler search",
+        "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4 --scheduler search",
         "mesh-attention plan --tile 3x3 --text plan.txt",
     ),
 )

@@ -33,7 +33,7 @@ from mesh_attention.cluster.trace import trace_of
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.files import replacing
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
-from mesh_attention.plan.methods.first_answer import AUTO
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 
 DEFAULT_CLUSTER = "hgx-h100"
@@ -115,16 +115,16 @@ def simulated(
 ) -> list[Simulated]:
     """Each pass that was asked for, with the options given, or with the best ones found."""
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
-    method = {} if args.method is None else {"method": args.method}
     directions = directions_of(args)
     if not args.best:
+        method = {} if args.method is None else {"method": args.method}
         plan = plan_on(cluster, problem, ranks, directions=directions, **method, **options)
         tell_fewer_chunks(args, plan)
         timelines = [
             simulate(plan, cluster, one, overlap=overlap, kernel=args.kernel) for one in directions
         ]
         return [Simulated(timeline, options) for timeline in timelines]
-    if args.method == AUTO:
+    if args.method in (None, AUTO):
         with progress("searching") as tell:
             every = find_best_of_all(
                 *(problem, ranks, cluster),
@@ -146,7 +146,7 @@ def simulated(
                 overlap=overlap,
                 kernel=args.kernel,
                 progress=tell,
-                **method,
+                method=args.method,
             )
         found.append(Simulated(best.timeline, best.options, best.tried))
     return found

@@ -24,7 +24,7 @@ from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import ask_on
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import read_text, replacing
-from mesh_attention.plan.methods.first_answer import AUTO
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, joined
@@ -43,6 +43,13 @@ def answers_folder() -> Path:
         return Path(given)
     usual = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(usual) / "mesh_attention"
+
+
+def _is_folder() -> bool:
+    try:
+        return answers_folder().is_dir() and os.access(answers_folder(), os.R_OK | os.X_OK)
+    except (OSError, RuntimeError):  # processes without a home have no kept answers
+        return False
 
 
 def what_is_asked(
@@ -88,7 +95,7 @@ def keep_answer(
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as part:
             part.write_text(json.dumps(answer), encoding="utf-8")
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, RuntimeError) as error:
         warnings.warn(f"the answer could not be kept: {error}", stacklevel=2)
         return None
     return file
@@ -101,6 +108,8 @@ def kept_answer(
     options: Mapping[str, Any] | None = None,
 ) -> Chosen | None:
     """What was chosen when this was searched, if it was."""
+    if not _is_folder():  # by far the most frequent
+        return None
     asked = what_is_asked(problem, num_ranks, a_cluster(cluster), options or {})
     if asked is None:
         return None

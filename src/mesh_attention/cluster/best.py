@@ -23,8 +23,7 @@ from mesh_attention.cluster.explored import (
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.first_answer import AUTO
-from mesh_attention.plan.methods.table import DEFAULT_METHOD
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
@@ -70,7 +69,7 @@ def find_best(
     num_ranks: int,
     cluster: Cluster | str | Path,
     *,
-    method: str = DEFAULT_METHOD,
+    method: str,
     direction: Direction | str = Direction.FORWARD,
     options: Mapping[str, Any] | None = None,
     overlap: Overlap | str = Overlap.EVENTS,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.plan.arguments import number
-from mesh_attention.plan.methods.first_answer import AUTO, first_answers
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import CallKind
@@ -57,11 +57,12 @@ def ask_on(
         )
     nodes: dict[str, Any] = {"ranks_per_node": cluster.node.ranks}
     if method == AUTO:
-        first = first_answers(problem, num_ranks, options, rates_of(cluster))[0]
-        method, options = first.name, first.options | options
-    if isinstance(method, str) and method in METHODS and "costs" in METHODS[method].options():
-        options.setdefault("costs", cluster.planning_costs(num_ranks))
-    return ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
+        nodes["rates"] = rates_of(cluster)
+    found = ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
+    if options.get("costs") is None and hasattr(found.setting, "costs"):
+        costs: dict[str, Any] = {"costs": cluster.planning_costs(num_ranks)}
+        found = replace(found, setting=replace(found.setting, **costs))
+    return found
 
 
 def rates_of(cluster: Cluster) -> Rates:

@@ -6,16 +6,17 @@ and `ContextParallel` make the same plan from the same words. An option that is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
-from mesh_attention.plan.build.setting import Setting
+from mesh_attention.plan.build.setting import Setting, options_of
 from mesh_attention.plan.layout import LayoutKind, Stretches
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.first_answer import AUTO, first_answers
-from mesh_attention.plan.methods.table import DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.first_answer import first_answers, methods_with, renamed
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.way_costs import Rates
@@ -79,15 +80,6 @@ def joined(forward: Question, backward: Question) -> Question:
     return replace(forward, backward=backward)
 
 
-# As of 0.1, and what to write now.
-RENAMED_OPTIONS = {
-    "heads_at_once": "it is 'head_slices' now",
-    "backward_heads_at_once": "it is 'backward_head_slices' now",
-    "max_buffer_bytes": "it is 'max_memory_bytes' now",
-    "auto_cut": "leave it out: plans are cut by default",
-}
-
-
 def ask(
     problem: Problem,
     num_ranks: int,
@@ -95,10 +87,13 @@ def ask(
     method: str = DEFAULT_METHOD,
     directions: tuple[Direction, ...] = BOTH,
     rates: Rates | None = None,
+    tried: bool = True,
     **options: Any,
 ) -> Question:
     """Every option is used, or refused by name. Method `auto` is the first answer to what is asked
-    (`first_answer.py`), by the `rates` of the machine, for nodes of `ranks_per_node` or 8 ranks."""
+    (`first_answer.py`), by the `rates` of the machine, for nodes of `ranks_per_node` or 8 ranks.
+    Of those answers it is the first that a plan can be made of with all options; not `tried`: any,
+    for who asks again."""
     if not isinstance(method, str) or method not in (*METHODS, AUTO):
         known_methods = ", ".join((*METHODS, AUTO))
         raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
@@ -108,24 +103,41 @@ def ask(
     if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
     options = {name: value for name, value in options.items() if value is not None}
-    if method == AUTO:
-        rates = rates or Rates()
-        if "ranks_per_node" in options:
-            per_node = number("ranks_per_node", options["ranks_per_node"])
-            rates = replace(rates, ranks_per_node=per_node)
-        first = first_answers(problem, num_ranks, options, rates)[0]
-        method, options = first.name, first.options | options
+    passes = tuple(map(a_direction, directions))
+    if method != AUTO:
+        return Question(problem, num_ranks, method, _setting(method, options), passes)
+    rates = rates or Rates()
+    if "ranks_per_node" in options:
+        per_node = number("ranks_per_node", options["ranks_per_node"])
+        rates = replace(rates, ranks_per_node=per_node)
+    refusals = []
+    firsts = [(one.name, one.options) for one in first_answers(problem, num_ranks, options, rates)]
+    others: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods_with(options)]
+    for name, chosen in (*firsts, *others):
+        try:
+            setting = _setting(name, chosen | options)
+            found = Question(problem, num_ranks, name, setting, passes)
+            if tried and options.keys() - _OF_EVERY_METHOD:
+                found.plan()  # a cut or a cap may not suit the best method, and suit the next
+        except PlanError as error:
+            refusals.append(error)
+        else:
+            return found
+    raise refusals[len(firsts)]  # of a method that was given nothing but what the caller said
+
+
+def _setting(method: str, options: Mapping[str, Any]) -> Setting:
     known = METHODS[method].options()
     unknown = [name for name in options if name not in known]
     if unknown:
-        renamed = RENAMED_OPTIONS.get(unknown[0])
-        hint = f" ({renamed})" if renamed else ""
+        name, others = unknown[0], ", ".join(known)
         raise PlanError(
-            f"method {method} has no option {unknown[0]!r}{hint}; its options: {', '.join(known)}"
+            f"method {method} has no option {name!r}{renamed(name)}; its options: {others}"
         )
-    given = {name: known[name].read(value) for name, value in options.items()}
-    setting = METHODS[method].setting(**given)
-    return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
+    return METHODS[method].setting(**{n: known[n].read(value) for n, value in options.items()})
+
+
+_OF_EVERY_METHOD = {option.name for option in options_of(Setting)}
 
 
 def make_plan(

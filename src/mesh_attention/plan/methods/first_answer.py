@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -25,7 +26,6 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.way_costs import LayerCosts, Rates
 
-AUTO = "auto"
 _GATHERED, _ROTATED, _HEADS = ("mesh", "mesh-usp"), ("usp",), "ulysses"
 _SEEN = "seen"
 _MOST_SLICES = 8
@@ -48,15 +48,30 @@ class FirstAnswer:
         return sum(self.seconds)
 
 
+# As of 0.1, and what to write now.
+RENAMED_OPTIONS = {
+    "heads_at_once": "it is 'head_slices' now",
+    "backward_heads_at_once": "it is 'backward_head_slices' now",
+    "max_buffer_bytes": "it is 'max_memory_bytes' now",
+    "auto_cut": "leave it out: plans are cut by default",
+}
+
+
+def renamed(option: str) -> str:
+    """What to say of it in brackets; nothing where it never was one."""
+    return f" ({RENAMED_OPTIONS[option]})" if option in RENAMED_OPTIONS else ""
+
+
 def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Those that have all of these options."""
     given = {name for name, value in options.items() if value is not None}
     fits = tuple(name for name, method in METHODS.items() if given <= method.options().keys())
     if not fits:
         known = {option for method in METHODS.values() for option in method.options()}
-        unknown = sorted(given - known)
-        if unknown:
-            raise PlanError(f"no method has an option {unknown[0]!r}")
+        for name in sorted(given - known):
+            near = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near and not renamed(name) else ""
+            raise PlanError(f"no method has an option {name!r}{renamed(name)}{meant}")
         raise PlanError(
             f"no method has all of the options {', '.join(sorted(given))}; leave one out, or name "
             "a method"
@@ -205,11 +220,16 @@ def _seen(
     problem: Problem, num_ranks: int, given: Mapping[str, Any], rates: Rates
 ) -> list[FirstAnswer]:
     """Rows only to those who see them, on the shards that suit the mask."""
-    kind = given.get("layout") or usual_layout(problem.mask)
+    # Objects that share the tokens of a batch lay them out alike: by whether there is a mask.
+    free = given.get("layout") is None and not given.get("relayout")
+    kind = LayoutKind.ZIGZAG if free else given.get("layout") or usual_layout(problem.mask)
     if given.get("tile") is not None or kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
         return []
     q, kv = (Layout(LayoutKind(kind), size, num_ranks) for size in (problem.q_tokens, problem.keys))
     cost = LayerCosts(problem, num_ranks, rates).seen(q, kv)
     if not math.isfinite(cost.seconds):
         return []
-    return [FirstAnswer(_SEEN, {}, (0.3 * cost.seconds, 0.7 * cost.seconds), cost.received_bytes)]
+    options = {"layout": kind.value} if free else {}
+    return [
+        FirstAnswer(_SEEN, options, (0.3 * cost.seconds, 0.7 * cost.seconds), cost.received_bytes)
+    ]

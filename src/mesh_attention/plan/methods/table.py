@@ -108,7 +108,8 @@ def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> S
     return [{"tile": tile} for tile in tiles]
 
 
-DEFAULT_METHOD = "mesh"
+AUTO = "auto"  # not in the table: the first answer is one of those that are
+DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
