@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mesh_attention.cluster.answers import Chosen, kept_answer
+from mesh_attention.cluster.answers import Chosen, is_measured, kept_answer
+from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, nic_gbits
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import rates_of
@@ -81,6 +82,7 @@ class AutoChoice:
     def told(self, question: Question) -> str:
         """One line for people."""
         what = "first answer" if self.chosen is None else "searched answer"
+        what = "tuned answer" if is_measured(self.chosen) else what
         return f"{what} of {AUTO}, for {question.num_ranks} ranks on {self.machine}"
 
 
@@ -156,3 +158,10 @@ def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
         return Machine()  # links of what has no GPU say nothing about a cluster
     inside = per_node is not None and per_node >= dist.get_world_size(group)
     return Machine(gpu, None if inside else per_node, () if inside else nic_gbits())
+
+
+def cluster_here(group: dist.ProcessGroup) -> tuple[Cluster, str]:
+    """The one that `auto` takes on this group where none is given, and a line about it."""
+    ranks = dist.get_process_group_ranks(group)
+    per_node = ranks_of_nodes(ranks, os.environ.get("LOCAL_WORLD_SIZE"))
+    return find_cluster(_machine(group, per_node))

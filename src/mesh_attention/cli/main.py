@@ -5,12 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mesh_attention.cli import advise, demo, draw, plan, profile, report, simulate, verify, volume
+from mesh_attention.cli import (
+    advise,
+    demo,
+    draw,
+    plan,
+    profile,
+    report,
+    simulate,
+    tune,
+    verify,
+    volume,
+)
 from mesh_attention.cli.command import Command, UsageError, did_you_mean, exit_code, run_command
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
-_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, demo)
+_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo)
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 

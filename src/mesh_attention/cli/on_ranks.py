@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from mesh_attention.cli.command import UsageError
 from mesh_attention.measure.ranks import MeasureError, Ranks, ranks_of_launcher
 
 
@@ -14,7 +15,7 @@ def on_ranks(command: str, ranks_per_node: int | None, work: Callable[[Ranks], i
     try:
         with ranks_of_launcher(ranks_per_node, command=command) as ranks:
             return work(ranks)
-    except MeasureError:
+    except (MeasureError, UsageError):
         if os.environ.get("RANK", "0") == "0":
             raise
         return 2

@@ -81,15 +81,38 @@ def keep_answer(
     found: BestOfAll,
     options: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Where it is kept; None, with a warning, where it cannot be."""
-    asked = what_is_asked(problem, num_ranks, a_cluster(cluster), options or {})
-    if asked is None or len(found.chosen) != len(Direction):
+    """Where it is kept; None, with a warning, where it cannot be. One that was measured stays."""
+    if len(found.chosen) != len(Direction):
         return None
     chosen = {
         direction.value: {"method": one.name, "options": one.options, "seconds": one.seconds}
         for direction, one in found.chosen.items()
     }
-    answer = {"version": VERSION, "asked": asked, "chosen": chosen, "reason": found.reason}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a damaged one is replaced
+        if is_measured(kept_answer(problem, num_ranks, cluster, options)):
+            return None
+    return keep_chosen(problem, num_ranks, cluster, chosen, found.reason, options)
+
+
+def is_measured(chosen: Chosen | None) -> bool:
+    """Whether an answer comes of measurements (`mesh-attention tune`), not of the model."""
+    return chosen is not None and all(one.get("measured") is True for one in chosen.values())
+
+
+def keep_chosen(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    chosen: Chosen,
+    reason: str,
+    options: Mapping[str, Any] | None = None,
+) -> Path | None:
+    """The same for what was chosen elsewhere."""
+    asked = what_is_asked(problem, num_ranks, a_cluster(cluster), options or {})
+    if asked is None:
+        return None
+    answer = {"version": VERSION, "asked": asked, "chosen": chosen, "reason": reason}
     try:
         file = _file(asked)
         file.parent.mkdir(parents=True, exist_ok=True)

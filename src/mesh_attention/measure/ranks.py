@@ -76,6 +76,12 @@ class Ranks:
         dist.all_reduce(found, group=self.group)
         return [float(x) / self.size for x in found]
 
+    def longest(self, seconds: float) -> float:
+        """Of all ranks."""
+        found = torch.tensor([seconds], dtype=torch.float64, device=self._agreeing)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return float(found)
+
     def everyones(self, mine: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self.group)

@@ -1,0 +1,111 @@
+"""Which settings are measured, and what is found: on times that are made up, and on settings of a
+real search."""
+
+from __future__ import annotations
+
+import math
+import random
+from math import inf
+
+import pytest
+
+from mesh_attention import Mask, Problem
+from mesh_attention.cluster.auto import find_best_of_all
+from mesh_attention.cluster.contenders import Contender, contenders
+from mesh_attention.cluster.tuning import Tuning
+from mesh_attention.plan.plan import Direction
+
+Every = dict[Direction, list[Contender]]
+HERE, THERE = ("zigzag", (0, 1)), ("striped", (0, 1))
+
+
+def made_up(seed: int) -> tuple[Every, dict[str, float]]:
+    """Predictions of 8 methods, and times that differ from them by method most of all."""
+    rng = random.Random(seed)
+    every: Every = {}
+    truth = {}
+    for direction in Direction:
+        every[direction] = []
+        for method in range(8):
+            base, wrong = math.exp(rng.gauss(0, 0.15)), math.exp(rng.gauss(0, 0.15))
+            for number in range(rng.randint(1, 4)):
+                seconds = base * math.exp(abs(rng.gauss(0, 0.05)))
+                one = Contender(direction, f"m{method}", {"number": number}, seconds, HERE)
+                every[direction].append(one)
+                truth[one.key] = seconds * wrong * math.exp(rng.gauss(0, 0.04))
+    return every, truth
+
+
+def tuned(every: Every, truth: dict[str, float], most: int = 10) -> tuple[Tuning, int]:
+    tuning, made = Tuning(every), 0
+    while made < most and (pair := tuning.next()) is not None:
+        assert pair[0].place == pair[1].place
+        assert any(one.key not in tuning.measured for one in pair)
+        tuning.measured |= {one.key: truth[one.key] for one in pair}
+        made += 1
+    return tuning, made
+
+
+def test_ten_measurements_come_near_to_the_fastest() -> None:
+    near = 0
+    for seed in range(30):
+        every, truth = made_up(seed)
+        tuning, made = tuned(every, truth)
+        found, best = tuning.best(), Tuning(every, truth).best()
+        assert found is not None
+        assert best is not None
+        assert made <= 10
+        near += tuning.seconds(found) <= 1.05 * Tuning(every, truth).seconds(best)
+    assert near >= 27
+
+
+def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_was_measured() -> (
+    None
+):
+    def one(direction: Direction, method: str, number: int, seconds: float) -> Contender:
+        return Contender(direction, method, {"number": number}, seconds, HERE)
+
+    every = {
+        d: [one(d, "a", 0, 1.0), one(d, "a", 1, 1.01), one(d, "b", 0, 1.1), one(d, "c", 0, 9.0)]
+        for d in Direction
+    }
+    tuning = Tuning(every)
+    pair = tuning.next()
+    assert pair is not None
+    assert [x.text for x in pair] == ["a number=0", "a number=0"]
+    tuning.measured |= {x.key: 3.0 for x in pair}  # three times as long as predicted
+    pair = tuning.next()
+    assert pair is not None
+    assert [x.method for x in pair] == ["b", "b"]
+    assert tuning.ratio(every[Direction.FORWARD][1]) == pytest.approx((3.0, True))
+    assert tuning.ratio(pair[0]) == pytest.approx((3.0, False))
+    tuning.measured |= {x.key: 1.1 for x in pair}
+    # Nothing of `a` promises less than 1.1 any more; `c` was predicted far slower.
+    assert tuning.next() is None
+    assert tuning.best() == pair
+
+
+def test_what_cannot_run_is_passed_over_and_places_are_not_mixed() -> None:
+    every = {
+        d: [Contender(d, "a", {}, 1.0, HERE), Contender(d, "b", {}, 2.0, THERE)] for d in Direction
+    }
+    truth = {one.key: inf if one.method == "a" else 2.0 for x in every.values() for one in x}
+    tuning, made = tuned(every, truth)
+    assert made == 2
+    best = tuning.best()
+    assert best is not None
+    assert [one.method for one in best] == ["b", "b"]
+    nothing, _ = tuned(every, dict.fromkeys(truth, inf))
+    assert nothing.best() is None
+
+
+def test_contenders_hold_what_the_search_finds_and_more() -> None:
+    problem = Problem(64, 2, 8, mask=Mask(causal=True))
+    every = contenders(problem, 3, "hgx-h100")
+    best = find_best_of_all(problem, 3, "hgx-h100")
+    for direction, found in every.items():
+        assert len({one.key for one in found}) == len(found) >= 6
+        assert len({one.method for one in found}) >= 4
+        assert found == sorted(found, key=lambda one: one.seconds)
+        assert found[0].seconds <= best.standings[direction][0].seconds * (1 + 1e-9)
+    assert Tuning(every).next() is not None

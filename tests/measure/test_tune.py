@@ -1,0 +1,178 @@
+"""`tune` on real processes: the same choice everywhere, kept for `auto`, and gone on with after an
+end. No test is about a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mesh_attention.measure.tune
+from mesh_attention import ContextParallel, Mask, Problem
+from mesh_attention.cli.main import main
+from mesh_attention.cluster.answers import VARIABLE, is_measured, kept_answer, search_and_keep
+from mesh_attention.cluster.best import candidate
+from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.contenders import Contender, contenders
+from mesh_attention.cluster.explored import a_search
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.measure.ranks import ranks_of_group
+from mesh_attention.measure.tune import tune_ranks
+from mesh_attention.measure.tuning_state import TuningState
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.text import digest
+from support.pool import WorkerPool
+from support.raised import raised_by
+
+CPU = torch.device("cpu")
+tune_module: Any = mesh_attention.measure.tune
+PROBLEM = Problem(48, 2, 8, mask=Mask(causal=True), element_bytes=4)
+SIZES: dict[str, Any] = {
+    "seq_len": 48,
+    "num_heads": 2,
+    "head_dim": 8,
+    "causal": True,
+    "dtype": torch.float32,
+}
+OPTIONS: dict[str, Any] = {"layout": "zigzag"}  # one place for all
+
+
+def few(problem: Problem, num_ranks: int, cluster: Cluster, options: Any) -> Any:
+    """In place of a search: settings that take a moment to find."""
+    every = {}
+    for direction in Direction:
+        search = a_search(problem, num_ranks, cluster, direction, options)
+        uncut: dict[str, Any] = {"chunks": (1, 1)}
+        settings = [("mesh", {}), ("ring", {}), ("ulysses", {}), ("mesh", uncut)]
+        made = [candidate(search, name, one | options) for name, one in settings]
+        every[direction] = [
+            Contender(direction, one.name, one.options, 1.0 + at / 100, one.place)
+            for at, one in enumerate(made)
+        ]
+    return every
+
+
+def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    os.environ[VARIABLE] = f"{folder}/first" if rank == 0 else f"{folder}/others"
+    ranks = ranks_of_group(None, CPU)
+    cluster = load_cluster("hgx-h100")
+    found: dict[str, Any] = {}
+
+    def tuned(measurements: int, **how: Any) -> Any:
+        return tune_ranks(
+            *(ranks, PROBLEM, cluster, OPTIONS), measurements=measurements, lasting=0.0, **how
+        )
+
+    tune_module.contenders = few
+    # An end in the middle: the third measurement of four never comes back.
+    made: list[int] = []
+    measure = tune_module.plan_seconds
+
+    def ends(*args: Any, **how: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return measure(*args, **how)
+
+    tune_module.plan_seconds = ends
+    try:
+        tuned(4)
+    except KeyboardInterrupt:
+        found["ended"] = len(made)
+    finally:
+        tune_module.plan_seconds = measure
+    steps: list[tuple[int, int]] = []
+    one = tuned(4, progress=lambda *at: steps.append(at))
+    found["went_on"] = one.before, one.taken, [x.key for x in one.best], steps
+    found["measured"] = one.tuning.measured
+    found["known"] = (lambda x: (x.before, x.taken))(tuned(4))
+    # Another problem has a file of its own; a cluster with other nodes gets no answer.
+    other = load_cluster("gb200-nvl72")
+    both = tune_ranks(ranks, PROBLEM, other, OPTIONS, also_for=cluster, measurements=1, lasting=0.0)
+    found["others"] = both.before, both.taken, len(both.kept_in)
+    with ContextParallel(cluster="hgx-h100", method="auto", **SIZES, **OPTIONS) as cp:
+        q = torch.randn(1, len(cp.positions()), 2, 8)
+        out = cp.attention(q, q, q)
+        assert isinstance(out, torch.Tensor)
+        found["used"] = digest(cp.plan), cp.choice, bool(out.isfinite().all())
+    tune_module.contenders = contenders
+    found["refused"] = raised_by(
+        lambda: tune_ranks(ranks, PROBLEM, load_cluster("paper"), {"x": 1})
+    )
+    return found
+
+
+def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: Path) -> None:
+    found = pool.run(tune, 2, str(tmp_path), seconds=300)
+    first = found[0]
+    for one in found[1:]:
+        assert {**one, "used": 0, "refused": 0} == {**first, "used": 0, "refused": 0}
+        assert one["used"][0] == first["used"][0]
+    assert first["ended"] == 3
+    before, taken, best, steps = first["went_on"]
+    assert before == 2
+    assert taken >= 1
+    assert len(best) == 2
+    assert steps[0] == (2, 4)
+    assert first["known"] == (before + taken, 0)
+    assert first["others"] == (0, 1, 1)
+    _, choice, finite = first["used"]
+    assert finite
+    assert "tuned answer of auto" in choice
+    assert all("x" in one["refused"].error for one in found)
+    files = sorted(file.name for file in (tmp_path / "first").iterdir())
+    assert [name.startswith("tuning-") for name in files] == [False, False, True, True]
+    assert not (tmp_path / "others").exists()  # the first rank reads and writes
+    before_env, os.environ[VARIABLE] = os.environ[VARIABLE], str(tmp_path / "first")
+    try:
+        kept = kept_answer(PROBLEM, 2, "hgx-h100", OPTIONS)
+        assert is_measured(kept)
+        # A search does not replace what was measured.
+        search_and_keep(PROBLEM, 2, "hgx-h100", OPTIONS)
+        assert kept_answer(PROBLEM, 2, "hgx-h100", OPTIONS) == kept
+    finally:
+        os.environ[VARIABLE] = before_env
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[1, 2]",
+        json.dumps({"version": 0}),
+        json.dumps({"version": 1, "asked": {}, "measured": {}}),
+        json.dumps({"version": 1, "asked": {"n": 1}, "measured": {"a": "fast"}}),
+        json.dumps({"version": 1, "asked": {"n": 1}, "measured": {"a": -1.0}}),
+    ],
+)
+def test_a_damaged_state_is_told_and_ignored(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    state = TuningState({"n": 1})
+    state.prepare()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert state.read() == {}
+        state.write({"a": 1.5, "b": float("inf")})
+        assert TuningState({"n": 1}).read() == {"a": 1.5, "b": float("inf")}
+        assert TuningState({"n": 2}).read() == {}
+    state.file.write_text(damage)
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert state.read() == {}
+
+
+def test_it_says_how_it_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["tune"]) == 2
+    assert "torchrun --nproc-per-node 8 -m mesh_attention tune" in capsys.readouterr().err
+    assert main(["tune", "--method", "ring"]) == 2
+    assert "leave --method out" in capsys.readouterr().err
