@@ -31,7 +31,7 @@ from mesh_attention.kernels import RowRange
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.question import Question
+from mesh_attention.plan.question import Question, ask
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
@@ -51,6 +51,13 @@ class Case:
     ranks: int
     means: tuple[int, ...]
     window: int | None = None
+    given: tuple[tuple[str, Any], ...] = ()  # options; without any the way is chosen
+
+    @property
+    def layer(self) -> Layer:
+        options = dict(self.given)
+        given = ask(self.problem, self.ranks, **options) if options else None
+        return Layer(self.problem, given)
 
     @property
     def problem(self) -> Problem:
@@ -61,6 +68,11 @@ class Case:
 
 CASES = (
     Case("64 heads on 64 ranks", 512 * K, 64, 64, 64, (32 * K, 8 * K, 4 * K, 2 * K)),
+    Case(
+        *("64 heads on 64 ranks, heads first in one piece", 512 * K, 64, 64, 64),
+        means=(32 * K, 8 * K, 2 * K),
+        given=(("method", "ulysses"), ("layout", "contiguous"), ("chunks", (1, 1))),
+    ),
     Case("64:8 heads on 8 ranks", 128 * K, 64, 8, 8, (32 * K, 8 * K, 2 * K)),
     Case("64:8 heads on 64 ranks", 512 * K, 64, 8, 64, (4 * K,)),
     Case("window of 4,096 on 64 ranks", 512 * K, 64, 8, 64, (32 * K,), window=4096),
@@ -73,7 +85,7 @@ class Maker:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case = case
-        self.layer = Layer(case.problem)
+        self.layer = case.layer
         self.packer = Packer((self.layer,), case.ranks)
         self.shape = CallShape(1, torch.bfloat16, device)
         self.bases: dict[Question, tuple[PlanOnRank, dict[Direction, Executor]]] = {}

@@ -19,10 +19,10 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     most its own intervals, in order; those that touch are one.
     """
     lo, hi, position = (x.to(device, torch.int32) for x in (mask.lo, mask.hi, mask.key_position))
-    if mask.first_position is not None and lo.dim() == 1:
+    if mask.ascending and lo.dim() == 1:
         # One interval of rows: nothing to look for, and nothing that the host would wait for.
-        bounds = torch.stack((lo, hi)).sub_(mask.first_position).clamp_(0, len(position))
-        low, high = bounds[0], torch.maximum(bounds[0], bounds[1])
+        low, high = torch.searchsorted(position, torch.stack((lo, hi)), out_int32=True)
+        high = torch.maximum(low, high)
         if mask.from_first:
             return high[None]
         return torch.stack((torch.zeros_like(low), low, high))

@@ -78,7 +78,8 @@ class _Ranges:
 
 @lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
 def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
-    """Consecutive ones made one: a rank may hold the tokens of many."""
+    """Consecutive ones made one, since a rank may hold the tokens of many; and so are those at
+    equal distances, as the same chunk of all ranks is."""
     found: list[Run] = []
     for run in (run for span in spans for run in layout.runs(*span)):
         before = found[-1] if found else None
@@ -86,7 +87,14 @@ def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]
             found[-1] = Run(before.start, before.block + run.block)
         else:
             found.append(run)
-    return tuple(found)
+    first, step = found[0], found[-1].start - found[-2].start if len(found) >= _MANY_RUNS else 0
+    even = step >= first.block and all(
+        run == Run(first.start + at * step, first.block) for at, run in enumerate(found)
+    )
+    return (Run(first.start, first.block, step, len(found)),) if even else tuple(found)
+
+
+_MANY_RUNS = 4  # few are looked at faster one by one
 
 
 def row_range(
@@ -106,12 +114,11 @@ def row_range(
         lo, hi = lo * real, hi * real
     if any(run.stop > rows.kv_tokens for run in keys):
         position.masked_fill_(position >= rows.kv_tokens, -1)
-    first = keys[0].start
-    if len(keys) > 1 or keys[0].count > 1 or keys[0].stop > rows.kv_tokens:
+    if keys[-1].stop > rows.kv_tokens or any(a.stop > b.start for a, b in pairwise(keys)):
         return RowRange(lo, hi, position)
     begin, slope, _, _ = rows.table(1)
-    from_first = most == 1 and not slope.any() and bool((begin <= first).all())
-    return RowRange(lo, hi, position, first, from_first)
+    from_first = most == 1 and not slope.any() and bool((begin <= keys[0].start).all())
+    return RowRange(lo, hi, position, ascending=True, from_first=from_first)
 
 
 def _bounds(
@@ -134,22 +141,25 @@ def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
 def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
     """From values of segments to those of the queries in them."""
     device = query.device
-    if any(run.count > 1 for run in queries):
+    if sum(run.count for run in queries) > (_MANY_BLOCKS if device.type == "cpu" else len(queries)):
         starts = _on(device, torch.from_numpy(rows.edges[0].astype(np.int32)))
         index = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
         return lambda column: _on(device, torch.from_numpy(column)).index_select(-1, index)
-    # Consecutive queries: as many of each segment as the run has.
+    # Consecutive queries: as many of each segment as the block has.
     at: list[int] = []
     counts: list[int] = []
-    for run in queries:
-        between = rows.segments_between(run.start, run.stop)
-        cuts = [run.start, *rows.edges[0, between.start + 1 : between.stop].tolist(), run.stop]
+    for start, stop in (block for run in queries for block in run.blocks()):
+        between = rows.segments_between(start, stop)
+        cuts = [start, *rows.edges[0, between.start + 1 : between.stop].tolist(), stop]
         at += between or (0,)
         counts += [b - a for a, b in pairwise(cuts)]
     if device.type == "cpu":
         return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
     index = torch.repeat_interleave(_on(device, torch.tensor(counts)), output_size=len(query))
     return lambda column: _on(device, torch.from_numpy(column[..., at])).index_select(-1, index)
+
+
+_MANY_BLOCKS = 256  # of consecutive queries; then the processor looks every query up
 
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
