@@ -245,6 +245,7 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
             "average_tokens_across_devices": {"average_tokens_across_devices": False},
             "auto_find_batch_size": {"auto_find_batch_size": True},
             "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+            "even_batches": {"cp_size": 1, "accelerator_config": {"even_batches": False}},
         }.items()
     }
     actions["data_collator"] = lambda: made(data_collator=lambda rows: rows).train()
@@ -272,6 +273,7 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
         "average_tokens_across_devices": "targets of all ranks",
         "auto_find_batch_size": "auto_find_batch_size",
         "dispatch_batches": "dispatch_batches",
+        "even_batches": "a rank with fewer batches would be waited for",
         "data_collator": "tensors by name",
         "no labels": "no labels",
         "one process": "torchrun",

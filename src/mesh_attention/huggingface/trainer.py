@@ -59,6 +59,11 @@ class ContextParallelTrainer(Trainer):
         if self.cp_size < 1 or world_size % self.cp_size:
             raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
         sizes = world_size // self.cp_size, self.cp_size
+        if sizes[0] > 1 and not self.accelerator.even_batches:
+            raise MeshAttentionError(
+                "accelerator_config.even_batches=False is not supported with several sequences at "
+                "once: a rank with fewer batches would be waited for"
+            )
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
         self.cp = ModelContextParallel(self.model, self.mesh["cp"], **(cp_options or {}))
         self.accelerator.prepare_data_loader = self._prepare_data_loader
