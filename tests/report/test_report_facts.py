@@ -77,6 +77,15 @@ def test_of_each_head_every_visible_tile_has_one_rank(
         assert not {*sum(first, ())} & {*sum(second, ())} - {None}
 
 
+def test_of_many_partitions_some_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_on("hgx-h100", Problem(64, 2, 16), 8, tile=(2, 4), directions=(Direction.FORWARD,))
+    whole = assignment_facts(plan).matrices[0].ranks
+    monkeypatch.setattr("mesh_attention.report.assignment_facts.MOST_PARTITIONS", 3)
+    found = assignment_facts(plan)
+    assert found.partitions == (0, 3, 6)
+    assert found.matrices[0].ranks == tuple(row[::3] for row in whole[::3])
+
+
 def test_scaling_keeps_tokens_or_tokens_a_rank(report_facts: ReportFacts) -> None:
     for line in report_facts.scaling:
         for point in line.points:

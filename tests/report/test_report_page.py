@@ -18,6 +18,7 @@ from mesh_attention.cluster.gantt import WAIT
 from mesh_attention.plan.plan import Direction
 from mesh_attention.report.facts import ReportFacts
 from mesh_attention.report.page import page_of
+from mesh_attention.report.picture import log_axis
 from support.report_case import HOSTILE
 
 LIBRARY = "/* the library */"
@@ -201,6 +202,21 @@ def test_every_axis_says_what_it_is_and_in_which_unit(variants: dict[str, dict[s
             for side in ("xaxis", "yaxis"):
                 assert variant["layout"][side]["title"]["text"]
             assert variant["caption"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([50.0, 60.0, 240.0], [50, 60, 80, 100, 150, 200]),
+        ([0.5, 3.0, 80.0], [0.5, 1, 2, 5, 10, 20, 50]),
+        ([0.001, 1000.0], [0.001, 0.01, 0.1, 1, 10, 100, 1000]),
+        ([0.0], [1]),
+    ],
+)
+def test_logarithmic_axes_have_a_few_whole_numbers(values: list[float], ticks: list[float]) -> None:
+    axis = log_axis("bytes", values)
+    assert axis["tickvals"] == ticks
+    assert axis["ticktext"] == [f"{tick:g}" for tick in ticks]
 
 
 def test_the_command_writes_the_page_or_prints_the_facts(

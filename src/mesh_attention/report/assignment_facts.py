@@ -14,14 +14,14 @@ from mesh_attention.plan.draw.work import heads_of
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Attention
 
-MOST_PARTITIONS = 64  # of larger plans the first ones are shown
+MOST_PARTITIONS = 64  # of more, only every second, or fourth, ... is shown
 MOST_HEADS = 4  # of head groups, one head each
 
 
 @dataclass(frozen=True, slots=True)
 class HeadMatrix:
-    """`ranks[i][j]` computes Q partition i against KV partition j for this query head; None where
-    the mask shows nothing."""
+    """`ranks[i][j]` computes Q partition i against KV partition j of those shown, for this query
+    head; None where the mask shows nothing."""
 
     direction: Direction
     head: int
@@ -34,7 +34,7 @@ class AssignmentFacts:
     group that it is in. Kinds with one group only are left out. `num_head_groups` is the larger
     of the passes'; `heads` are of the first of them."""
 
-    num_partitions: int
+    partitions: tuple[int, ...]  # that are shown, evenly spaced
     heads: tuple[int, ...]
     num_head_groups: int
     matrices: tuple[HeadMatrix, ...]
@@ -50,11 +50,12 @@ def assignment_facts(plan: Plan) -> AssignmentFacts:
     # A head of each head group of the pass that has more of them.
     heads = max(first_heads.values(), key=len)
     shown = heads[:MOST_HEADS]
+    step = -(-plan.num_ranks // MOST_PARTITIONS)
     return AssignmentFacts(
-        plan.num_ranks,
+        tuple(range(0, plan.num_ranks, step)),
         shown,
         len(heads),
-        tuple(_matrix(plan, one, head) for one in plan.passes for head in shown),
+        tuple(_matrix(plan, one, head, step) for one in plan.passes for head in shown),
         tuple(plan.node_of(rank) for rank in range(plan.num_ranks)),
         {one.direction: _groups(plan, one) for one in plan.passes},
     )
@@ -79,9 +80,9 @@ def _first_heads(plan: Plan, one: Pass) -> tuple[int, ...]:
     return tuple(first.values())
 
 
-def _matrix(plan: Plan, one: Pass, head: int) -> HeadMatrix:
-    cells = computed_cells(plan, one, first=MOST_PARTITIONS, head=head).to_json()
-    rows = tuple(tuple(c[0] if isinstance(c, list) else c for c in row) for row in cells)
+def _matrix(plan: Plan, one: Pass, head: int, step: int) -> HeadMatrix:
+    cells = computed_cells(plan, one, head=head).to_json()[::step]
+    rows = tuple(tuple(c[0] if isinstance(c, list) else c for c in row[::step]) for row in cells)
     return HeadMatrix(one.direction, head, rows)
 
 

@@ -15,6 +15,7 @@ from mesh_attention.report.picture import (
     Picture,
     Variant,
     axis,
+    log_axis,
     ms,
     pass_control,
     picture_of,
@@ -79,7 +80,8 @@ def _heat_map(found: ShapeTimes) -> Variant:
     caption = (
         f"{found.name} {found.direction}: milliseconds by tile and number of slices, as one rank "
         f"expects them. The fastest here, in a frame, is {best[1]} with {best[2]} slice"
-        f"{'s' if best[2] > 1 else ''}: {ms(best[0]):.4g} ms."
+        f"{'s' if best[2] > 1 else ''}: {ms(best[0]):.4g} ms. Tiles that take twice as long "
+        "uncut are not cut."
     )
     return Variant(caption, [trace], layout)
 
@@ -125,7 +127,7 @@ def _lines(
     order = [one.name for one in facts.methods]
     winners = [name for _, name in fastest.values()]
     shown = [*dict.fromkeys([*winners, *order])][:_NUM_SHOWN]
-    data = [
+    data: list[dict[str, Any]] = [
         {
             "type": "scatter",
             "mode": "lines+markers",
@@ -160,7 +162,7 @@ def _lines(
     )
     y = {
         "mfu": axis("MFU, %, modelled", rangemode="tozero"),
-        "time": axis("milliseconds, modelled", type="log"),
+        "time": log_axis("milliseconds, modelled", [y for trace in data for y in trace["y"]]),
     }[measure]
     layout = {
         "xaxis": axis("ranks", type="log", tickvals=ranks, ticktext=[str(n) for n in ranks]),
@@ -205,13 +207,15 @@ def memory_picture(facts: ReportFacts) -> Picture:
             colour, symbol = style_of(at)
             marker = {"size": 12, "color": colour, "symbol": symbol}
             data.append(_points(one.name, [(one.name, seconds, peak)], marker))
-        highest = max(y for trace in data for y in trace["y"])
+        heights = [y for trace in data for y in trace["y"]]
+        if max(heights) * 3 > limit:
+            heights.append(limit)
         layout: dict[str, Any] = {
-            "xaxis": axis("milliseconds, modelled", type="log"),
-            "yaxis": axis("GiB a rank, batch 1", type="log", dtick="D2"),
+            "xaxis": log_axis("milliseconds, modelled", [x for one in data for x in one["x"]]),
+            "yaxis": log_axis("GiB a rank, batch 1", heights),
             "legend": {**LEGEND, "y": -0.25, "yanchor": "top"},
         }
-        if highest * 3 > limit:
+        if limit in heights:
             line = {"dash": "dash", "width": 1.5, "color": PALETTE[5]}
             layout["shapes"] = [
                 {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line}
@@ -220,7 +224,7 @@ def memory_picture(facts: ReportFacts) -> Picture:
         caption = (
             f"{' and '.join(wanted)}: every method at its best, and the tiles and slices of the "
             f"map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for all "
-            "of a model."
+            f"of a model{' (the dashed line)' if limit in heights else ''}."
         )
         return Variant(caption, data, layout)
 

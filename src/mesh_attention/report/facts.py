@@ -33,7 +33,7 @@ NUM_RUNNERS_UP = 3
 GANTT_RANKS = 4
 MOST_EVENTS = 1500  # of a chart: with more, fewer ranks are drawn
 # Operations of all ranks: a runner-up with more was not simulated by the search, and is not here.
-MOST_SIMULATED = 30_000
+MOST_SIMULATED = 15_000
 _ALIKE = 1e-9  # seconds: the same plan in other words
 
 

@@ -6,6 +6,7 @@ colours of Okabe and Ito, or cividis: people who see fewer colours can tell them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +17,7 @@ SCALE = "Cividis"
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon")
 # In columns, also on a phone.
 LEGEND = {"orientation": "h", "entrywidthmode": "fraction", "entrywidth": 0.3}
+_FEW_TICKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,22 @@ def ms(seconds: float) -> float:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, "automargin": True, **more}
+
+
+def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
+    """With numbers that are written out, a few of them whatever the range."""
+    known = [value for value in values if value > 0] or [1.0]
+    low, high = min(known) / 1.15, max(known) * 1.15
+    ticks: list[float] = []
+    for steps in ((1, 10), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        tried = {float(f"{step * 10.0**power:.6g}") for power in decades for step in steps}
+        ticks = sorted(tick for tick in tried if low <= tick <= high)
+        if len(ticks) >= _FEW_TICKS:
+            break
+    text = [f"{tick:g}" for tick in ticks]
+    ends = [math.log10(low), math.log10(high)]
+    return axis(title, type="log", tickvals=ticks, ticktext=text, range=ends)
 
 
 def style_of(at: int) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from mesh_attention.cluster.timeline import Event, Stream
 from mesh_attention.plan.plan import Direction
 from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts
 from mesh_attention.report.picture import (
+    LEGEND,
     PALETTE,
     SCALE,
     Control,
@@ -20,17 +21,19 @@ from mesh_attention.report.picture import (
     picture_of,
 )
 
+_ORDINALS = {2: "second", 3: "third"}
 _MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
 
 
 def assignment_picture(facts: ReportFacts) -> Picture:
     found = facts.assignment
-    size = len(found.matrices[0].ranks)
+    size, shown = len(found.partitions), list(found.partitions)
+    step = shown[1] if size > 1 else 1
     kinds = dict.fromkeys(kind for groups in found.groups.values() for kind in groups)
     colours = [("node", "node")] if facts.nodes > 1 else []
     colours += [("rank", "rank"), *((kind, f"{kind} group") for kind in kinds)]
     heads = tuple((str(head), f"head {head}") for head in found.heads)
-    part = "" if size == found.num_partitions else f", the first {size} partitions"
+    part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
     if len(heads) < found.num_head_groups:
         part += (
             f" (a head of each of the first {len(heads)} of {found.num_head_groups} head groups)"
@@ -39,14 +42,17 @@ def assignment_picture(facts: ReportFacts) -> Picture:
     def make(direction: str, colour: str, head: str) -> Variant:
         matrix = found.matrix(Direction(direction), int(head)).ranks
         groups = found.groups[Direction(direction)]
-        every = tuple(range(found.num_partitions))
+        every = tuple(range(len(found.nodes)))
         of_rank = {"node": found.nodes, "rank": every}.get(colour) or groups.get(colour, every)
         known = colour in ("node", "rank") or colour in groups
         what = f"{colour}" if colour in ("node", "rank") else f"{colour} group"
+        by = "the rank" if colour == "rank" else f"the {what} of the rank"
         z = [[None if r is None else of_rank[r] for r in row] for row in matrix]
         number = max(of_rank) + 1
         trace: dict[str, Any] = {
             "type": "heatmap",
+            "x": shown,
+            "y": shown,
             "z": z,
             "customdata": matrix,
             "hovertemplate": "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
@@ -61,7 +67,7 @@ def assignment_picture(facts: ReportFacts) -> Picture:
         missing = "" if known else f" There are no {colour} groups in this pass."
         caption = (
             f"{facts.chosen[Direction(direction)].split()[0]} {direction}, head {head}{part}: each "
-            f"cell is a Q partition against a KV partition, coloured by {what} of the rank that "
+            f"cell is a Q partition against a KV partition, coloured by {by} that "
             f"computes it.{missing} Cells without colour hold nothing that the mask shows."
         )
         layout = {
@@ -153,7 +159,7 @@ def _chart(chart: GanttFacts, longest: float) -> Variant:
             categoryorder="array",
             categoryarray=rows,
         ),
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "legend": {**LEGEND, "y": 1.02, "yanchor": "bottom"},
     }
     ranks = "rank 0" if chart.num_ranks == 1 else f"the first {chart.num_ranks} ranks"
     caption = (

@@ -18,6 +18,8 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 
 MOST_SHAPES = 12  # of more the best ones, uncut, are shown
+MOST_SLICES = 16
+HOPEFUL = 2.0  # times the best shape uncut: slower ones are not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,14 @@ def shape_times(search: Search, method: str, told: Callable[[], None]) -> ShapeT
             rows.append((whole.seconds, setting, {1: whole}))
         told()
     rows.sort(key=lambda row: row[0])
+    best = rows[0][0] if rows else 0.0
     rows = sorted(rows[:MOST_SHAPES], key=lambda row: (row[1].get("ulysses") or 1, row[1]["tile"]))
-    for _, setting, times in rows:
+    for seconds, setting, times in rows:
+        if seconds > HOPEFUL * best:
+            continue
         held = max(1, search.problem.kv_heads // _degree(search, method, setting))
         size = held // 2
-        while size:
+        while size and held <= MOST_SLICES * size:
             cut = setting | Cut((1, 1), (size, size), held).options(free)
             timed = _timed(search, method, cut)
             if timed is not None:
