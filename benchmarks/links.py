@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["Links", "NamespaceError", "address", "commands", "environment", "leftovers"]
 
 Command = tuple[str, ...]
+End = tuple[str, str]  # of a link: a namespace and an interface there
 
 PREFIX = "mesh-attention"
 INTERFACE = "eth0"  # of every rank
@@ -23,7 +24,14 @@ PACKET_SECONDS = 0.5e-3
 PACKET_BYTES = (2048, 16384)  # least and most
 QUEUE_BYTES = 64 * 1024 * 1024  # of a link; so long that what all ranks send at once is not dropped
 # The same everywhere, whatever the machine has chosen: after a pause a rank sends on as before.
-TCP = {"tcp_congestion_control": "cubic", "tcp_slow_start_after_idle": "0"}
+TCP = {
+    "tcp_congestion_control": "cubic",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_early_retrans": "0",
+    "tcp_wmem": "4096 8388608 16777216",
+    "tcp_rmem": "4096 16777216 33554432",
+}
+ROUTE = "initcwnd 8000 initrwnd 8000 rto_min 30s"
 
 
 class NamespaceError(RuntimeError):
@@ -83,31 +91,69 @@ def commands(links: Links, prefix: str) -> Iterator[Command]:
     core = f"{prefix}-core"
     if links.ranks_per_node > 1:
         for node in range(links.num_nodes):
-            mine = f"{prefix}-node{node}"
-            yield from _cable((mine, "uplink"), (core, f"node{node}"), links.between)
+            mine, port = f"{prefix}-node{node}", f"node{node}"
+            behind = [address(node * links.ranks_per_node + i) for i in range(links.ranks_per_node)]
+            yield from _cable((mine, "uplink"), (core, port), links.between)
+            for end, side in ((mine, "uplink"), "src"), ((core, port), "dst"):
+                yield from _in_turns(end, links.between, side, behind)
             yield ("ip", "-n", mine, "link", "set", "uplink", "master", "switch")
-            yield ("ip", "-n", core, "link", "set", f"node{node}", "master", "switch")
+            yield ("ip", "-n", core, "link", "set", port, "master", "switch")
     for rank in range(links.num_ranks):
         mine, port, rate = f"{prefix}-rank{rank}", f"rank{rank}", links.between
         switch = core
         if links.ranks_per_node > 1:
             switch, rate = f"{prefix}-node{rank // links.ranks_per_node}", links.inside
         yield from _cable((mine, INTERFACE), (switch, port), rate)
+        for end in ((mine, INTERFACE), (switch, port)):
+            yield _in_order(end, rate)
         yield ("ip", "-n", switch, "link", "set", port, "master", "switch")
         yield ("ip", "-n", mine, "address", "add", f"{address(rank)}/16", "dev", INTERFACE)
+        way = ("route", "replace", "10.77.0.0/16", "dev", INTERFACE)
+        yield ("ip", "-n", mine, *way, *ROUTE.split())
 
 
-def _cable(one: tuple[str, str], other: tuple[str, str], mbit: float) -> Iterator[Command]:
+def _cable(one: End, other: End, mbit: float) -> Iterator[Command]:
     peer = ("peer", "name", other[1], "netns", other[0])
     yield ("ip", "link", "add", one[1], "netns", one[0], "type", "veth", *peer)
-    least, most = PACKET_BYTES
-    packet = min(max(int(mbit * 1e6 / 8 * PACKET_SECONDS), least), most)
-    # Two packets may pass unshaped after a rest: a bucket smaller than one would cut it up.
-    shape = f"tbf rate {mbit * 1e6:.0f}bit burst {2 * packet} limit {QUEUE_BYTES}"
     for name, interface in (one, other):
-        yield ("ip", "-n", name, "link", "set", interface, "gso_max_size", str(packet))
-        yield ("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape.split())
+        size = ("gso_max_size", str(_packet(mbit)))
+        yield ("ip", "-n", name, "link", "set", interface, *size)
         yield ("ip", "-n", name, "link", "set", interface, "up")
+
+
+def _packet(mbit: float) -> int:
+    least, most = PACKET_BYTES
+    return min(max(int(mbit * 1e6 / 8 * PACKET_SECONDS), least), most)
+
+
+def _in_order(end: End, mbit: float) -> Command:
+    """What leaves there waits in one queue."""
+    name, interface = end
+    # Two packets may pass unshaped after a rest: a bucket smaller than one would cut it up.
+    shape = f"tbf rate {_bits(mbit)} burst {2 * _packet(mbit)} limit {QUEUE_BYTES}"
+    return ("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape.split())
+
+
+def _in_turns(end: End, mbit: float, side: str, ranks: Sequence[str]) -> Iterator[Command]:
+    """A queue for each rank behind a link, from which packets go in turns, as from the queues of a
+    NIC: otherwise whoever comes first has the link until all of it is sent."""
+    name, interface = end
+    tc, dev, queue = ("tc", "-n", name), ("dev", interface), f"bfifo limit {QUEUE_BYTES}".split()
+    packet = _packet(mbit)
+    bucket = f"ceil {_bits(mbit)} burst {2 * packet} cburst {2 * packet} quantum {packet}".split()
+    yield (*tc, "qdisc", "add", *dev, "root", "handle", "1:", "htb", "default", "10")
+    whole = ("classid", "1:1", "htb", "rate", _bits(mbit), *bucket)
+    yield (*tc, "class", "add", *dev, "parent", "1:", *whole)
+    for number, rank in enumerate(ranks, 10):
+        mine = ("classid", f"1:{number}", "htb", "rate", _bits(mbit / len(ranks)), *bucket)
+        yield (*tc, "class", "add", *dev, "parent", "1:1", *mine)
+        yield (*tc, "qdisc", "add", *dev, "parent", f"1:{number}", *queue)
+        chosen = f"protocol ip prio 1 u32 match ip {side} {rank}/32 flowid 1:{number}"
+        yield (*tc, "filter", "add", *dev, "parent", "1:", *chosen.split())
+
+
+def _bits(mbit: float) -> str:
+    return f"{mbit * 1e6:.0f}bit"
 
 
 def leftovers(listing: str, alive: Callable[[int], bool]) -> list[str]:
@@ -133,6 +179,6 @@ def environment(links: Links, rank: int) -> dict[str, str]:
 
 def in_namespace(name: str, command: Sequence[str]) -> Command:
     """A command in a namespace, with its settings of TCP as far as the kernel has them."""
-    settings = "".join(f"echo {x} > /proc/sys/net/ipv4/{n}; " for n, x in TCP.items())
+    settings = "".join(f"echo '{x}' > /proc/sys/net/ipv4/{n}; " for n, x in TCP.items())
     shell = f'{{ {settings}}} 2>/dev/null; exec "$@"'
     return ("ip", "netns", "exec", name, "sh", "-c", shell, "sh", *command)

@@ -50,7 +50,12 @@ def test_both_ends_of_every_link_are_shaped(links: Links) -> None:
         if "veth" in command:
             peer = command.index("peer")
             ends |= {(command[5], command[3]), (command[peer + 4], command[peer + 2])}
-    shaped = {(c[2], c[6]): c[c.index("rate") + 1] for c in found if c[0] == "tc"}
+    rated = [c for c in found if c[0] == "tc" and "rate" in c]
+    whole = [c for c in rated if "root" in c or ("parent", "1:") in pairwise(c)]
+    shaped = {(c[2], c[6]): c[c.index("rate") + 1] for c in whole}
+    # A share of a link may use all of it while the others are silent, and no more.
+    for c in rated:
+        assert c in whole or c[c.index("ceil") + 1] == shaped[c[2], c[6]]
     assert set(shaped) == ends
     of_ranks = {rate for (name, _), rate in shaped.items() if "-rank" in name}
     of_core = {rate for (name, _), rate in shaped.items() if name == "p-core"}

@@ -138,16 +138,22 @@ def test_a_block_grows_to_the_largest_call_and_never_shrinks(pool: WorkerPool) -
         assert sizes == [256 + 10, 256 + 30, 1024 + 30, 1024 + 30]
 
 
-def reductions(rank: int, world_size: int) -> int:
-    """How often torch.distributed was asked to reduce."""
+def left_to_gloo(rank: int, world_size: int) -> int:
+    """How many collectives torch.distributed was asked for, in groups of two."""
     case = replace(CASE, options={"tile": (2, 2), "combine": "reduce-scatter"})
-    call = "mesh_attention.runtime.transport.torch_operations.reduce_scatter"
-    with patch(call) as asked, context(case) as cp:
+    where = "mesh_attention.runtime.transport.torch_operations"
+    with (
+        patch(f"{where}.reduce_scatter") as reduced,
+        patch(f"{where}.all_gather") as gathered,
+        context(case) as cp,
+    ):
         attend(cp, case)
-        assert cp.traffic["forward"].by_operation["ReduceScatter"].sent_bytes > 0
-        return asked.call_count
+        for kind in ("AllGather", "ReduceScatter"):
+            assert cp.traffic["forward"].by_operation[kind].sent_bytes > 0
+        return reduced.call_count + gathered.call_count
 
 
-def test_reductions_are_not_left_to_gloo_which_would_move_all_twice(pool: WorkerPool) -> None:
-    """Its reduce-scatter is an all-reduce."""
-    assert pool.run(reductions, 4) == [0] * 4
+def test_gloo_is_not_asked_to_reduce_nor_to_gather_between_two_ranks(pool: WorkerPool) -> None:
+    """Its reduce-scatter is an all-reduce, which moves all twice; in a gather of two the directions
+    of a link take turns."""
+    assert pool.run(left_to_gloo, 4) == [0] * 4

@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.runtime.transport import torch_operations
-from mesh_attention.runtime.transport.torch_operations import Copies, Gather, Reduce, Works
+from mesh_attention.runtime.transport.torch_operations import (
+    Copies,
+    Exchange,
+    Gather,
+    PointToPoint,
+    Reduce,
+    Works,
+)
 
 GROUP: Any = None
 PARTS = torch.arange(3 * 2 * 4, dtype=torch.float32).view(3, 2, 4)  # of members: rows, heads
@@ -95,3 +102,20 @@ def test_the_new_name_of_a_collective_is_used_where_torch_has_it(
         monkeypatch.delattr(dist, new)
     found = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
     assert found == (new if there else old)
+
+
+def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo would tell a peer that it receives only behind all that it sends there: sending to and
+    receiving from one peer would take turns."""
+    posted: list[Any] = []
+
+    def post(operations: list[Any]) -> list[Any]:
+        posted.extend(operations)
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda call, tensor, peer, group, tag: (call, peer, tag))
+    monkeypatch.setattr(dist, "batch_isend_irecv", post)
+    tensors = [PointToPoint(PARTS[0], peer, 0, sent) for peer in (1, 2) for sent in (True, False)]
+    Exchange(tensors, (), GROUP, host_driven=True).begin([], [])
+    calls = {True: dist.isend, False: dist.irecv}
+    assert posted == [(calls[sent], peer, 0) for sent in (False, True) for peer in (1, 2)]

@@ -24,6 +24,7 @@ from mesh_attention.measure.ranks import Ranks
 from mesh_attention.measure.timed_transfers import Begin, TimedTransfers, done
 
 KIB = 1 << 10
+_KINDS = ("all-gather", "reduce-scatter")
 _SLOW = 3.0  # times the seconds of a measurement: larger transfers are not tried
 
 
@@ -111,8 +112,14 @@ class LinkMeter:
         together = alone
         if k > 1:
             together = self._collectives(self._columns, "all ranks of each node, in groups of one")
-        nics = nics_of(k, alone, together)
-        every = self._collectives([tuple(range(ranks.size))], "over all nodes") if k > 1 else []
+        peer, peer_node, pair = self._peers(found, k)
+        flows = (found[f"network.{name}"] for name in ("peer", "peer_node_gb_per_second"))
+        # Whatever loses by the others: one flow may be too slow to fill a NIC, or one gather.
+        nics = min(nics_of(k, alone, together), nics_of(k, *flows))
+        every: list[Sample] = []
+        if k > 1:  # gathers alone: a reduction over gloo is no ring
+            all_ranks = [tuple(range(ranks.size))]
+            every = self._collectives(all_ranks, "over all nodes", ("all-gather",))
         base, local = 0.0, 0.0
         if node is not None:
             base = node.collective.base_microseconds * 1e-6
@@ -126,7 +133,6 @@ class LinkMeter:
         known = [base] * (len(samples) - len(every)) + [base + local] * len(every)
         hop, per_byte = _beyond(known, hops, moved, samples)
         found["network.collective"] = samples
-        peer, peer_node, pair = self._peers(found, k)
         exchanges = self._all_to_alls([tuple(range(ranks.size))], "over all nodes")
         crossing = float(ranks.size - k)
         moved = [crossing * s.part_bytes * k / nics for s in exchanges]
@@ -177,11 +183,13 @@ class LinkMeter:
 
     # Samples.
 
-    def _collectives(self, groups: Sequence[tuple[int, ...]], where: str) -> list[Sample]:
+    def _collectives(
+        self, groups: Sequence[tuple[int, ...]], where: str, kinds: Sequence[str] = _KINDS
+    ) -> list[Sample]:
         members = self.transfers.group(groups)
         size, taking = len(groups[0]), sum(map(len, groups))
         found = []
-        for kind in ("all-gather", "reduce-scatter"):
+        for kind in kinds:
 
             def begin(part: int, kind: str = kind) -> Begin | None:
                 return self.transfers.collective(kind, members, part) if members else None
@@ -267,12 +275,11 @@ def _beyond(
 
 def nics_of(per_node: int, alone: Sequence[Sample], together: Sequence[Sample]) -> int:
     """Among the divisors of the ranks of a node the one that explains best what a rank loses when
-    all of them use the network, by the largest transfers."""
+    all of them use the network, by the largest transfers that were measured of both."""
     size = min(max(s.part_bytes for s in samples) for samples in (alone, together))
-    times = [
-        sum(s.seconds for s in samples if s.part_bytes == size) for samples in (alone, together)
-    ]
-    wanted = per_node * times[0] / times[1]
+    times = [[s.seconds for s in one if s.part_bytes == size] for one in (alone, together)]
+    few = min(map(len, times))  # larger transfers of slow kinds were left out
+    wanted = per_node * sum(times[0][:few]) / sum(times[1][:few])
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
     return min(divisors, key=lambda n: max(n / wanted, wanted / n))
 

@@ -13,8 +13,8 @@ from mesh_attention.runtime.transport.torch_operations import (
     Exchange,
     PointToPoint,
     Works,
-    all_gather,
-    reduce_scatter,
+    gather_kind,
+    reduce_kind,
 )
 
 Begin = Callable[[], Works]  # begins a transfer
@@ -50,9 +50,18 @@ class TimedTransfers:
         """Begins one; returns its works."""
         group = self._groups[members]
         part, whole = (self.tensor(n * part_bytes) for n in (1, len(members)))
+        over_gloo = self._ranks.backend != "nccl"
+        made = reduce_kind(host_driven=over_gloo)
         if kind == "all-gather":
-            return lambda: [all_gather(whole, part, group)]
-        return lambda: [reduce_scatter(part, whole, group)]
+            made = gather_kind(len(members), host_driven=over_gloo)
+        stretch = made(part, whole, group, [*range(len(members))])
+
+        def begin() -> Works:
+            works: Works = []
+            stretch.begin(works, [])
+            return works
+
+        return begin
 
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """Begins one message for each peer: (rank, whether it is sent or received)."""

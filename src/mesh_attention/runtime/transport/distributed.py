@@ -25,15 +25,15 @@ from mesh_attention.runtime.transport.interface import Handle, Meter, Start, Vie
 from mesh_attention.runtime.transport.torch_operations import (
     Copies,
     Exchange,
-    Gather,
     PointToPoint,
-    Reduce,
-    ReduceByMessages,
+    Stretch,
     Works,
+    gather_kind,
+    reduce_kind,
 )
 from mesh_attention.runtime.transport.transfers import Pieces, Transfers, transfers
 
-Ready = Gather | Reduce | ReduceByMessages | Exchange
+Ready = Stretch | Exchange
 
 
 class CommunicationError(MeshAttentionError):
@@ -161,20 +161,21 @@ class DistributedTransport:
         ranks, moved = self._global[op.group], self._moved(op)
         match op:
             case AllGather():
-                return self._collectives(Gather, moved.sends[0], moved.receives, ranks, view)
+                kind = gather_kind(len(ranks), host_driven=self._host_driven)
+                return self._collectives(kind, moved.sends[0], moved.receives, ranks, view)
             case ReduceScatter():
-                kind = ReduceByMessages if self._host_driven else Reduce
+                kind = reduce_kind(host_driven=self._host_driven)
                 return self._collectives(kind, moved.receives[0], moved.sends, ranks, view)
         return [self._exchange(moved, ranks, view)]
 
     def _collectives(
         self,
-        kind: type[Gather | Reduce | ReduceByMessages],
+        kind: type[Stretch],
         parts: Pieces,
         places: tuple[Pieces, ...],
         ranks: list[int],
         view: View,
-    ) -> list[Gather | Reduce | ReduceByMessages]:
+    ) -> list[Stretch]:
         """One for each stretch: its places in the whole follow each other, member by member."""
         group = self._groups.of(ranks, self._timeout)
         order = [dist.get_group_rank(group, rank) for rank in ranks]

@@ -97,7 +97,9 @@ class Exchange:
         *,
         host_driven: bool,
     ) -> None:
-        self._tensors = tensors
+        # Receives first: gloo sends once it hears that the other side receives, and would hear it
+        # behind all that the other side sends itself.
+        self._tensors = sorted(tensors, key=lambda one: one.sent)
         self._own = own  # (source, target)
         self._parent = parent
         # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
@@ -136,10 +138,27 @@ class Exchange:
         return landing
 
 
+class GatherByMessages(_Collective):
+    """One stretch of an all-gather of two ranks over gloo, whose own sends before it says that it
+    receives: the two directions would take turns."""
+
+    def begin(self, works: Works, finish: Copies) -> None:
+        me = dist.get_rank(self._group)
+        tensors = []
+        for at, place, size in self._places:
+            target = self._rows[at : at + size]
+            if place == me * size:
+                target.copy_(self._part)
+                continue
+            peer = dist.get_global_rank(self._group, place // size)
+            tensors.append(PointToPoint(target, peer, 0, sent=False))
+            tensors.append(PointToPoint(self._part, peer, 0, sent=True))
+        Exchange(tensors, (), self._group, host_driven=True).begin(works, finish)
+
+
 class ReduceByMessages(_Collective):
-    """One stretch of a reduce-scatter over gloo: each member sends the others their rows, and adds
-    up what it gets in the order of the members, wide. gloo's own in PyTorch is an all-reduce, with
-    twice the bytes."""
+    """One stretch of a reduce-scatter over gloo: each member sends the others their rows and adds
+    up what it gets, wide. gloo's own in PyTorch is an all-reduce, with twice the bytes."""
 
     def begin(self, works: Works, finish: Copies) -> None:
         rows, part, group = self._rows, self._part, self._group
@@ -153,8 +172,20 @@ class ReduceByMessages(_Collective):
                 target.copy_(mine)
                 continue
             peer = dist.get_global_rank(group, place // size)
-            tensors.append(PointToPoint(mine, peer, 0, sent=True))
             tensors.append(PointToPoint(target, peer, 0, sent=False))
+            tensors.append(PointToPoint(mine, peer, 0, sent=True))
         Exchange(tensors, (), group, host_driven=True).begin(works, finish)
         wide = torch.promote_types(part.dtype, torch.float32)
         finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
+
+
+Stretch = Gather | Reduce | GatherByMessages | ReduceByMessages
+
+
+def gather_kind(size: int, *, host_driven: bool) -> type[Stretch]:
+    """How so many ranks gather; `host_driven`: over gloo."""
+    return GatherByMessages if host_driven and size == 2 else Gather
+
+
+def reduce_kind(*, host_driven: bool) -> type[Stretch]:
+    return ReduceByMessages if host_driven else Reduce

@@ -1,0 +1,326 @@
+"""Does the simulator predict what runs? Methods over shaped links, measured beside simulated.
+
+    sudo python benchmarks/predicted_against_measured.py --nodes 2 --json result.json
+
+Eight gloo ranks as two nodes of four (or sixteen as four, `--nodes 4`), each in a network namespace
+with a link of its own, and one link between the nodes and the rest (`namespaces.py`). First
+`mesh-attention profile` measures that network and these cores, and writes a cluster file. By that
+file alone each method gets its setting, what defines it given (`defining`) and the rest searched
+for each pass, `auto` is searched over all methods, and all are simulated. Then they run, forward
+and backward, causal, in float32: nothing is timed after a failed comparison with float64, and the
+ways take turns (`method_steps.py`). Times are of the slowest rank, medians over rounds.
+
+Rates are such that links take much longer than computing does, since ranks share few cores: "CPU"
+is what all ranks took for a step, on all cores together. The last line says how near it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from documents_over_links import load, machine
+from method_steps import say
+from namespaces import Links, NamespaceError, Namespaces
+from provenance import taken
+
+from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster.auto import find_best_of_all
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.planning import ask_on
+from mesh_attention.errors import MeshAttentionError, PlanError
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import BOTH, Question, joined
+
+HERE = Path(__file__).parent
+AUTO, REFERENCE = "auto", "mesh"
+METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
+ALIKE = 0.03  # ways whose predicted times differ by less have no order
+NEAR = 0.15  # of ratios to the mesh
+
+
+@dataclass(frozen=True)
+class Way:
+    """`setting` of each pass in words; predicted seconds of each."""
+
+    name: str
+    question: Question
+    settings: tuple[str, ...]
+    predicted: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of both passes, measured (median of the slowest rank) and predicted, and of all
+    rounds the least and the most of both together. CPU: of all ranks. Wire: MiB of a rank."""
+
+    name: str
+    settings: tuple[str, ...]
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
+    least: float
+    most: float
+    cpu: float
+    wire_mib: float
+
+    @property
+    def step(self) -> float:
+        return sum(self.measured)
+
+    @property
+    def predicted_step(self) -> float:
+        return sum(self.predicted)
+
+
+# What is run.
+
+
+def defining(method: str, num_ranks: int) -> dict[str, Any]:
+    """What makes a method itself: left free, USP may become Ulysses, and StarTrail a ring."""
+    inside = {"ulysses": 4}  # as many as a node has ranks
+    of = {
+        "usp": inside,
+        "startrail": {"team": 2},
+        "mesh-usp": {"ulysses": 2, "tile": (2, 2)} if num_ranks == 8 else inside | {"tile": (2, 2)},
+        "mesh": {"tile": (2, 4) if num_ranks == 8 else (4, 4)},
+    }
+    return of.get(method, {})
+
+
+def ways(problem: Problem, num_ranks: int, cluster: Cluster) -> list[Way]:
+    found = [_way(method, problem, num_ranks, cluster) for method in METHODS]
+    best = find_best_of_all(problem, num_ranks, cluster)
+    say(f"auto: {best.reason}")
+    return [*found, _as_way(AUTO, best.question, cluster)]
+
+
+def _way(method: str, problem: Problem, num_ranks: int, cluster: Cluster) -> Way:
+    """Both passes at their best; where these want other shards, the one that loses less."""
+    given, asked = defining(method, num_ranks), []
+    for direction in BOTH:
+        best = find_best(
+            *(problem, num_ranks, cluster), method=method, direction=direction, options=given
+        )
+        options = {"method": method, "directions": (direction,), **best.options}
+        asked.append(ask_on(cluster, problem, num_ranks, **options))
+    both = [joined(*asked), *(replace(one, directions=BOTH) for one in asked)]
+    fitting = [way for question in both if (way := _if_fits(method, question, cluster))]
+    return min(fitting, key=lambda way: sum(way.predicted))
+
+
+def _if_fits(name: str, question: Question, cluster: Cluster) -> Way | None:
+    try:
+        return _as_way(name, question, cluster)
+    except PlanError:
+        return None
+
+
+def _as_way(name: str, question: Question, cluster: Cluster) -> Way:
+    plan = question.plan()
+    timelines = [simulate(plan, cluster, direction) for direction in BOTH]
+    words = [
+        " ".join([one.method, *(f"{n}={_word(x)}" for n, x in _given(one).items())])
+        for one in (question, question.backward or question)
+    ]
+    return Way(name, question, tuple(words), tuple(x.runtime_seconds for x in timelines))
+
+
+def _given(question: Question) -> Mapping[str, Any]:
+    """The options that are not left to their default."""
+    setting = question.setting
+    usual = type(setting)()
+    hidden = ("costs", "ranks_per_node")
+    names = [one.name for one in fields(setting) if one.name not in hidden]
+    return {
+        name: value for name in names if (value := getattr(setting, name)) != getattr(usual, name)
+    }
+
+
+def _word(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# What came of it.
+
+
+def make_rows(found: Sequence[Way], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """`reports` of all ranks, as they printed them."""
+    rows = []
+    for way in found:
+        by_rank = [[s for s in report["steps"] if s["way"] == way.name] for report in reports]
+        rounds = [*zip(*by_rank, strict=True)]
+        passes = [
+            [max(rank[name] for rank in ranks) for ranks in rounds]
+            for name in ("forward", "backward")
+        ]
+        both = [sum(one) for one in zip(*passes, strict=True)]
+        rows.append(
+            Row(
+                *(way.name, way.settings),
+                measured=tuple(map(statistics.median, passes)),
+                predicted=way.predicted,
+                least=min(both),
+                most=max(both),
+                cpu=statistics.median(sum(rank["cpu"] for rank in ranks) for ranks in rounds),
+                wire_mib=statistics.mean(s["wire_sent"] for ranks in rounds for s in ranks) / 2**20,
+            )
+        )
+    return rows
+
+
+def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
+    """Of each way to the mesh: measured and predicted."""
+    rows = [*rows]
+    mesh = next(row for row in rows if row.name == REFERENCE)
+    return {
+        row.name: (row.step / mesh.step, row.predicted_step / mesh.predicted_step) for row in rows
+    }
+
+
+def turned_round(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Pairs whose measured order is not the predicted one, but for those predicted alike."""
+    found = []
+    for one, other in combinations(sorted(rows, key=lambda row: row.predicted_step), 2):
+        if other.predicted_step > (1 + ALIKE) * one.predicted_step and other.step < one.step:
+            found.append((one.name, other.name))
+    return found
+
+
+def verdict(rows: Sequence[Row]) -> dict[str, Any]:
+    off = {name: predicted / real - 1 for name, (real, predicted) in ratios(rows).items()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    fastest = min(rows, key=lambda row: row.step)
+    auto = next(row for row in rows if row.name == AUTO)
+    return {
+        "turned_round": turned_round(rows),
+        "worst_ratio": [worst, round(off[worst], 3)],
+        "ratios_near": abs(off[worst]) <= NEAR,
+        "fastest": fastest.name,
+        "auto_behind": round(auto.step / fastest.step - 1, 3),
+    }
+
+
+def words(found: Mapping[str, Any]) -> str:
+    turned = ", ".join(f"{a} before {b}" for a, b in found["turned_round"])
+    name, off = found["worst_ratio"]
+    behind, fastest = found["auto_behind"], found["fastest"]
+    return (
+        f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}; "
+        f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}; "
+        f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}"
+    )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| | forward, s | backward, s | both (least, most) | predicted | to mesh: measured, "
+        "predicted | CPU s | MiB sent a rank | setting |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    to_mesh = ratios(rows)
+    for row in sorted(rows, key=lambda row: row.step):
+        passes = [f"{a:.2f} ({b:.2f})" for a, b in zip(row.measured, row.predicted, strict=True)]
+        real, predicted = to_mesh[row.name]
+        cells = [
+            row.name,
+            *passes,
+            f"{row.step:.2f} ({row.least:.2f}, {row.most:.2f})",
+            f"{row.predicted_step:.2f}",
+            f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
+            f"{row.cpu:.1f}",
+            f"{row.wire_mib:.1f}",
+            " / ".join(dict.fromkeys(row.settings)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2, choices=(2, 4), help="of four ranks")
+    parser.add_argument("--between", type=float, default=40, help="Mbit/s of a node")
+    parser.add_argument("--inside", type=float, default=320, help="Mbit/s of a rank in a node")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cluster", type=Path, help="a cluster file, in place of profiling")
+    parser.add_argument("--seconds", type=float, default=900, help="then the ranks are ended")
+    parser.add_argument("--json", type=Path, help="write all that was measured here")
+    given = parser.parse_args()
+    try:
+        result = _run(given)
+    except (MeshAttentionError, NamespaceError, KeyboardInterrupt) as error:
+        raise SystemExit(f"error: {str(error) or 'ended by Ctrl-C'}") from None
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _profiled(network: Namespaces, folder: Path, problem: Problem, seconds: float) -> Path:
+    """The cluster file that `mesh-attention profile` writes of this network and these cores."""
+    file = folder / "links.toml"
+    sizes = ("--heads", str(problem.num_heads), "--head-dim", str(problem.head_dim))
+    command = (sys.executable, "-m", "mesh_attention", "profile", *sizes, "--output", str(file))
+    say("profiling")
+    say(network.run(command, seconds=seconds)[0])
+    return file
+
+
+def _run(given: argparse.Namespace) -> dict[str, Any]:
+    links = Links(given.nodes, 4, given.between, given.inside)
+    problem = Problem(
+        *(given.tokens, given.heads, given.dim),
+        num_kv_heads=given.kv_heads,
+        element_bytes=4,
+        mask=Mask(causal=True),
+    )
+    result: dict[str, Any] = {
+        **taken(),
+        "machine": machine(),
+        "command": f"python {' '.join(sys.argv)}",
+        "links": asdict(links),
+        "problem": {**asdict(problem), "mask": "causal"},
+        "before": load(),
+    }
+    with tempfile.TemporaryDirectory() as name, Namespaces(links) as network:
+        folder = Path(name)
+        file = given.cluster or _profiled(network, folder, problem, given.seconds)
+        result["cluster"] = file.read_text()
+        found = ways(problem, links.num_ranks, load_cluster(file))
+        questions = {way.name: way.question for way in found}
+        (folder / "questions.pickle").write_bytes(pickle.dumps(questions))
+        command = (sys.executable, str(HERE / "method_steps.py"), name, str(given.rounds))
+        reports = [json.loads(x) for x in network.run(command, seconds=given.seconds)]
+    rows = make_rows(found, reports)
+    result |= {
+        "after": load(),
+        "errors": reports[0]["errors"],
+        "verdict": verdict(rows),
+        "rows": [asdict(row) for row in rows],
+        "steps": [report["steps"] for report in reports],
+    }
+    busy = [result[when]["busy_cores"] for when in ("before", "after")]
+    print(f"{links.words}; {problem.q_tokens} tokens, {problem.num_heads}:{problem.kv_heads} heads")
+    print(
+        f"of {problem.head_dim}; others keep {busy[0]} and {busy[1]} cores busy, before and after"
+    )
+    print("\n".join(table(rows)))
+    print(words(result["verdict"]))
+    return result
+
+
+if __name__ == "__main__":
+    main()
