@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +32,6 @@ from provenance import taken
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.cluster.cluster import KernelRate, PassRates
 from mesh_attention.kernels import (
-    BackwardInputs,
-    Block,
     BlockMask,
     Causal,
     Full,
@@ -43,8 +41,9 @@ from mesh_attention.kernels import (
     RowRange,
 )
 from mesh_attention.kernels.registry import choose, kernel_names
-from mesh_attention.kernels.rows import delta
 from mesh_attention.measure.curve_fit import Point, fit, pass_section
+from mesh_attention.measure.kernel_call import KernelCall
+from mesh_attention.measure.ranks import Work
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, CallKind
 from mesh_attention.runtime.call_masks import row_range
@@ -54,7 +53,6 @@ DIM = 128
 DTYPE = torch.bfloat16
 MARGIN = 16  # SMs that a transfer takes, and that a kernel is asked to leave
 ASKED_AT = (0.2, 0.4, 0.6)
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -116,40 +114,18 @@ def range_mask(case: Case, device: torch.device) -> tuple[RowRange, int]:
     return mask, int((ends[1] - ends[0]).clamp(min=0).sum())
 
 
-class Calls:
-    """One call of a kernel, forward or backward, and what it computes."""
-
-    def __init__(
-        self, kernel: Kernel, direction: Direction, kind: CallKind, case: Case, device: torch.device
-    ) -> None:
-        self._kernel, self._direction = kernel, direction
-        self.pairs = case.rows * case.columns
-        self._mask: BlockMask = Full()
-        if kind is CallKind.CAUSAL:
-            self._mask, self.pairs = Causal(), case.rows * (case.rows + 1) // 2
-        elif kind is CallKind.RANGE:
-            self._mask, self.pairs = range_mask(case, device)
-        self._tensors = [
-            torch.randn(1, n, case.heads, DIM, device=device, dtype=DTYPE)
-            for n in (case.rows, case.columns, case.columns)
-        ]
-        self.flops = 4.0 * DIM * case.heads * self.pairs
-        if direction is Direction.BACKWARD:
-            self.flops *= 2.5
-            out, lse = kernel.forward(self._block(0))
-            grad_out = torch.randn_like(out, dtype=DTYPE)
-            out, lse = out.to(DTYPE), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
-            self._given = BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))
-
-    def _block(self, leave_sms: int) -> Block:
-        q, k, v = self._tensors
-        return Block(q, k, v, self._mask, DIM**-0.5, leave_sms=leave_sms)
-
-    def work(self, leave_sms: int = 0) -> Work:
-        block = self._block(leave_sms)
-        if self._direction is Direction.FORWARD:
-            return lambda: self._kernel.forward(block)
-        return lambda: self._kernel.backward(block, self._given)
+def kernel_call(
+    kernel: Kernel, direction: Direction, kind: CallKind, case: Case, device: torch.device
+) -> KernelCall:
+    """One call of a kernel, forward or backward."""
+    mask: BlockMask = Full()
+    pairs = case.rows * case.columns
+    if kind is CallKind.CAUSAL:
+        mask, pairs = Causal(), case.rows * (case.rows + 1) // 2
+    elif kind is CallKind.RANGE:
+        mask, pairs = range_mask(case, device)
+    shape = (case.rows, case.columns, case.heads, DIM)
+    return KernelCall(kernel, direction, DTYPE, device, *shape, mask, pairs)
 
 
 def seconds(work: Work, repeats: int) -> float:
@@ -210,13 +186,13 @@ def begins(found: list[float]) -> bool:
 def measure(
     kernel: Kernel, kinds: list[CallKind], direction: Direction, repeats: int, device: torch.device
 ) -> tuple[PassRates, dict[CallKind, list[Point]], str]:
-    short = Calls(kernel, direction, kinds[0], Case("short", K, K, 1), device).work()
+    short = kernel_call(kernel, direction, kinds[0], Case("short", K, K, 1), device).work()
     launch = host_seconds(short)
     points: dict[CallKind, list[Point]] = {}
     for kind in kinds:
         points[kind] = []
         for case in cases(kind):
-            calls = Calls(kernel, direction, kind, case, device)
+            calls = kernel_call(kernel, direction, kind, case, device)
             columns = float(case.columns)
             if kind is CallKind.RANGE:
                 columns = 2 * calls.pairs / case.rows
@@ -225,7 +201,7 @@ def measure(
             print(f"# {direction} {kind}, {case.what}: {point.tflops:.0f} TFLOP/s", flush=True)
             points[kind].append(point)
     causal = Case("long", 32 * K, 32 * K, 32, Mask(causal=True))
-    long = Calls(kernel, direction, kinds[-1], causal, device)
+    long = kernel_call(kernel, direction, kinds[-1], causal, device)
     alone, beside = (seconds(long.work(leave), repeats) for leave in (0, MARGIN))
     heeds = beside > 1.03 * alone
     without, with_margin = (done_at(long.work(n), alone, device) for n in (0, MARGIN))

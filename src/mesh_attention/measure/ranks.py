@@ -36,15 +36,13 @@ class MeasureError(MeshAttentionError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, node by node: rank r is on node r // per_node. `told_nodes`: somebody said
-    how large a node is; otherwise all ranks are taken for one."""
+    """A process group, node by node: rank r is on node r // per_node."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     per_node: int
     device: torch.device
-    told_nodes: bool = True
 
     @property
     def num_nodes(self) -> int:
@@ -99,15 +97,6 @@ class Ranks:
         if found[1] is not None:
             raise MeasureError(found[1])
         return found[0]
-
-    def agree(self, error: str | None) -> None:
-        """An error of any rank is one of all of them."""
-        errors = self.everyones(error)
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise MeasureError(
-                    text if errors.count(text) == len(errors) else f"rank {rank}: {text}"
-                )
 
     def seconds(self, work: Work | None, *, lasting: float, members: int | None = None) -> float:
         """Of one call of `work` on the ranks that take part, at once: the median of repeats, as
@@ -188,7 +177,8 @@ def ranks_of_launcher(
 def ranks_of_group(
     group: dist.ProcessGroup | None, device: torch.device, ranks_per_node: int | None = None
 ) -> Ranks:
-    """All of a group's ranks call this; refused on all of them where they do not fit together."""
+    """All of a group's ranks call this; refused on all of them where they do not fit together.
+    Where nobody says how large a node is, all are taken for one."""
     if group is None:
         group = dist.distributed_c10d._get_default_group()
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -196,7 +186,7 @@ def ranks_of_group(
     told = ranks_per_node or (int(said) if said.isdecimal() else 0)
     per_node = told or size
     per_node = size if per_node > size and ranks_per_node is None else per_node
-    ranks = Ranks(group, rank, size, per_node, device, bool(told))
+    ranks = Ranks(group, rank, size, per_node, device)
     mine = {
         "versions": f"mesh-attention {__version__}, torch {torch.__version__}, "
         f"Python {sys.version_info.major}.{sys.version_info.minor}",
