@@ -17,12 +17,13 @@ from typing import Any
 
 from replay.rank import RankToReplay, rank_to_replay
 
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.cluster.planning import plan_on, setting_of
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 
@@ -37,7 +38,7 @@ GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
 LEAN = ((4, 4), (2, 4), (2, 2))
 TUNED = ((8, 8), (2, 8), (4, 16))
 TILES = ((16, 16), (8, 32), (32, 8))
-TABLES = ("settings", "methods", "grouped", "memory", "tuned")
+TABLES = ("settings", "methods", "grouped", "memory", "tuned", "auto")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def cells() -> Iterator[Cell]:
     yield from _methods()
     yield from (cell for cell in ring if cell.tokens >= 1024 * K)
     yield from _tuned()
+    yield from _auto()
 
 
 ALL_TOKENS = (512 * K, 256 * K, 1024 * K)
@@ -140,6 +142,21 @@ def _tuned() -> Iterator[Cell]:
                     yield Cell(*place, options={"tile": tile, "head_slices": heads})
 
 
+def _auto() -> Iterator[Cell]:
+    """The best of all methods; beside it the box of heads, queries and keys that receives the least
+    (at most 14 units in any pass); and the published problem of few KV heads."""
+    least = {"ulysses": 64, "tile": (2, 2)}
+    for causal in (False, True):
+        for direction in Direction:
+            place = (256, 512 * K, causal, direction.value)
+            yield Cell("auto", "hgx-h100", AUTO, *place)
+            yield Cell("auto", "hgx-h100", "mesh-usp", *place, options=least)
+    for ranks in (8, 16, 32, 64):
+        for direction in Direction:
+            place = (ranks, ranks * 8 * K, True, direction.value)
+            yield Cell("auto", "hgx-h100", AUTO, *place, 8)
+
+
 def prepare(cell: Cell, folder: Path) -> Path:
     """Plan, simulate, and store one rank's part; what is stored already stays."""
     path = folder / f"{cell.name}.json.gz"
@@ -148,7 +165,12 @@ def prepare(cell: Cell, folder: Path) -> Path:
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
     lean = cell.table == "memory"
     options = cell.options | (_shape_of_best(cell, folder) if lean else {})
-    if not lean and (cell.method in SEARCHED or cell.table == "methods"):
+    if cell.method == AUTO:
+        found = find_best_of_all(cell.problem, cell.ranks, cluster, directions=(direction,))
+        chosen = found.chosen[direction]
+        assert chosen.timeline is not None, "what is chosen was simulated"
+        timeline, options = chosen.timeline, chosen.options
+    elif not lean and (cell.method in SEARCHED or cell.table == "methods"):
         best = find_best(
             *(cell.problem, cell.ranks, cluster),
             method=cell.method,
@@ -166,7 +188,9 @@ def prepare(cell: Cell, folder: Path) -> Path:
         timeline = simulate(plan, cluster, direction)
     given = rank_to_replay(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
-    given.predicted["setting"] = {key: str(value) for key, value in setting.items()}
+    given.predicted["setting"] = {key: str(value) for key, value in setting.items()} | (
+        {"method": timeline.plan.method} if cell.method == AUTO else {}
+    )
     part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
     with gzip.open(part, "wt", encoding="utf-8") as file:
         json.dump(given.to_json(), file)

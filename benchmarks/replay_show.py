@@ -50,8 +50,49 @@ def show(report: dict[str, Any]) -> None:
         _tuned(cluster, here)
         _memory(cluster, here)
     _grouped([row for row in rows if row["table"] == "grouped"])
+    _auto([row for row in rows if row["table"] == "auto"])
     for name, why in report["failed"].items():
         print(f"left out: {name}: {why}")
+
+
+def _auto(rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    print("\nthe best of all methods, and the least bytes: ms (MFU %), alone, simulated")
+    lines = [["ranks", "heads", "mask", "pass", "asked for", "chosen", "ms", "alone", "simulated"]]
+    lines[0] += ["goal"]
+    for r in rows:
+        asked = [r["name"].split("-")[2], *(f"{k} {v}" for k, v in r["options"].items())]
+        setting = dict(r["setting"])
+        words = [setting.pop("method", r["method"])]
+        words += [f"{k} {v}" for k, v in setting.items() if k in CHOSEN and v not in ("1", "None")]
+        grouped = r["kv_heads"] != 64
+        rate = r["mfu_percent"] / 100 * PEAK_TFLOPS if grouped else r["mfu_percent"]
+        key = (r["direction"], r["causal"])
+        goal = GROUPED_GOALS[r["direction"]] if grouped else AUTO_GOALS[key]
+        lines.append(
+            [
+                *(str(r["ranks"]), f"64:{r['kv_heads']}", "causal" if r["causal"] else "full"),
+                *(r["direction"], " ".join(asked), " ".join(words)),
+                f"{_ms(r)} ({r['mfu_percent']:.1f})",
+                f"{r['compute_seconds'] * 1e3:.1f} ({r['compute_mfu_percent']:.1f})",
+                f"{r['predicted_seconds'] * 1e3:.1f} ({r['predicted_mfu_percent']:.1f})",
+                f"{rate:.1f} of {_verdict(rate >= goal, f'{goal:g}')}",
+            ]
+        )
+    _print(lines)
+
+
+CHOSEN = ("tile", "ulysses", "team", "ring", "head_slices", "chunks", "combine", "layout")
+PEAK_TFLOPS = 989.0  # dense bf16 of an H100 and of an H200
+# With at most 14 units; with bytes free 2, 2, 1 and 1 more.
+AUTO_GOALS = {
+    ("forward", False): 65.0,
+    ("forward", True): 61.0,
+    ("backward", False): 56.0,
+    ("backward", True): 55.0,
+}
+GROUPED_GOALS = {"forward": 660.0, "backward": 560.0}  # TFLOP/s
 
 
 def _renamed(row: Row) -> Row:
