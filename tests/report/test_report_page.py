@@ -149,6 +149,8 @@ def test_the_table_can_be_sorted_by_every_column_and_holds_the_facts(
     assert len(buttons) == len(heads) == 10
     names = [one["data-value"] for one in tags.find("th") if "data-value" in one]
     assert names == [one.name for one in report_facts.methods]
+    marked = [one for one in tags.find("tr") if one.get("class") == "chosen"]
+    assert len(marked) == len({*report_facts.chosen.values()})
     cells = [one["data-value"] for one in tags.find("td") if "data-value" in one]
     columns = len(heads) - 1
     assert len(cells) == columns * len(report_facts.methods)
@@ -224,12 +226,13 @@ def test_the_command_writes_the_page_or_prints_the_facts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["report", "--ranks", "1", "--tokens", "256", "--heads", "2"]
-    words += ["--scaling-ranks", "2", "--pass", "forward"]
+    words += ["--scaling-ranks", "2", "--pass", "forward", "--layout", "contiguous"]
     assert main([*words, "--output", "page.html"]) == 0
     assert capsys.readouterr().out.endswith("The page is in page.html.\n")
     page = Path("page.html").read_text()
     assert len(page) > 1_000_000  # the library is in it
     assert 'data-picture="gantt"' in page
+    assert "Everywhere with layout=contiguous: " in page
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 1

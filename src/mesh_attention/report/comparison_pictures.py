@@ -174,9 +174,11 @@ def _lines(
     same = "The same problem" if kind is Scaling.STRONG else "As many tokens on each rank"
     caption = (
         f"{same}, {passes}: as one rank expects it, with settings found without a search; the "
-        f"star is the choice, searched and simulated. "
-        f"Fastest at each number of ranks: {winner}. A click on a name shows or hides its line."
+        f"star is the choice, searched and simulated. Fastest at each number of ranks: {winner}. "
+        "A click on a name shows or hides its line."
     )
+    if facts.given:
+        caption += f" Everywhere with {facts.given}: where that does not fit, a line has no point."
     return Variant(caption, data, layout)
 
 

@@ -91,7 +91,9 @@ class ReportFacts:
     gpu: str
     gpu_bytes: int
     directions: tuple[Direction, ...]
-    chosen: dict[Direction, str]
+    given: str  # options, in words
+    chosen: dict[Direction, str]  # method
+    settings: dict[Direction, str]
     seconds: float
     mfu_percent: float
     received_bytes: dict[Direction, int]
@@ -160,7 +162,9 @@ def report_facts(
         gpu=cluster.gpu.name,
         gpu_bytes=int(cluster.gpu.memory_gib * 2**30),
         directions=directions,
-        chosen={d: f"{one.name} {chosen.setting(d)}" for d, one in found.chosen.items()},
+        given=", ".join(f"{name}={value}" for name, value in given.items()),
+        chosen={d: one.name for d, one in found.chosen.items()},
+        settings={d: chosen.setting(d) for d in directions},
         seconds=chosen.seconds,
         mfu_percent=chosen.mfu_percent,
         received_bytes={d: total for d, (total, _) in chosen.received.items()},

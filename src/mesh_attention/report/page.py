@@ -122,11 +122,11 @@ def _json(value: Any) -> str:
 
 
 def _names(facts: ReportFacts) -> str:
-    return " and ".join(dict.fromkeys(text.split()[0] for text in facts.chosen.values()))
+    return " and ".join(dict.fromkeys(facts.chosen.values()))
 
 
 def _ms_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3g}"
+    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
 
 
 def _choice(facts: ReportFacts) -> str:
@@ -141,8 +141,8 @@ def _choice(facts: ReportFacts) -> str:
         f"<div><dt>{escape(text)}</dt><dd>{escape(number)}</dd></div>" for number, text in numbers
     )
     passes = "".join(
-        f"<li>{direction}: <code>{escape(text)}</code></li>"
-        for direction, text in facts.chosen.items()
+        f"<li>{direction}: {escape(name)} <code>{escape(facts.settings[direction])}</code></li>"
+        for direction, name in facts.chosen.items()
     )
     return f"""<section id="choice">
 <h2>The choice</h2>
@@ -209,8 +209,11 @@ def _row(facts: ReportFacts, one: MethodFacts) -> str:
         settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
     words = "<br>".join(map(escape, settings))
     words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
-    name = escape(one.name)
-    return f'<tr><th scope="row" data-value="{name}">{name}</th>{numbers}{words}</tr>\n'
+    name, chosen = escape(one.name), [d for d, name in facts.chosen.items() if name == one.name]
+    which = "the choice" if len(chosen) == len(passes) else f"the choice {''.join(chosen)}"
+    mark, shown = (f"<small>{which}</small>", ' class="chosen"') if chosen else ("", "")
+    head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
+    return f"<tr{shown}>{head}{numbers}{words}</tr>\n"
 
 
 def _received(num_bytes: int, facts: ReportFacts, direction: Direction) -> str:
@@ -283,6 +286,7 @@ def _notes(facts: ReportFacts) -> str:
         "Everything is modelled from the cluster's file with its rates of kernels and links; "
         "nothing was measured. Memory is the workspace, shards and results of attention for batch "
         "1, without what kernels take for themselves.",
+        *([f"Options that were given: {facts.given}."] if facts.given else []),
         *facts.notes,
     ]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)

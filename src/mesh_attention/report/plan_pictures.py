@@ -66,21 +66,17 @@ def assignment_picture(facts: ReportFacts) -> Picture:
             trace |= {"text": matrix, "texttemplate": "%{text}"}
         missing = "" if known else f" There are no {colour} groups in this pass."
         caption = (
-            f"{facts.chosen[Direction(direction)].split()[0]} {direction}, head {head}{part}: each "
+            f"{facts.chosen[Direction(direction)]} {direction}, head {head}{part}: each "
             f"cell is a Q partition against a KV partition, coloured by {by} that "
             f"computes it.{missing} Cells without colour hold nothing that the mask shows."
         )
+        plain: dict[str, Any] = {"constrain": "domain", "showgrid": False, "zeroline": False}
+        if size <= _MOST_NUMBERED:
+            plain |= {"tick0": 0, "dtick": 1}
+        turned = {"autorange": "reversed", "scaleanchor": "x", "constraintoward": "top"}
         layout = {
-            "xaxis": axis("KV partition", constrain="domain", showgrid=False, zeroline=False),
-            "yaxis": axis(
-                "Q partition",
-                autorange="reversed",
-                scaleanchor="x",
-                constrain="domain",
-                constraintoward="top",
-                showgrid=False,
-                zeroline=False,
-            ),
+            "xaxis": axis("KV partition", **plain),
+            "yaxis": axis("Q partition", **plain, **turned),
         }
         return Variant(caption, [trace], layout)
 
