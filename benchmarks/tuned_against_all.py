@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lasting", type=float, default=1.0, help="seconds of one measurement")
+    parser.add_argument("--lasting", type=float, default=2.0, help="seconds of one measurement")
     parser.add_argument("--cluster", help="a file; left out: measured first")
     parser.add_argument("--json", type=Path, help="write the result here too")
     given = parser.parse_args()

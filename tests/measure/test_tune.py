@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,16 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["went_on"] = one.before, one.taken, [x.key for x in one.best], steps
     found["measured"] = one.tuning.measured
     found["known"] = (lambda x: (x.before, x.taken))(tuned(4))
-    # Another problem has a file of its own; a cluster with other nodes gets no answer.
-    other = load_cluster("gb200-nvl72")
-    both = tune_ranks(ranks, PROBLEM, other, OPTIONS, also_for=cluster, measurements=1, lasting=0.0)
-    found["others"] = both.before, both.taken, len(both.kept_in)
+    # Another cluster has a file of its own; the answer is kept for one with other nodes where all
+    # ranks are on one node anyway.
+    larger = load_cluster("gb200-nvl72")
+    small = replace(cluster.node, ranks=1), replace(cluster.network, nics=1)
+    smaller = replace(cluster, node=small[0], network=small[1])
+    for name, also_for in (("larger", larger), ("smaller", smaller)):
+        one = tuned(1, also_for=also_for)
+        found[name] = one.before, one.taken, len(one.kept_in)
+    other = tune_ranks(ranks, PROBLEM, larger, OPTIONS, measurements=1, lasting=0.0)
+    found["other"] = other.before, other.taken, len(other.kept_in)
     with ContextParallel(cluster="hgx-h100", method="auto", **SIZES, **OPTIONS) as cp:
         q = torch.randn(1, len(cp.positions()), 2, 8)
         out = cp.attention(q, q, q)
@@ -120,7 +127,9 @@ def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: 
     assert len(best) == 2
     assert steps[0] == (2, 4)
     assert first["known"] == (before + taken, 0)
-    assert first["others"] == (0, 1, 1)
+    known = before + taken
+    assert (first["larger"], first["smaller"]) == ((known, 0, 2), (known, 0, 1))
+    assert first["other"] == (0, 1, 1)
     _, choice, finite = first["used"]
     assert finite
     assert "tuned answer of auto" in choice

@@ -15,7 +15,7 @@ from mesh_attention.measure.ranks import Ranks
 from mesh_attention.plan.plan import Direction, Plan
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-LEAST_RUNS, MOST_RUNS = 3, 30
+LEAST_RUNS, MOST_RUNS = 5, 30
 
 
 def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction, float]:

@@ -32,7 +32,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.version import __version__
 
 MEASUREMENTS = 10
-LASTING = 1.0  # seconds of one measurement, about
+LASTING = 2.0  # seconds of one measurement, about
 
 Progress = Callable[[int, int], None]
 Measure = Callable[[Pair], dict[Direction, float]]
@@ -148,10 +148,16 @@ def _keep(
     kept = []
     first = clusters[0]
     for cluster in clusters:
-        # A plan depends on the size of a node: for another one it would not be what was measured.
-        if cluster is None or first is None or cluster.node.ranks != first.node.ranks:
+        if cluster is None or first is None or not _nodes_are_alike(first, cluster, num_ranks):
             continue
         file = keep_chosen(problem, num_ranks, cluster, chosen, reason, options)
         if file is not None and file not in kept:
             kept.append(file)
     return tuple(kept)
+
+
+def _nodes_are_alike(one: Cluster, other: Cluster, num_ranks: int) -> bool:
+    """A plan depends on the size of a node, unless all ranks are on one: where nodes differ, it
+    would not be what was measured."""
+    sizes = one.node.ranks, other.node.ranks
+    return sizes[0] == sizes[1] or min(sizes) >= num_ranks
