@@ -19,18 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from documents_over_links import load, machine
 from method_steps import say
 from namespaces import Links, NamespaceError, Namespaces
+from prediction_report import AUTO, Predicted, make_rows, table, verdict, words
 from provenance import taken
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
@@ -43,43 +42,12 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import BOTH, Question, joined
 
 HERE = Path(__file__).parent
-AUTO, REFERENCE = "auto", "mesh"
 METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
-ALIKE = 0.03  # ways whose predicted times differ by less have no order
-NEAR = 0.15  # of ratios to the mesh
 
 
 @dataclass(frozen=True)
-class Way:
-    """`setting` of each pass in words; predicted seconds of each."""
-
-    name: str
+class Way(Predicted):
     question: Question
-    settings: tuple[str, ...]
-    predicted: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """Seconds of both passes, measured (median of the slowest rank) and predicted, and of all
-    rounds the least and the most of both together. CPU: of all ranks. Wire: MiB of a rank."""
-
-    name: str
-    settings: tuple[str, ...]
-    measured: tuple[float, ...]
-    predicted: tuple[float, ...]
-    least: float
-    most: float
-    cpu: float
-    wire_mib: float
-
-    @property
-    def step(self) -> float:
-        return sum(self.measured)
-
-    @property
-    def predicted_step(self) -> float:
-        return sum(self.predicted)
 
 
 # What is run.
@@ -128,11 +96,12 @@ def _if_fits(name: str, question: Question, cluster: Cluster) -> Way | None:
 def _as_way(name: str, question: Question, cluster: Cluster) -> Way:
     plan = question.plan()
     timelines = [simulate(plan, cluster, direction) for direction in BOTH]
-    words = [
+    told = [
         " ".join([one.method, *(f"{n}={_word(x)}" for n, x in _given(one).items())])
         for one in (question, question.backward or question)
     ]
-    return Way(name, question, tuple(words), tuple(x.runtime_seconds for x in timelines))
+    seconds = tuple(one.runtime_seconds for one in timelines)
+    return Way(name, tuple(told), seconds, question)
 
 
 def _given(question: Question) -> Mapping[str, Any]:
@@ -148,101 +117,6 @@ def _given(question: Question) -> Mapping[str, Any]:
 
 def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-# What came of it.
-
-
-def make_rows(found: Sequence[Way], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """`reports` of all ranks, as they printed them."""
-    rows = []
-    for way in found:
-        by_rank = [[s for s in report["steps"] if s["way"] == way.name] for report in reports]
-        rounds = [*zip(*by_rank, strict=True)]
-        passes = [
-            [max(rank[name] for rank in ranks) for ranks in rounds]
-            for name in ("forward", "backward")
-        ]
-        both = [sum(one) for one in zip(*passes, strict=True)]
-        rows.append(
-            Row(
-                *(way.name, way.settings),
-                measured=tuple(map(statistics.median, passes)),
-                predicted=way.predicted,
-                least=min(both),
-                most=max(both),
-                cpu=statistics.median(sum(rank["cpu"] for rank in ranks) for ranks in rounds),
-                wire_mib=statistics.mean(s["wire_sent"] for ranks in rounds for s in ranks) / 2**20,
-            )
-        )
-    return rows
-
-
-def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
-    """Of each way to the mesh: measured and predicted."""
-    rows = [*rows]
-    mesh = next(row for row in rows if row.name == REFERENCE)
-    return {
-        row.name: (row.step / mesh.step, row.predicted_step / mesh.predicted_step) for row in rows
-    }
-
-
-def turned_round(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Pairs whose measured order is not the predicted one, but for those predicted alike."""
-    found = []
-    for one, other in combinations(sorted(rows, key=lambda row: row.predicted_step), 2):
-        if other.predicted_step > (1 + ALIKE) * one.predicted_step and other.step < one.step:
-            found.append((one.name, other.name))
-    return found
-
-
-def verdict(rows: Sequence[Row]) -> dict[str, Any]:
-    off = {name: predicted / real - 1 for name, (real, predicted) in ratios(rows).items()}
-    worst = max(off, key=lambda name: abs(off[name]))
-    fastest = min(rows, key=lambda row: row.step)
-    auto = next(row for row in rows if row.name == AUTO)
-    return {
-        "turned_round": turned_round(rows),
-        "worst_ratio": [worst, round(off[worst], 3)],
-        "ratios_near": abs(off[worst]) <= NEAR,
-        "fastest": fastest.name,
-        "auto_behind": round(auto.step / fastest.step - 1, 3),
-    }
-
-
-def words(found: Mapping[str, Any]) -> str:
-    turned = ", ".join(f"{a} before {b}" for a, b in found["turned_round"])
-    name, off = found["worst_ratio"]
-    behind, fastest = found["auto_behind"], found["fastest"]
-    return (
-        f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}; "
-        f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}; "
-        f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}"
-    )
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| | forward, s | backward, s | both (least, most) | predicted | to mesh: measured, "
-        "predicted | CPU s | MiB sent a rank | setting |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    to_mesh = ratios(rows)
-    for row in sorted(rows, key=lambda row: row.step):
-        passes = [f"{a:.2f} ({b:.2f})" for a, b in zip(row.measured, row.predicted, strict=True)]
-        real, predicted = to_mesh[row.name]
-        cells = [
-            row.name,
-            *passes,
-            f"{row.step:.2f} ({row.least:.2f}, {row.most:.2f})",
-            f"{row.predicted_step:.2f}",
-            f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
-            f"{row.cpu:.1f}",
-            f"{row.wire_mib:.1f}",
-            " / ".join(dict.fromkeys(row.settings)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def main() -> None:

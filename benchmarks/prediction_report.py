@@ -1,0 +1,207 @@
+"""What came of `predicted_against_measured.py`: rows, verdict, table and picture, from its numbers.
+
+    python benchmarks/prediction_report.py RESULT.json ... --picture docs/pictures/predicted.png
+
+prints the tables of results again and draws them side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.plots import pyplot
+
+AUTO, REFERENCE = "auto", "mesh"
+ALIKE = 0.03  # ways whose predicted times differ by less have no order
+NEAR = 0.15  # of ratios to the mesh
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A way: the setting of each pass in words, and predicted seconds of each."""
+
+    name: str
+    settings: tuple[str, ...]
+    predicted: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of both passes, measured (median of the slowest rank) and predicted, and of all
+    rounds the least and the most of both together. CPU: of all ranks. Wire: MiB of a rank."""
+
+    name: str
+    settings: tuple[str, ...]
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
+    least: float
+    most: float
+    cpu: float
+    wire_mib: float
+
+    @property
+    def step(self) -> float:
+        return sum(self.measured)
+
+    @property
+    def predicted_step(self) -> float:
+        return sum(self.predicted)
+
+
+def make_rows(found: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """`reports` of all ranks, as they printed them."""
+    rows = []
+    for way in found:
+        by_rank = [[s for s in report["steps"] if s["way"] == way.name] for report in reports]
+        rounds = [*zip(*by_rank, strict=True)]
+        passes = [
+            [max(rank[name] for rank in ranks) for ranks in rounds]
+            for name in ("forward", "backward")
+        ]
+        both = [sum(one) for one in zip(*passes, strict=True)]
+        rows.append(
+            Row(
+                *(way.name, way.settings),
+                measured=tuple(map(statistics.median, passes)),
+                predicted=way.predicted,
+                least=min(both),
+                most=max(both),
+                cpu=statistics.median(sum(rank["cpu"] for rank in ranks) for ranks in rounds),
+                wire_mib=statistics.mean(s["wire_sent"] for ranks in rounds for s in ranks) / 2**20,
+            )
+        )
+    return rows
+
+
+def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
+    """Of each way to the mesh: measured and predicted."""
+    rows = [*rows]
+    mesh = next(row for row in rows if row.name == REFERENCE)
+    return {
+        row.name: (row.step / mesh.step, row.predicted_step / mesh.predicted_step) for row in rows
+    }
+
+
+def turned_round(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Pairs whose measured order is not the predicted one, but for those predicted alike."""
+    found = []
+    for one, other in combinations(sorted(rows, key=lambda row: row.predicted_step), 2):
+        if other.predicted_step > (1 + ALIKE) * one.predicted_step and other.step < one.step:
+            found.append((one.name, other.name))
+    return found
+
+
+def verdict(rows: Sequence[Row]) -> dict[str, Any]:
+    off = {name: predicted / real - 1 for name, (real, predicted) in ratios(rows).items()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    fastest = min(rows, key=lambda row: row.step)
+    auto = next(row for row in rows if row.name == AUTO)
+    return {
+        "turned_round": turned_round(rows),
+        "worst_ratio": [worst, round(off[worst], 3)],
+        "ratios_near": abs(off[worst]) <= NEAR,
+        "fastest": fastest.name,
+        "auto_behind": round(auto.step / fastest.step - 1, 3),
+    }
+
+
+def words(found: Mapping[str, Any]) -> str:
+    turned = ", ".join(f"{a} before {b}" for a, b in found["turned_round"])
+    name, off = found["worst_ratio"]
+    behind, fastest = found["auto_behind"], found["fastest"]
+    return (
+        f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}; "
+        f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}; "
+        f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}"
+    )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| | forward, s | backward, s | both (least, most) | predicted | to mesh: measured, "
+        "predicted | CPU s | MiB sent a rank | setting |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    to_mesh = ratios(rows)
+    for row in sorted(rows, key=lambda row: row.step):
+        passes = [f"{a:.2f} ({b:.2f})" for a, b in zip(row.measured, row.predicted, strict=True)]
+        real, predicted = to_mesh[row.name]
+        cells = [
+            row.name,
+            *passes,
+            f"{row.step:.2f} ({row.least:.2f}, {row.most:.2f})",
+            f"{row.predicted_step:.2f}",
+            f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
+            f"{row.cpu:.1f}",
+            f"{row.wire_mib:.1f}",
+            " / ".join(dict.fromkeys(row.settings)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+# Picture.
+
+
+def draw(results: Mapping[str, Sequence[Row]], file: Path) -> None:
+    """Measured seconds against predicted ones, a panel for each result."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 5.6), squeeze=False)
+    for axis, (title, rows) in zip(axes[0], results.items(), strict=True):
+        most = 1.12 * max(max(row.step, row.predicted_step) for row in rows)
+        axis.plot([0, most], [0, most], color="gray", lw=1)
+        within = [(1 - NEAR) * most, (1 + NEAR) * most]
+        axis.fill_between([0, most], [0, within[0]], [0, within[1]], color="gray", alpha=0.12)
+        for at, row in enumerate(sorted(rows, key=lambda row: row.step)):
+            colour = plt.get_cmap("tab10").colors[at]
+            spread = [[row.step - min(row.least, row.step)], [max(row.most, row.step) - row.step]]
+            axis.errorbar(row.predicted_step, row.step, yerr=spread, fmt="o", color=colour)
+            axis.plot([], [], "o", color=colour, label=f"{row.name}: {row.step:.2f} s")
+        axis.set(xlim=(0, most), ylim=(0, most), xlabel="predicted, s", ylabel="measured, s")
+        axis.set_title(title, fontsize=11)
+        axis.legend(loc="lower right", fontsize=9)
+    figure.suptitle("Forward and backward; on the line: as predicted; shaded: within 15 %")
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+def rows_of(result: Mapping[str, Any]) -> list[Row]:
+    """From the JSON that was written, in which tuples are lists."""
+    return [
+        Row(**row | {n: tuple(row[n]) for n in ("settings", "measured", "predicted")})
+        for row in result["rows"]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="what the benchmark wrote")
+    parser.add_argument("--picture", type=Path, help="draw it here")
+    given = parser.parse_args()
+    found = {}
+    for file in given.results:
+        result = json.loads(file.read_text())
+        rows = rows_of(result)
+        links = result["links"]
+        title = (
+            f"{links['num_nodes']} nodes of {links['ranks_per_node']} ranks, "
+            f"{links['between']:g} Mbit/s a node"
+        )
+        found[title] = rows
+        print("\n".join([f"{title}, {result['date'][:10]}", *table(rows), words(verdict(rows))]))
+    if given.picture is not None:
+        draw(found, given.picture)
+
+
+if __name__ == "__main__":
+    main()
