@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.cli import advise
+from mesh_attention.cli import advise, demo
 from mesh_attention.cli.main import main
 from mesh_attention.cluster.gantt import WAIT
 from mesh_attention.plan.plan import Direction
@@ -268,4 +268,14 @@ def test_what_cannot_be_written_is_told_in_a_line_before_the_search(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert told in err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_demonstration_without_plotly_says_why_it_has_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    page, line = demo.write_report(tmp_path)
+    assert page is None
+    assert line.startswith("no page: the page is drawn by plotly: pip install ")
     assert [*tmp_path.iterdir()] == []

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
         found = run_cases(report)
     ok = all(one.ok for one in found)
-    page, line = _write_report(args.output)
+    page, line = write_report(args.output)
     show(
         args,
         lambda: {
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _write_report(folder: Path) -> tuple[str | None, str]:
+def write_report(folder: Path) -> tuple[str | None, str]:
     """Where the page is, and a line that says so, or why there is none."""
     try:
         library = plotly_js()
