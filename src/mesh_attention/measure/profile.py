@@ -223,7 +223,7 @@ class _Profiling:
         assert members is not None
         begins = {
             "gather": meter.transfers.collective("all-gather", members, part),
-            "ring": meter.transfers.messages(ring, part),
+            "rotation": meter.transfers.messages(ring, part),
         }
         found: dict[tuple[str, Direction], Lost] = {}
         lasting = self._effort.lasting
@@ -237,7 +237,7 @@ class _Profiling:
                     lasting=3 * lasting,
                 )
                 self._tell()
-        forward, backward = (found["ring", one] for one in Direction)
+        forward, backward = (found["rotation", one] for one in Direction)
         gathers = [found["gather", one] for one in Direction]
         self._notes["disturbance"] = [
             f"{what} beside {direction} calls: computation loses {lost.computation:.3g} of its "
