@@ -171,7 +171,7 @@ class _OnePass:
 
     def simulate(self, one: Candidate) -> tuple[Score, Candidate, Timeline]:
         """Once. Methods that make the same plan in other words have the same timeline."""
-        timeline = None
+        found: tuple[Score, Timeline] | None = None
         for known in self.simulated:
             if known[1] is one:
                 return known
@@ -179,10 +179,11 @@ class _OnePass:
                 plan = self.search.plan(one.name, one.options)
                 same = plan.direction(self.search.direction)
                 if same.programs[0] == known[2].one.programs[0]:
-                    timeline = replace(known[2], plan=plan, one=same)
-        if timeline is None:
+                    found = known[0], replace(known[2], plan=plan, one=same)
+        if found is None:
             timeline = self.search.simulate(one.name, one.options)
-        self.simulated.append((self.search.score_of(timeline), one, timeline))
+            found = self.search.score_of(timeline), timeline
+        self.simulated.append((found[0], one, found[1]))
         return self.simulated[-1]
 
     def places(self) -> dict[Place, Score]:

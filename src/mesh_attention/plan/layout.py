@@ -61,6 +61,7 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     return tuple(result)
 
 
+@lru_cache(maxsize=4096)  # the ranks of a unit have the same rows
 def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
     """Rows `start..stop` of intervals that lie one after the other.
 
@@ -70,10 +71,13 @@ def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
     result = []
     at = 0
     for first, last in spans:
-        low, high = max(start, at), min(stop, at + last - first)
+        if at >= stop:
+            break
+        end = at + last - first
+        low, high = start if start > at else at, stop if stop < end else end
         if low < high:
             result.append((first + low - at, first + high - at))
-        at += last - first
+        at = end
     return tuple(result)
 
 
@@ -83,7 +87,11 @@ def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
     >>> clip_spans(((0, 4), (8, 12)), 2, 9)
     ((2, 4), (8, 9))
     """
-    clipped = ((max(a, start), min(b, stop)) for a, b in spans)
+    if len(spans) == 1:  # most often, and asked for without end
+        ((a, b),) = spans
+        a, b = start if a < start else a, stop if b > stop else b
+        return ((a, b),) if a < b else ()
+    clipped = ((start if a < start else a, stop if b > stop else b) for a, b in spans)
     return tuple((a, b) for a, b in clipped if a < b)
 
 
