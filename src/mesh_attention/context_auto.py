@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mesh_attention.cluster.answers import Chosen, is_measured, kept_answer
+from mesh_attention.cluster.answers import Chosen, is_measured, kept_answer, question_of_answer
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, nic_gbits
 from mesh_attention.cluster.load import a_cluster
-from mesh_attention.cluster.planning import rates_of
+from mesh_attention.cluster.planning import rates_of, tokens_stay
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS, all_options
 from mesh_attention.plan.plan import Direction
@@ -103,6 +103,10 @@ def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) 
         line, per_node = f"{cluster.name}, as given", cluster.node.ranks
         rates = rates_of(cluster)
     chosen = kept_answer(asked.problem, len(ranks), cluster, options)
+    if chosen is not None:
+        kept = question_of_answer(asked.problem, len(ranks), cluster, chosen)
+        if not tokens_stay(kept.plan(), options):  # whoever kept it: no file moves tokens
+            chosen = None
     if chosen is not None:
         per_node = cluster.node.ranks
     per_node = options.get("ranks_per_node") or per_node

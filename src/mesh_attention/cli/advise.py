@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
                 d.value: {"method": s.name, "options": s.options} for d, s in found.chosen.items()
             },
             "plan": found.plan().method,
+            "place": found.place,
             "kept_in": None if kept is None else str(kept),
             "methods": [row.to_json() for row in rows],
             "refused": found.refused,
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 "",
                 python,
                 "",
+                *_moved_note(found),
                 f"Cluster: {asked.found_by}.",
                 f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1; ~ is "
                 "expected by one rank, not simulated.",
@@ -123,6 +125,20 @@ def run(args: argparse.Namespace) -> int:
             ]
         ),
     )
+
+
+def _moved_note(found: BestOfAll) -> list[str]:
+    """Where the best has tokens elsewhere than objects have them by default."""
+    if not found.place:
+        return []
+    says = ", ".join(f"{name}={value!r}" for name, value in found.place.items())
+    names = "/".join(dict.fromkeys(one.name for one in found.unmoved.values()))
+    seconds = sum(one.seconds for one in found.unmoved.values())
+    return [
+        f"Tokens lie otherwise than by default: all objects that share them say {says}. The best "
+        f"without, {names} in {seconds * 1e3:.2f} ms, is kept for auto.",
+        "",
+    ]
 
 
 def _problem(args: argparse.Namespace) -> Problem:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
+from mesh_attention.cluster.auto import BestOfAll, Standing, find_best_of_all
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import Progress
 from mesh_attention.cluster.load import a_cluster
@@ -81,18 +81,34 @@ def keep_answer(
     found: BestOfAll,
     options: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Where it is kept; None, with a warning, where it cannot be. One that was measured stays."""
+    """Where it is kept; None, with a warning, where it cannot be. One that was measured stays.
+    Without a word about layouts it is the best with tokens where they are by default; a better one,
+    if there is any, is for who says where it has them (`found.place`)."""
     if len(found.chosen) != len(Direction):
         return None
+    given = dict(options or {})
+    if found.place:
+        _keep(problem, num_ranks, cluster, found.chosen, found.reason, given | found.place)
+    return _keep(problem, num_ranks, cluster, found.unmoved, found.reason, given)
+
+
+def _keep(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    found: Mapping[Direction, Standing],
+    reason: str,
+    options: Mapping[str, Any],
+) -> Path | None:
     chosen = {
         direction.value: {"method": one.name, "options": one.options, "seconds": one.seconds}
-        for direction, one in found.chosen.items()
+        for direction, one in found.items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged one is replaced
         if is_measured(kept_answer(problem, num_ranks, cluster, options)):
             return None
-    return keep_chosen(problem, num_ranks, cluster, chosen, found.reason, options)
+    return keep_chosen(problem, num_ranks, cluster, chosen, reason, options)
 
 
 def is_measured(chosen: Chosen | None) -> bool:

@@ -7,7 +7,8 @@ further, and neither is a setting whose bound (`one_rank.py`) is above it. Whate
 could not have won: the answer is never slower than any method's own best.
 
 Both passes of a plan have the same shards on the same devices, so they are chosen together where
-the best of each would want others.
+the best of each would want others. The layout is free unless it is given; what leaves tokens where
+they are by default is found too (`unmoved`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from mesh_attention.cluster.best import Candidate, Place, candidate, finalists
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import Explored, Progress, Score, Search, a_search
-from mesh_attention.cluster.planning import ask_on
+from mesh_attention.cluster.planning import ask_on, tokens_stay
 from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
@@ -46,7 +47,8 @@ class Standing:
 @dataclass(frozen=True, slots=True)
 class BestOfAll:
     """`chosen` for each pass, `standings` of all methods in each, best first; methods that take no
-    setting are in `refused`, with the reason. `tried` counts settings."""
+    setting are in `refused`, with the reason. `tried` counts settings. `unmoved`: the best with
+    tokens where they are by default, which `chosen` may not have."""
 
     chosen: dict[Direction, Standing]
     standings: dict[Direction, tuple[Standing, ...]]
@@ -54,6 +56,16 @@ class BestOfAll:
     reason: str
     tried: int
     question: Question
+    unmoved: dict[Direction, Standing]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Options that say where tokens lie, if not where they are by default."""
+        if self.unmoved is self.chosen:
+            return {}
+        plan, options = self.plan(), next(iter(self.chosen.values())).options
+        alpha = {"alpha": options["alpha"]} if options.get("alpha") is not None else {}
+        return {"layout": plan.q_layout.kind.value, **alpha}
 
     def plan(self) -> Plan:
         return self.question.plan()
@@ -86,6 +98,8 @@ def find_best_of_all(
     chosen = _in_one_place(found)
     first = found[0]
     by_pass = {one.search.direction: best for one, best in zip(found, chosen, strict=True)}
+    stays = all(one.timeline and tokens_stay(one.timeline.plan, options or {}) for one in chosen)
+    unmoved = by_pass if stays else {one.search.direction: one.unmoved() for one in found}
     standings = {one.search.direction: one.standings() for one in found}
     return BestOfAll(
         by_pass,
@@ -94,6 +108,7 @@ def find_best_of_all(
         why(chosen, list(standings.values())),
         sum(one.tried for one in found),
         _question(first.search, by_pass),
+        unmoved,
     )
 
 
@@ -129,7 +144,7 @@ class _OnePass:
         if not self._known:
             name, text = next(iter(self.refused.items()))
             raise PlanError(text if len(methods) == 1 else f"no method fits; {name}: {text}")
-        for explored in sorted(self._known, key=lambda one: one.all_in_order()[0][0]):
+        for explored in sorted(self._known, key=lambda one: one.all_in_order()[0].expected):
             if not self.simulated or (False, self._least(explored)) < self.best[0]:
                 self._search(explored)
             told()
@@ -154,6 +169,9 @@ class _OnePass:
 
     def _search(self, explored: Explored) -> None:
         explored.try_cuts()
+        _, seconds = explored.all_in_order()[0].expected
+        if not self.simulated or seconds <= _OTHER_WAYS * self.best[0][1]:
+            explored.try_other_ways()
         best: Score | None = None  # of this method
         for expected, least, setting in finalists(self.search, explored):
             hopeless = best is not None and expected >= best
@@ -201,6 +219,19 @@ class _OnePass:
         self.simulate(min(here, key=lambda one: one.expected))
         return min((s for s in self.simulated if s[1].place == place), key=lambda one: one[0])
 
+    def unmoved(self) -> Standing:
+        """The best with tokens where they are by default."""
+        given = self.search.given
+        known = [s for s in self.simulated if tokens_stay(s[2].plan, given)]
+        best = min(known, key=_in_order, default=None)
+        stay = [(s, m.name) for m in self._known for s in m.all_in_order() if s.stays]
+        for seen, name in sorted(stay, key=lambda pair: pair[0].expected)[:_NUM_UNMOVED]:
+            if best is None or max(seen.expected, seen.least) < best[0]:
+                found = self.simulate(candidate(self.search, name, seen.setting))
+                best = found if best is None else min(best, found, key=_in_order)
+        assert best is not None
+        return _standing(best)
+
     def add(self, one: Candidate) -> None:
         """The setting of another pass, for this one: some place must be common."""
         self.candidates.append(candidate(self.search, one.name, one.options))
@@ -215,8 +246,8 @@ class _OnePass:
                 score, one, timeline = min(simulated, key=_in_order)
                 found.append((score, Standing(name, one.options, score[1], timeline)))
             else:
-                score, _, options, _ = method.all_in_order()[0]
-                found.append((score, Standing(name, options, score[1])))
+                seen = method.all_in_order()[0]
+                found.append((seen.expected, Standing(name, seen.setting, seen.expected[1])))
         return tuple(standing for _, standing in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -238,9 +269,16 @@ def _in_one_place(passes: Sequence[_OnePass]) -> list[Standing]:
         common.sort(key=lambda place: _sum([one[place] for one in maps]))
         pairs = [[one.at(place) for one in passes] for place in common[:_NUM_PLACES]]
         best = min(pairs, key=lambda pair: _sum([score for score, _, _ in pair]))
-    return [Standing(c.name, c.options, score[1], timeline) for score, c, timeline in best]
+    return [_standing(one) for one in best]
 
 
+def _standing(simulated: tuple[Score, Candidate, Timeline]) -> Standing:
+    score, one, timeline = simulated
+    return Standing(one.name, one.options, score[1], timeline)
+
+
+_OTHER_WAYS = 1.1  # times the best: other layouts and ways of combining bring less
+_NUM_UNMOVED = 3  # settings that are simulated for it
 _NUM_PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 

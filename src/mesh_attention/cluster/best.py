@@ -87,6 +87,7 @@ def find_best(
     explored = Explored(search, method, progress)
     explored.try_shapes()
     explored.try_cuts()
+    explored.try_other_ways()
     best: tuple[Score, dict[str, Any], Timeline] | None = None
     for expected, least, setting in finalists(search, explored):
         if best is None or max(expected, least) < best[0]:
@@ -104,7 +105,7 @@ def finalists(search: Search, explored: Explored) -> Iterator[tuple[Score, Score
     each, what is the least, and the setting."""
     own, uncut = key_of(search.given), False
     simulated = 0
-    for at, (expected, least, setting, operations) in enumerate(explored.all_in_order()):
+    for at, (expected, least, setting, operations, *_) in enumerate(explored.all_in_order()):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting

@@ -3,8 +3,8 @@
 First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
 then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
 and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
-and halving while that helps, and the cut found with the next best shapes. What the caller gave
-stays as it is.
+and halving while that helps, and the cut found with the next best shapes. Last, the best of all
+that in other layouts and with other ways of combining. What the caller gave stays as it is.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.one_rank import Estimate, estimate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.planning import plan_on, tokens_stay
 from mesh_attention.cluster.simulate import simulate
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import choice
+from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
@@ -95,8 +98,19 @@ def a_search(
 
 
 Key = tuple[tuple[str, Any], ...]
-# By one rank: the score that is expected, the least, the setting, and operations of all ranks.
-Seen = tuple[Score, Score, dict[str, Any], int]
+
+
+class Seen(NamedTuple):
+    """A setting by one rank: the score that is expected, and the least. `stays`: tokens are where
+    they are by default."""
+
+    expected: Score
+    least: Score
+    setting: dict[str, Any]
+    num_operations: int  # of all ranks
+    layout: LayoutKind
+    combined: str | None  # how partial results are, where they are
+    stays: bool
 
 
 class Explored:
@@ -147,6 +161,22 @@ class Explored:
             if ranking and self._is_near_the_best(ranking[0], NEAR):
                 _refine(self, free, self._held, ranking)
 
+    def try_other_ways(self) -> None:
+        """The best in other layouts, and with other ways of combining what ranks of several nodes
+        computed, where they can matter."""
+        self._most = math.inf
+        best = self.all_in_order()[0]
+        problem, given = self._search.problem, self.given
+        for layout in _layouts_for(problem.mask):
+            if given.get("layout") is None and layout is not best.layout:
+                self.attempt(best.setting | {"layout": layout.value})
+        best, options = self.all_in_order()[0], METHODS[self.name].options()
+        several = self._search.num_ranks > self._search.cluster.node.ranks
+        if several and "combine" in options and given.get("combine") is None:
+            for way in _ways_to_combine(problem):
+                if way.value != best.combined:
+                    self.attempt(best.setting | {"combine": way.value})
+
     def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
         return score is not None and score[1] <= times * best
@@ -162,20 +192,26 @@ class Explored:
         key = key_of(setting)
         if key in self._known:
             found = self._known[key]
-            return None if found is None else found[0]
+            return None if found is None else found.expected
         if self.tried >= self._most:
             return None
         score, search = None, self._search
         self._known[key] = None
         try:
             # One rank is enough to rank by: in the middle, where masks leave the mean of work.
-            seen = search.estimate(search.plan(self.name, setting), (search.num_ranks // 2,))
+            plan = search.plan(self.name, setting)
+            seen = search.estimate(plan, (search.num_ranks // 2,))
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
             score = search.score(seen.seconds, seen.peak_bytes)
             least = search.score(seen.least_seconds, seen.peak_bytes)
-            self._known[key] = score, least, setting, seen.num_operations
+            self._known[key] = Seen(
+                *(score, least, setting, seen.num_operations),
+                layout=plan.q_layout.kind,
+                combined=plan.direction(search.direction).setting.get("q_reduce"),
+                stays=tokens_stay(plan, self.given),
+            )
             self.least_moving = min(self.least_moving, seen.moving_seconds)
         if self._progress:
             done = len(self._known)
@@ -198,6 +234,21 @@ class Explored:
 
 def key_of(setting: Mapping[str, Any]) -> Key:
     return tuple(sorted(setting.items()))
+
+
+def _layouts_for(mask: Mask) -> tuple[LayoutKind, ...]:
+    """Those that share out the work evenly, or keep together what is seen together."""
+    if mask.is_full:
+        return ()
+    if mask.window is None and mask.documents is None and mask.slices is None:
+        return LayoutKind.ZIGZAG, LayoutKind.STRIPED
+    return LayoutKind.ZIGZAG, LayoutKind.CONTIGUOUS
+
+
+def _ways_to_combine(problem: Problem) -> tuple[Combine, ...]:
+    """None that rounds on the way: nobody asked for another precision."""
+    exact = problem.element_bytes == problem.accumulate_bytes
+    return (Combine.EXCHANGE, Combine.NODES, *((Combine.REDUCE_SCATTER,) if exact else ()))
 
 
 def _refine(

@@ -10,6 +10,7 @@ from typing import Any
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.plan.arguments import number
+from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
@@ -63,6 +64,18 @@ def ask_on(
         costs: dict[str, Any] = {"costs": cluster.planning_costs(num_ranks)}
         found = replace(found, setting=replace(found.setting, **costs))
     return found
+
+
+def tokens_stay(plan: Plan, given: Mapping[str, Any]) -> bool:
+    """Whether tokens lie where they do by default, or as the caller said: objects that share a
+    batch, with other masks and so other plans, rely on it."""
+    if given.get("relayout"):
+        return True
+    kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
+    in_order = plan.devices == tuple(range(plan.num_ranks))
+    return (given.get("layout") is not None or plan.q_layout.kind is kind) and (
+        given.get("alpha") is not None or in_order
+    )
 
 
 def rates_of(cluster: Cluster) -> Rates:

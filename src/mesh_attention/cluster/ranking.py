@@ -151,10 +151,11 @@ def python_line(
     sizes += f"causal={problem.mask.causal}" if plain else "mask=mask"
     chosen = [*found.chosen.values()]
     if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
-        given = {**options, **chosen[0].options}
+        given = {**options, **found.place, **chosen[0].options}
         how = "".join(f", {name}={value!r}" for name, value in given.items())
         how = f'method="{chosen[0].name}"{how}, ranks_per_node={cluster.node.ranks}'
     else:
-        how = "".join(f", {name}={value!r}" for name, value in options.items())
+        given = {**options, **found.place}
+        how = "".join(f", {name}={value!r}" for name, value in given.items())
         how = f'method="auto"{how}, cluster="{cluster.name}"'
     return f"cp = ContextParallel(group, {sizes}, {how})"
