@@ -99,13 +99,17 @@ def find_best(
     return Best(best[2], best[1], explored.tried)
 
 
-def finalists(search: Search, explored: Explored) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
+def finalists(
+    search: Search, explored: Explored, *, in_place: bool = False
+) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
     """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
     best that is not cut, since one rank does not see what others lose by a cut. What is expected of
-    each, what is the least, and the setting."""
+    each, what is the least, and the setting; `in_place`: of those that leave tokens where they are
+    by default."""
     own, uncut = key_of(search.given), False
     simulated = 0
-    for at, (expected, least, setting, operations, *_) in enumerate(explored.all_in_order()):
+    known = [one for one in explored.all_in_order() if one.stays or not in_place]
+    for at, (expected, least, setting, operations, *_) in enumerate(known):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting

@@ -2,7 +2,7 @@
 
 `auto.py` leaves out whatever cannot be the best by the model. Who measures does so because the
 model is not exact, so here nothing is left out that comes near: each method's best few settings and
-its best that is not cut, in each pass.
+its best that is not cut, in each pass; with tokens where they are by default, as objects have them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _of_method(search: Search, method: str) -> list[Candidate]:
     explored = Explored(search, method)
     explored.try_shapes()
     explored.try_cuts()
-    return [candidate(search, method, one) for _, _, one in finalists(search, explored)]
+    explored.try_other_ways()
+    found = finalists(search, explored, in_place=True)
+    return [candidate(search, method, one) for _, _, one in found]
 
 
 def _different(search: Search, every: list[Candidate]) -> list[Candidate]:

@@ -167,8 +167,10 @@ class Explored:
         self._most = math.inf
         best = self.all_in_order()[0]
         problem, given = self._search.problem, self.given
-        for layout in _layouts_for(problem.mask):
-            if given.get("layout") is None and layout is not best.layout:
+        # A kernel that was asked for is not to be dodged by a layout that it cannot do.
+        is_free = given.get("layout") is None and self._search.kernel is None
+        for layout in _layouts_for(problem.mask) if is_free else ():
+            if layout is not best.layout:
                 self.attempt(best.setting | {"layout": layout.value})
         best, options = self.all_in_order()[0], METHODS[self.name].options()
         several = self._search.num_ranks > self._search.cluster.node.ranks
