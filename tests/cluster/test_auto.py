@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from simulated_cases import problem_of
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster.answers import VARIABLE, ask_auto, keep_answer, kept_answer
 from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import cluster_names
@@ -98,7 +100,10 @@ def test_ways_of_combining_are_searched_unless_one_is_given() -> None:
     assert given.options["combine"] == "exchange"
 
 
-def test_layouts_are_searched_and_what_leaves_tokens_in_place_is_found_too() -> None:
+def test_layouts_are_searched_and_what_leaves_tokens_in_place_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     mask = Mask(causal=True, window=(512, 0))
     problem = Problem(16384, 2, 128, mask=mask)
     found = find_best_of_all(problem, 4, "paper")
@@ -109,6 +114,10 @@ def test_layouts_are_searched_and_what_leaves_tokens_in_place_is_found_too() -> 
         assert one.timeline.plan.q_layout.kind == "zigzag"
         assert one.timeline.plan.devices == tuple(range(4))
         assert one.seconds >= found.chosen[direction].seconds
+    keep_answer(problem, 4, "paper", found)
+    for options, kind in ((None, "zigzag"), (found.place, "contiguous")):
+        assert kept_answer(problem, 4, "paper", options)
+        assert ask_auto(problem, 4, "paper", options).plan().q_layout.kind == kind
     given = find_best_of_all(problem, 4, "paper", options={"layout": "zigzag"})
     assert given.place == {}
     assert given.plan().q_layout.kind == "zigzag"

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
-from mesh_attention.cluster.answers import VARIABLE, kept_answer, search_and_keep
+from mesh_attention.cluster.answers import VARIABLE, keep_chosen, kept_answer, search_and_keep
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.context_auto import ranks_of_nodes
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
 from support.cases import Case
 from support.gloo_case import Part, attend, whole
@@ -42,6 +43,13 @@ def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, A
         os.environ[VARIABLE] = f"{folder}/kept" if rank == at else f"{folder}/nothing"
         with ContextParallel(method="auto", cluster="hgx-h100", **asked) as cp:
             found[name] = attend(cp, case), digest(cp.plan), cp.choice
+    os.environ[VARIABLE] = f"{folder}/nothing"
+    # Whoever kept it: an answer for which tokens would have to lie elsewhere is not used.
+    os.environ[VARIABLE] = f"{folder}/kept"
+    for name, said in (("not moved", {}), ("moved", {"layout": "contiguous"})):
+        window: dict[str, Any] = asked | {"mask": WINDOW, "cluster": "hgx-h100", **said}
+        with ContextParallel(**window) as cp:
+            found[name] = cp.choice, cp.plan.q_layout.kind
     os.environ[VARIABLE] = f"{folder}/nothing"
     # Other clusters on other ranks: as the first has it.
     other = "hgx-h100" if rank == 0 else "a100-roce"
@@ -106,6 +114,11 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Pat
     try:
         best = search_and_keep(CASE.problem, 4, "hgx-h100")
         assert kept_answer(CASE.problem, 4, load_cluster("hgx-h100")) is not None
+        for options in ({}, {"layout": "contiguous"}):
+            one = {"method": "seen", "options": {"layout": "contiguous"}, "seconds": 1.0}
+            moved = {direction.value: one for direction in Direction}
+            window = replace(CASE.problem, mask=WINDOW)
+            assert keep_chosen(window, 4, "hgx-h100", moved, "by hand", options)
     finally:
         os.environ[VARIABLE] = before
     by_rank = pool.run(run_auto, 4, CASE, str(tmp_path))
@@ -124,6 +137,10 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Pat
         assert one["documents"]
         assert "first answer of auto to the sizes of the call, by usual rates" in one["by calls"]
         assert one["layers"]
+        assert "first answer" in one["not moved"][0]
+        assert one["not moved"][1] == "zigzag"
+        assert "searched answer" in one["moved"][0]
+        assert one["moved"][1] == "contiguous"
         assert one["same plan"]
         assert one["cut"][2].startswith("mesh")
         assert "only method='auto' chooses by it" in one["refused"]
