@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,9 @@ from mesh_attention.cli.main import main
 from mesh_attention.cluster.gantt import WAIT
 from mesh_attention.plan.plan import Direction
 from mesh_attention.report.facts import ReportFacts
-from mesh_attention.report.page import page_of
+from mesh_attention.report.page import page_of, pictures_of
 from mesh_attention.report.picture import log_axis
+from mesh_attention.report.scaling import Scaling
 from support.report_case import HOSTILE
 
 LIBRARY = "/* the library */"
@@ -196,6 +198,24 @@ def test_pictures_show_the_numbers_of_the_facts(
         (trace,) = (t for t in variants["memory"]["both"]["data"] if t["name"] == method.name)
         assert trace["x"] == pytest.approx([1e3 * method.seconds], rel=1e-3)
         assert trace["y"] == pytest.approx([method.peak_bytes / 2**30], abs=1e-4)
+
+
+def test_what_does_not_fit_into_memory_is_marked(report_facts: ReportFacts) -> None:
+    lines = [line for line in report_facts.scaling if line.scaling is Scaling.STRONG]
+    peaks = {one.name: one.points[-1].peak_bytes for one in lines}
+    last = {one.name: one.points[-1].seconds for one in lines}
+    least = min(peaks.values())
+    small = replace(report_facts, gpu_bytes=least, methods=report_facts.methods[::-1])
+    page = page_of(small, LIBRARY)
+    over = [one for one in report_facts.methods if one.peak_bytes > least]
+    assert page.count("more than there is") == len(over) > 0
+    variant = pictures_of(small)["scaling"].variants["strong|time"]
+    for trace in variant.data[:-1]:
+        assert trace["marker"]["symbol"][-1].endswith("-open") == (peaks[trace["name"]] > least)
+    fits = min((last[name], name) for name, peak in peaks.items() if peak <= least)[1]
+    assert f"; 8: {fits}. " in variant.caption
+    assert "Open marks need more memory than" in variant.caption
+    assert "Open marks" not in pictures_of(report_facts)["scaling"].variants["strong|time"].caption
 
 
 def test_every_axis_says_what_it_is_and_in_which_unit(variants: dict[str, dict[str, Any]]) -> None:

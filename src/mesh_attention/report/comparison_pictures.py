@@ -119,13 +119,14 @@ def _lines(
     facts: ReportFacts, lines: Sequence[ScalingLine], kind: Scaling, measure: str
 ) -> Variant:
     ranks = sorted({point.ranks for line in lines for point in line.points})
-    fastest: dict[int, tuple[float, str]] = {}
+    scored: dict[int, list[tuple[bool, float, str]]] = {}
     for line in lines:
         for point in line.points:
-            best = fastest.get(point.ranks, (point.seconds, line.name))
-            fastest[point.ranks] = min(best, (point.seconds, line.name))
+            bad = point.peak_bytes > facts.gpu_bytes
+            scored.setdefault(point.ranks, []).append((bad, point.seconds, line.name))
+    fastest = {number: min(found)[-1] for number, found in scored.items()}
     order = [one.name for one in facts.methods]
-    winners = [name for _, name in fastest.values()]
+    winners = [*fastest.values()]
     shown = [*dict.fromkeys([*winners, *order])][:_NUM_SHOWN]
     data: list[dict[str, Any]] = [
         {
@@ -141,7 +142,12 @@ def _lines(
             ],
             "hovertemplate": f"{line.name}<br>%{{customdata}}<extra></extra>",
             "line": {"color": colour, "dash": dash},
-            "marker": {"symbol": symbol, "size": 7},
+            "marker": {
+                "symbol": [
+                    symbol + "-open" * (point.peak_bytes > facts.gpu_bytes) for point in line.points
+                ],
+                "size": 7,
+            },
             "visible": True if line.name in shown else "legendonly",
         }
         for line in sorted(lines, key=lambda line: _place(facts, line.name))
@@ -170,13 +176,15 @@ def _lines(
         "legend": {**LEGEND, "y": -0.25, "yanchor": "top"},
     }
     passes = " and ".join(map(str, facts.directions))
-    winner = "; ".join(f"{n}: {fastest[n][1]}" for n in ranks)
+    winner = "; ".join(f"{n}: {fastest[n]}" for n in ranks)
     same = "The same problem" if kind is Scaling.STRONG else "As many tokens on each rank"
     caption = (
         f"{same}, {passes}: as one rank expects it, with settings found without a search; the "
         f"star is the choice, searched and simulated. Fastest at each number of ranks: {winner}. "
         "A click on a name shows or hides its line."
     )
+    if any(bad for found in scored.values() for bad, _, _ in found):
+        caption += f" Open marks need more memory than {facts.gpu} has."
     if facts.given:
         caption += f" Everywhere with {facts.given}: where that does not fit, a line has no point."
     return Variant(caption, data, layout)

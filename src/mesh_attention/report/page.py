@@ -202,7 +202,8 @@ def _row(facts: ReportFacts, one: MethodFacts) -> str:
     for direction, p in zip(facts.directions, passes, strict=True):
         cells.append((p.received_bytes, _received(p.received_bytes, facts, direction)))
     other = sum(p.other_node_bytes for p in passes)
-    cells += [(other, bytes_text(other)), (one.peak_bytes, bytes_text(one.peak_bytes))]
+    much = "<small>more than there is</small>" if one.peak_bytes > facts.gpu_bytes else ""
+    cells += [(other, bytes_text(other)), (one.peak_bytes, f"{bytes_text(one.peak_bytes)}{much}")]
     numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
     settings = list(dict.fromkeys(p.setting for p in passes))
     if len(settings) > 1:
