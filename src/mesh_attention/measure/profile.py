@@ -125,7 +125,7 @@ class _Profiling:
             gpu = replace(gpu, peak_tflops=best)
             self._notes["gpu.peak_tflops"] = "the curve of a kernel at its limit, see below"
         ranks = self._ranks
-        nodes = f"{ranks.num_nodes} nodes of {ranks.per_node} ranks"
+        nodes = f"{ranks.num_nodes} nodes of {ranks.per_node} rank{'s' * (ranks.per_node > 1)}"
         if ranks.num_nodes == 1:
             nodes = f"{ranks.size} ranks of one node"
         cluster = Cluster(
