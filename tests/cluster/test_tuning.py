@@ -76,7 +76,7 @@ def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_
     tuning.measured |= {x.key: 3.0 for x in pair}  # three times as long as predicted
     pair = tuning.next()
     assert pair is not None
-    assert [x.method for x in pair] == ["b", "b"]
+    assert [x.name for x in pair] == ["b", "b"]
     assert tuning.ratio(every[Direction.FORWARD][1]) == pytest.approx((3.0, True))
     assert tuning.ratio(pair[0]) == pytest.approx((3.0, False))
     tuning.measured |= {x.key: 1.1 for x in pair}
@@ -89,12 +89,12 @@ def test_what_cannot_run_is_passed_over_and_places_are_not_mixed() -> None:
     every = {
         d: [Contender(d, "a", {}, 1.0, HERE), Contender(d, "b", {}, 2.0, THERE)] for d in Direction
     }
-    truth = {one.key: inf if one.method == "a" else 2.0 for x in every.values() for one in x}
+    truth = {one.key: inf if one.name == "a" else 2.0 for x in every.values() for one in x}
     tuning, made = tuned(every, truth)
     assert made == 2
     best = tuning.best()
     assert best is not None
-    assert [one.method for one in best] == ["b", "b"]
+    assert [one.name for one in best] == ["b", "b"]
     nothing, _ = tuned(every, dict.fromkeys(truth, inf))
     assert nothing.best() is None
 
@@ -105,7 +105,7 @@ def test_contenders_hold_what_the_search_finds_and_more() -> None:
     best = find_best_of_all(problem, 3, "hgx-h100")
     for direction, found in every.items():
         assert len({one.key for one in found}) == len(found) >= 6
-        assert len({one.method for one in found}) >= 4
+        assert len({one.name for one in found}) >= 4
         assert found == sorted(found, key=lambda one: one.seconds)
         assert found[0].seconds <= best.unmoved[direction].seconds * (1 + 1e-9)
         assert len({one.place for one in found}) == 1  # tokens stay where objects have them

@@ -69,7 +69,7 @@ def _rows(tuned: Tuned, direction: Direction) -> list[dict[str, Any]]:
     known = [one for one in tuned.tuning.contenders[direction] if one.key in measured]
     return [
         {
-            "method": one.method,
+            "method": one.name,
             "options": one.options,
             "text": one.text,
             "predicted_seconds": one.seconds,
@@ -85,7 +85,7 @@ def _to_json(tuned: Tuned, cluster: Cluster, line: str) -> dict[str, Any]:
         "cluster_found": line,
         "chosen": {
             one.direction.value: {
-                "method": one.method,
+                "method": one.name,
                 "options": one.options,
                 "seconds": tuned.tuning.measured[one.key],
             }

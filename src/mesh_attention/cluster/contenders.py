@@ -30,7 +30,7 @@ class Contender:
     """A setting of a method in one pass. Passes of one plan have one place."""
 
     direction: Direction
-    method: str
+    name: str  # of the method
     options: dict[str, Any]
     seconds: float  # predicted
     place: Place
@@ -39,12 +39,12 @@ class Contender:
     def key(self) -> str:
         """For files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
-        return f"{self.direction.value} {self.method} {options}"
+        return f"{self.direction.value} {self.name} {options}"
 
     @property
     def text(self) -> str:
         return " ".join(
-            [self.method, *(f"{name}={_word(value)}" for name, value in self.options.items())]
+            [self.name, *(f"{name}={_word(value)}" for name, value in self.options.items())]
         )
 
 

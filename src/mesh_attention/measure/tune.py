@@ -123,7 +123,7 @@ def chosen_of(pair: Pair, measured: Mapping[str, float] | None = None) -> Chosen
     """As answers have it."""
     return {
         one.direction.value: {
-            "method": one.method,
+            "method": one.name,
             "options": one.options,
             "seconds": one.seconds if measured is None else measured[one.key],
             "measured": measured is not None,
