@@ -29,7 +29,7 @@ from typing import Any
 from documents_over_links import load, machine
 from method_steps import say
 from namespaces import Links, NamespaceError, Namespaces
-from prediction_report import AUTO, Predicted, make_rows, table, verdict, words
+from prediction_report import AUTO, Predicted, make_rows, of_all_ranks, table, verdict, words
 from provenance import taken
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--cluster", type=Path, help="a cluster file, in place of profiling")
     parser.add_argument("--seconds", type=float, default=900, help="then the ranks are ended")
     parser.add_argument("--json", type=Path, help="write all that was measured here")
@@ -184,7 +184,7 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         "errors": reports[0]["errors"],
         "verdict": verdict(rows),
         "rows": [asdict(row) for row in rows],
-        "steps": [report["steps"] for report in reports],
+        "steps": of_all_ranks(reports),
     }
     busy = [result[when]["busy_cores"] for when in ("before", "after")]
     print(f"{links.words}; {problem.q_tokens} tokens, {problem.num_heads}:{problem.kv_heads} heads")

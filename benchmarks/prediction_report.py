@@ -80,6 +80,15 @@ def make_rows(found: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) 
     return rows
 
 
+def of_all_ranks(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every step as a line: each number as a list of all ranks."""
+    lines = []
+    for ranks in zip(*(report["steps"] for report in reports), strict=True):
+        numbers = {name: [round(r[name], 4) for r in ranks] for name in ranks[0] if name != "way"}
+        lines.append(json.dumps({"way": ranks[0]["way"]} | numbers))
+    return lines
+
+
 def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
     """Of each way to the mesh: measured and predicted."""
     rows = [*rows]

@@ -13,6 +13,7 @@ from prediction_report import (
     Row,
     draw,
     make_rows,
+    of_all_ranks,
     ratios,
     rows_of,
     table,
@@ -75,6 +76,7 @@ def test_a_pass_takes_as_long_as_its_slowest_rank_and_a_row_is_the_median_of_rou
     assert found.measured == (2.0, 4.0)
     assert (found.least, found.most) == (4.5, 13.0)
     assert (found.cpu, found.wire_mib) == (1.0, 1.0)
+    assert json.loads(of_all_ranks(reports)[1])["backward"] == [2.0, 5.0]
     assert rows_of(json.loads(json.dumps({"rows": [asdict(found)]}))) == [found]
     assert len(table([found])) == 3
     draw({"two ranks": [found]}, tmp_path / "picture.png")
