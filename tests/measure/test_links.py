@@ -1,0 +1,53 @@
+"""What `profile` makes of its samples, with numbers made by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import sleep
+from typing import Any
+
+import pytest
+
+from mesh_attention.measure.beside import _MOST_CALLS, _on_threads
+from mesh_attention.measure.links import Sample, nics_of
+
+KIB = 1 << 10
+
+
+def samples(kind: str, *seconds: float) -> list[Sample]:
+    """At 16 KiB, 128 KiB and so on."""
+    return [Sample(kind, 2, (16 << 3 * at) * KIB, x) for at, x in enumerate(seconds)]
+
+
+@pytest.mark.parametrize(("together", "nics"), [(0.4, 1), (0.2, 2), (0.105, 4)])
+def test_what_ranks_lose_by_each_other_says_how_many_nics_they_share(
+    together: float, nics: int
+) -> None:
+    assert nics_of(4, samples("gather", 0.0, 0.1), samples("gather", 0.0, together)) == nics
+
+
+def test_a_size_that_only_some_kinds_were_measured_at_is_compared_for_those() -> None:
+    """Reductions are left out at large sizes once they are slow, as they are where all ranks reduce
+    at once: what one rank took for them is then no sign of a NIC for each."""
+    alone = [*samples("gather", 0.01, 0.1), *samples("reduction", 0.03, 0.3)]
+    together = [*samples("gather", 0.04, 0.4), *samples("reduction", 0.12)]
+    assert nics_of(4, alone, together) == 1
+
+
+class Message:
+    """As gloo's: it is not completed until somebody has waited for it."""
+
+    waited = 0
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        Message.waited += 1
+
+
+def test_messages_beside_calls_end_though_gloo_does_not_say_so() -> None:
+    nobody: Any = None
+    _, calls, moved = _on_threads(nobody, partial(sleep, 1e-3), lambda: [Message()], 5, 0.0, 0.0)
+    assert moved == Message.waited == 5
+    assert calls < _MOST_CALLS
