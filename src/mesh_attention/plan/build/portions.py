@@ -66,6 +66,7 @@ class Portions:
         self._holders = Holders(head_groups)
         self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
         self._given = cache(self._make_given)
+        self._held = lru_cache(maxsize=_KEPT)(self._make_held)
         self.operations = lru_cache(maxsize=_KEPT)(self._operations)
 
     def _operations(self, task: Task, unit: int, index: int) -> list[Operation]:
@@ -75,7 +76,7 @@ class Portions:
         group = self._head_groups[index]
         rank = group.rank_of(unit)
         parts = group.q_layout.parts(rank), group.kv_layout.parts(rank)
-        given, held = self._given(task, parts), self._held(task, unit, index)
+        given, held = self._given(task, parts), self._held(task, unit)
         if task.kind in self._incoming:
             return [AllToAll(task, f"U{unit}", given, held)]
         return [AllToAll(task, f"U{unit}", held, given)]
@@ -109,9 +110,9 @@ class Portions:
         heads = self._chunk(task, kind).heads
         return copy, (first, last) if heads is None else (first + heads[0], first + heads[1])
 
-    def _held(self, task: Task, unit: int, index: int) -> tuple[tuple[Piece, ...], ...]:
-        """This head group's heads of a portion, for each member its rows."""
-        group = self._head_groups[index]
+    def _make_held(self, task: Task, unit: int) -> tuple[tuple[Piece, ...], ...]:
+        """A head group's heads of a portion, for each member its rows: alike in all of them."""
+        group = self._head_groups[0]
         sources = []
         for kind in self._kinds[task.kind]:
             chunk, rows = self._chunk(task, kind), group.member_rows(kind, unit)
