@@ -1,7 +1,9 @@
 """A network of namespaces as commands: nodes, ranks and shaped links, and nothing done yet.
 
-`namespaces.py` runs them. Every link has its rate in each direction (`tc tbf`, at both ends), so
-what several ranks send to one queues as on real cables.
+`namespaces.py` runs them. Every link has its rate in each direction, at both ends: one queue (`tc
+tbf`), or a queue for each rank where ranks of a node share a link (`htb`). Nothing is dropped, and
+TCP sends as much as it has: what is measured is links, as lossless networks have them, and not how
+a congestion control finds out their rate.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ PORT = 29500
 PACKET_SECONDS = 0.5e-3
 PACKET_BYTES = (2048, 16384)  # least and most
 QUEUE_BYTES = 64 * 1024 * 1024  # of a link; so long that what all ranks send at once is not dropped
-# The same everywhere, whatever the machine has chosen: after a pause a rank sends on as before.
+# The same everywhere, whatever the machine has chosen: buffers and windows larger than messages,
+# nothing sent twice because a queue is long, and after a pause a rank sends on as before.
 TCP = {
     "tcp_congestion_control": "cubic",
     "tcp_slow_start_after_idle": "0",

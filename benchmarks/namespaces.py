@@ -8,10 +8,10 @@ starts a script as torchrun would, each rank in a network namespace with one lin
     rank --inside-- node switch --between-- core --between-- node switch --inside-- rank
 
 or straight to the core at the `between` rate where nodes have one rank. Every link has its rate in
-each direction (`tc tbf`, at both ends), so what several ranks send to one queues as on real cables;
-there is no latency but that of queues. Switches are namespaces too: the machine's own network gets
-no interface, and all that was made goes with the namespaces, also after an error or Ctrl-C. What a
-run that was killed left behind is removed when the next one begins. It must be run as root on Linux
+each direction (`links.py`), so what several ranks send to one queues as on real cables; there is no
+latency but that of queues. Switches are namespaces too: the machine's own network gets no
+interface, and all that was made goes with the namespaces, also after an error or Ctrl-C. What a run
+that was killed left behind is removed when the next one begins. It must be run as root on Linux
 with iproute2.
 """
 
