@@ -164,12 +164,13 @@ def draw(results: Mapping[str, Sequence[Row]], file: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 5.6), squeeze=False)
     for axis, (title, rows) in zip(axes[0], results.items(), strict=True):
-        most = 1.12 * max(max(row.step, row.predicted_step) for row in rows)
+        most = 1.12 * max(max(row.step, row.most, row.predicted_step) for row in rows)
         axis.plot([0, most], [0, most], color="gray", lw=1)
         within = [(1 - NEAR) * most, (1 + NEAR) * most]
         axis.fill_between([0, most], [0, within[0]], [0, within[1]], color="gray", alpha=0.12)
-        for at, row in enumerate(sorted(rows, key=lambda row: row.step)):
-            colour = plt.get_cmap("tab10").colors[at]
+        names = sorted(row.name for row in rows)
+        for row in sorted(rows, key=lambda row: row.step):
+            colour = plt.get_cmap("tab10").colors[names.index(row.name)]
             spread = [[row.step - min(row.least, row.step)], [max(row.most, row.step) - row.step]]
             axis.errorbar(row.predicted_step, row.step, yerr=spread, fmt="o", color=colour)
             axis.plot([], [], "o", color=colour, label=f"{row.name}: {row.step:.2f} s")
