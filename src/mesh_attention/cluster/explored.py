@@ -100,7 +100,7 @@ def a_search(
 Key = tuple[tuple[str, Any], ...]
 
 
-class Seen(NamedTuple):
+class TriedSetting(NamedTuple):
     """A setting by one rank: the score that is expected, and the least. `stays`: tokens are where
     they are by default."""
 
@@ -119,7 +119,7 @@ class Explored:
     def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
         self.name = method
         self._search, self._progress = search, progress
-        self._known: dict[Key, Seen | None] = {}
+        self._known: dict[Key, TriedSetting | None] = {}
         self._refusal: PlanError | None = None
         self.least_moving = math.inf  # seconds of all transfers, of any setting
         self._most: float = math.inf  # settings to try
@@ -208,7 +208,7 @@ class Explored:
         else:
             score = search.score(seen.seconds, seen.peak_bytes)
             least = search.score(seen.least_seconds, seen.peak_bytes)
-            self._known[key] = Seen(
+            self._known[key] = TriedSetting(
                 *(score, least, setting, seen.num_operations),
                 layout=plan.q_layout.kind,
                 combined=plan.direction(search.direction).setting.get("q_reduce"),
@@ -225,7 +225,7 @@ class Explored:
         scored = [(score, s) for s in settings if (score := self.attempt(s)) is not None]
         return [setting for _, setting in sorted(scored, key=lambda pair: pair[0])]
 
-    def all_in_order(self) -> list[Seen]:
+    def all_in_order(self) -> list[TriedSetting]:
         """What the method takes, best first."""
         return sorted((one for one in self._known.values() if one), key=lambda one: one[0])
 
