@@ -102,6 +102,11 @@ def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) 
         cluster = a_cluster(given["cluster"])
         line, per_node = f"{cluster.name}, as given", cluster.node.ranks
         rates = rates_of(cluster)
+        if cluster.num_ranks < len(ranks):
+            raise MeshAttentionError(
+                f"cluster: {cluster.name} has {cluster.num_ranks} ranks, fewer than the "
+                f"{len(ranks)} of this group; describe a larger one (docs/simulate.md)"
+            )
     chosen = kept_answer(asked.problem, len(ranks), cluster, options)
     if chosen is not None:
         kept = question_of_answer(asked.problem, len(ranks), cluster, chosen)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mesh_attention.cli import installed
 from mesh_attention.cli.main import main
@@ -40,6 +43,38 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     (python,) = (line for line in lines if line.startswith("cp = ContextParallel("))
     assert "seq_len=8192, num_heads=64, num_kv_heads=8, head_dim=64, causal=True" in python
     assert len([*folder.iterdir()]) == 1  # auto uses it from now on
+
+
+def test_the_line_says_cluster_file_dtype_and_mask_as_they_were_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    file = tmp_path / "ours.toml"
+    file.write_text(text)
+    given = ["--cluster", str(file), "--heads", "4", "--element-bytes", "4"]
+    asked = [*given, "--causal", "--window", "64"]
+    assert main(["advise", "--ranks", "2", "--tokens", "512", *asked]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("cp = "))
+
+    def read(group: object, **arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    names = {"ContextParallel": read, "group": None, "Mask": Mask, "torch": torch}
+    said = eval(line.removeprefix("cp = "), names)
+    assert said["dtype"] is torch.float32
+    assert said["mask"] == Mask(causal=True, window=(64, 0))
+    assert said.get("cluster") in (None, str(file))  # options say all where passes have the same
+
+
+def test_what_cannot_be_kept_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "/proc/nowhere")
+    assert main(["advise", "--ranks", "2", "--tokens", "512", "--heads", "4"]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("mesh-attention advise: the answer could not be kept: ")
+    assert len(told.err.splitlines()) == 1
+    assert "Kept in" not in told.out
 
 
 def test_json_ranks_methods_and_says_what_is_kept(

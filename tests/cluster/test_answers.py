@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated_cases import problem_of
@@ -53,6 +54,10 @@ def test_a_searched_answer_is_used_from_then_on(folder: Path) -> None:
         json.dumps(answer | {"asked": {}}),
         json.dumps(answer | {"chosen": {}}),
         json.dumps(answer | {"chosen": {"forward": {"method": "x", "options": {}}}}),
+        "[" * 50_000,
+        _changed(whole, method=AUTO),
+        _changed(whole, options={"relayout": True}),
+        _changed(whole, options={"layout": "contiguous"}),
     ):
         file.write_text(damage)
         with pytest.warns(UserWarning, match="is damaged or outdated and is ignored"):
@@ -64,6 +69,13 @@ def test_a_searched_answer_is_used_from_then_on(folder: Path) -> None:
         with pytest.warns(UserWarning, match="could not be kept"):
             assert keep_answer(PROBLEM, 4, HGX, found) is None
         folder.chmod(0o700)
+
+
+def _changed(text: str, **changes: Any) -> str:
+    """By hand, in one pass."""
+    answer = json.loads(text)
+    answer["chosen"]["forward"] |= changes
+    return json.dumps(answer)
 
 
 def test_without_a_file_it_is_the_first_answer() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,7 @@ class Asked:
     problem: Problem
     ranks: int
     cluster: Cluster
+    named: str  # as it was asked for, or as it is called
     found_by: str
     directions: tuple[Direction, ...]
     options: dict[str, Any]
@@ -77,17 +80,21 @@ def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
     else:
         cluster = load_cluster(args.cluster)
         line = f"{cluster.name}, as given"
-    return Asked(problem, ranks, cluster, line, directions, options, args.kernel)
+    named = args.cluster or cluster.name
+    return Asked(problem, ranks, cluster, named, line, directions, options, args.kernel)
 
 
 def run(args: argparse.Namespace) -> int:
     asked = asked_of_all(args, "advise")
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster
-    with progress("searching") as tell:
+    with progress("searching") as tell, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         found, kept = asked.search(tell)
+    for one in told:
+        print(f"mesh-attention advise: {one.message}", file=sys.stderr)
     rows = ranked_methods(found, problem, ranks, cluster)
     least = {one: least_bytes(problem, ranks, one) for one in asked.directions}
-    python = python_line(found, problem, cluster, asked.options)
+    python = python_line(found, problem, cluster, asked.options, asked.named)
     return show(
         args,
         lambda: {
@@ -118,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
                 python,
                 "",
                 *_moved_note(found),
+                *([] if kept is None else [f"Kept in {kept}: where that file is, auto uses it."]),
                 f"Cluster: {asked.found_by}.",
                 f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1; ~ is "
                 "expected by one rank, not simulated.",

@@ -39,6 +39,7 @@ def facts_of(asked: Asked, tell: Progress | None, most_ranks: int) -> ReportFact
     return report_facts(
         *(asked.problem, asked.ranks, asked.cluster, found),
         cluster_found=asked.found_by,
+        cluster_named=asked.named,
         options=asked.options,
         kernel=asked.kernel,
         most_ranks=most_ranks,

@@ -24,7 +24,7 @@ from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.planning import ask_on
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import read_text, replacing
-from mesh_attention.plan.methods.table import AUTO
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, joined
@@ -162,14 +162,29 @@ def kept_answer(
         if answer["asked"] != asked:
             raise ValueError("it answers something else")
         chosen: Chosen = answer["chosen"]
+        _check(chosen, asked["options"])
         question_of_answer(problem, num_ranks, a_cluster(cluster), chosen).plan()
-    except (MeshAttentionError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (MeshAttentionError, *_DAMAGE) as error:
         told = f"no {error}" if isinstance(error, KeyError) else str(error)
         warnings.warn(
             f"{file} is damaged or outdated and is ignored: {told}; remove it", stacklevel=2
         )
         return None
     return chosen
+
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+def _check(chosen: Chosen, options: Mapping[str, Any]) -> None:
+    """Files are changed by hand too: an answer says how to run, and leaves tensors as they lie."""
+    for direction in Direction:
+        one = chosen[direction.value]
+        if one["method"] not in METHODS:
+            raise ValueError(f"{one['method']} is no method")
+        for name in ("layout", "stripe_block", "stretches", "relayout"):
+            if name in one["options"] and one["options"][name] != options.get(name):
+                raise ValueError(f"it says {name}, which was not asked for")
 
 
 def question_of_answer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on, setting_of
 from mesh_attention.cluster.reasons import moved
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
@@ -135,10 +136,11 @@ def ranked_methods(
 
 
 def python_line(
-    found: BestOfAll, problem: Problem, cluster: Cluster, options: Mapping[str, Any]
+    found: BestOfAll, problem: Problem, cluster: Cluster, options: Mapping[str, Any], named: str
 ) -> str:
     """A line to paste: the options themselves, where both passes have the same, and otherwise
-    `auto`, which finds the answer kept on this machine."""
+    `auto`, which finds the answer kept on this machine. `named`: what the cluster was asked for
+    as."""
     sizes = f"seq_len={problem.q_tokens}, num_heads={problem.num_heads}, "
     if problem.kv_heads != problem.num_heads:
         sizes += f"num_kv_heads={problem.kv_heads}, "
@@ -147,8 +149,9 @@ def python_line(
         sizes += f"v_head_dim={problem.v_dim}, "
     if problem.keys != problem.q_tokens:
         sizes += f"kv_seq_len={problem.keys}, "
-    plain = problem.mask.is_full or problem.mask == type(problem.mask)(causal=True)
-    sizes += f"causal={problem.mask.causal}" if plain else "mask=mask"
+    if problem.element_bytes in _DTYPES:
+        sizes += f"dtype=torch.{_DTYPES[problem.element_bytes]}, "
+    sizes += _mask_argument(problem.mask)
     chosen = [*found.chosen.values()]
     if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
         given = {**options, **found.place, **chosen[0].options}
@@ -157,5 +160,16 @@ def python_line(
     else:
         given = {**options, **found.place}
         how = "".join(f", {name}={value!r}" for name, value in given.items())
-        how = f'method="auto"{how}, cluster="{cluster.name}"'
+        how = f'method="auto"{how}, cluster="{named}"'
     return f"cp = ContextParallel(group, {sizes}, {how})"
+
+
+_DTYPES = {4: "float32", 8: "float64"}  # bfloat16 need not be said
+
+
+def _mask_argument(mask: Mask) -> str:
+    if mask in (Mask(), Mask(causal=True)):
+        return f"causal={mask.causal}"
+    said = {one.name: getattr(mask, one.name) for one in fields(mask)}
+    unusual = [f"{name}={x!r}" for name, x in said.items() if x != getattr(Mask(), name)]
+    return f"mask=Mask({', '.join(unusual)})"
