@@ -15,6 +15,7 @@ import json
 import platform
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,14 @@ import torch
 from provenance import taken
 
 from mesh_attention import Mask, Problem
-from mesh_attention.cluster.answers import question_of_answer
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.contenders import Contender, contenders
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.cluster.tuning import Pair, Tuning
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.measure.plan_seconds import plan_seconds
+from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
-from mesh_attention.measure.tune import MEASUREMENTS, chosen_of, tune_ranks
+from mesh_attention.measure.tune import MEASUREMENTS, measure_pair, tune_ranks
 from mesh_attention.plan.plan import Direction
 
 Every = dict[Direction, list[Contender]]
@@ -64,15 +63,15 @@ def measure_all(
 ) -> dict[str, list[float]]:
     """Seconds of each setting in each round."""
     found: dict[str, list[float]] = {}
+    attempts = Attempts(ranks)
     for turn in range(given.rounds):
         for at, pair in enumerate(pairs if turn % 2 == 0 else pairs[::-1]):
-            try:
-                plan = question_of_answer(problem, ranks.size, cluster, chosen_of(pair)).plan()
-                seconds = plan_seconds(ranks, plan, lasting=given.lasting)
-            except MeshAttentionError:
-                seconds = dict.fromkeys(Direction, inf)
+            seconds = attempts.make(
+                partial(measure_pair, ranks, problem, cluster, pair, given.lasting)
+            )
             for one in pair:
-                found.setdefault(one.key, []).append(seconds[one.direction])
+                took = inf if isinstance(seconds, Refusal) else seconds[one.direction]
+                found.setdefault(one.key, []).append(took)
             if ranks.rank == 0:
                 print(f"# round {turn + 1}, {at + 1} of {len(pairs)}: {pair[0].text}", flush=True)
     return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mesh_attention.measure.tune
 from mesh_attention import ContextParallel, Mask, Problem
@@ -22,11 +23,18 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.contenders import Contender, contenders
 from mesh_attention.cluster.explored import a_search
 from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.tuning import Tuning
+from mesh_attention.errors import MeshAttentionError, PlanError
+from mesh_attention.kernels.registry import KernelRefusedError
+from mesh_attention.measure.attempts import Attempts, Refusal, reason_of
 from mesh_attention.measure.ranks import ranks_of_group
-from mesh_attention.measure.tune import tune_ranks
+from mesh_attention.measure.tune import keep_tuned, tune_ranks
 from mesh_attention.measure.tuning_state import TuningState
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
+from mesh_attention.runtime.faults import LostStoreError
+from mesh_attention.runtime.handshake import DisagreementError
+from mesh_attention.runtime.transport.distributed import CommunicationError
 from support.pool import WorkerPool
 from support.raised import raised_by
 
@@ -100,13 +108,14 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for name, also_for in (("larger", larger), ("smaller", smaller)):
         one = tuned(1, also_for=also_for)
         found[name] = one.before, one.taken, len(one.kept_in)
-    other = tune_ranks(ranks, PROBLEM, larger, OPTIONS, measurements=1, lasting=0.0)
+    other = tune_ranks(ranks, PROBLEM, larger, OPTIONS, measurements=1, lasting=0.0, again=True)
     found["other"] = other.before, other.taken, len(other.kept_in)
     with ContextParallel(cluster="hgx-h100", method="auto", **SIZES, **OPTIONS) as cp:
         q = torch.randn(1, len(cp.positions()), 2, 8)
         out = cp.attention(q, q, q)
         assert isinstance(out, torch.Tensor)
         found["used"] = digest(cp.plan), cp.choice, bool(out.isfinite().all())
+    found |= refusals(rank, folder)
     tune_module.contenders = contenders
     found["refused"] = raised_by(
         lambda: tune_ranks(ranks, PROBLEM, load_cluster("paper"), {"x": 1})
@@ -114,11 +123,122 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def refusals(rank: int, folder: str) -> dict[str, Any]:
+    """What ends a tuning, and what is noted of a setting."""
+    os.environ[VARIABLE] = f"{folder}/refusals"
+    ranks = ranks_of_group(None, CPU)
+    cluster = load_cluster("hgx-h100")
+    found: dict[str, Any] = {}
+    measure = tune_module.plan_seconds
+    lines: list[str] = []
+    kinds: list[Exception | None] = []
+
+    def may_fail(*args: Any, **how: Any) -> Any:
+        error = kinds.pop(0) if kinds else None
+        if error is not None:
+            raise error
+        return dict.fromkeys(Direction, 1e-3)
+
+    def tuned() -> Any:
+        return tune_ranks(
+            *(ranks, PROBLEM, cluster, OPTIONS), measurements=3, tell_line=lines.append
+        )
+
+    def files() -> list[str]:
+        ranks.wait_for_all()
+        there = sorted(Path(folder, "refusals").glob("*.json"))
+        ranks.wait_for_all()
+        return [one.read_text() for one in there]
+
+    tune_module.plan_seconds = may_fail
+    try:
+        for error in (CommunicationError("rank 1 has ended"), RuntimeError("Connection closed")):
+            kinds[:] = [None, error]
+            with pytest.raises(type(error), match=str(error)):
+                tuned()
+            found.setdefault("ended_with", []).append(files())
+        kinds[:] = [KernelRefusedError("no kernel can do this")]
+        one = tuned()
+        found["noted"] = one.taken, one.before, sorted(set(one.tuning.refused.values())), files()
+        found["lines"] = lines
+    finally:
+        tune_module.plan_seconds = measure
+    impatient, attempts = Attempts(ranks, patience=0.2), Attempts(ranks)
+
+    def refuses() -> int:
+        if rank == 0:
+            raise PlanError("only here")
+        return 1
+
+    def refuse_differently() -> int:
+        raise PlanError("this") if rank == 0 else torch.OutOfMemoryError("that")
+
+    found["one_rank"] = raised_by(lambda: impatient.make(refuses)).error
+    found["differ"] = raised_by(lambda: attempts.make(refuse_differently)).error
+
+    def all_refuse() -> int:
+        raise PlanError(f"as rank {rank} says")
+
+    assert attempts.make(all_refuse) == Refusal("as rank 0 says")
+    return found
+
+
+def test_only_a_refusal_of_the_setting_is_one() -> None:
+    for error in (PlanError("a"), KernelRefusedError("b\n c"), torch.OutOfMemoryError("d")):
+        reason = reason_of(error)
+        assert reason is not None
+        assert " ".join(str(error).split()) in reason
+        assert "\n" not in reason
+    others = (MeshAttentionError, CommunicationError, LostStoreError, DisagreementError)
+    for kind in (*others, RuntimeError, dist.DistBackendError, ValueError, MemoryError):
+        assert reason_of(kind("a rank has ended")) is None
+
+
+def test_a_refusal_leaves_what_has_run() -> None:
+    every = few(PROBLEM, 2, load_cluster("hgx-h100"), OPTIONS)
+    forward, backward = (every[direction][0] for direction in Direction)
+    tuning = Tuning(every, {forward.key: 1.0})
+    tuning.refuse((forward, backward), "why")
+    assert tuning.measured == {forward.key: 1.0, backward.key: float("inf")}
+    assert tuning.refused == {backward.key: "why"}
+
+
+def test_a_slower_tuning_does_not_replace_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    cluster = load_cluster("hgx-h100")
+    every = few(PROBLEM, 2, cluster, OPTIONS)
+
+    def keep(at: int, seconds: float, *, replace: bool = False) -> Any:
+        pair = every[Direction.FORWARD][at], every[Direction.BACKWARD][at]
+        tuning = Tuning(every, {one.key: seconds for one in pair})
+        clusters = (cluster, cluster)
+        return keep_tuned(PROBLEM, 2, clusters, tuning, pair, OPTIONS, replace=replace)
+
+    def kept() -> tuple[str, float]:
+        one = (kept_answer(PROBLEM, 2, cluster, OPTIONS) or {})["forward"]
+        return one["method"], one["seconds"]
+
+    search_and_keep(PROBLEM, 2, cluster, OPTIONS)
+    files, stayed = keep(0, 1e3)  # what was not measured is replaced
+    assert (len(files), stayed, kept()) == (1, (), ("mesh", 1e3))
+    assert (*map(len, keep(1, 2e-3)), kept()) == (1, 0, ("ring", 2e-3))
+    files, stayed = keep(2, 3e-3)
+    assert (files, len(stayed), kept()) == ((), 1, ("ring", 2e-3))
+    assert "ring" in stayed[0]
+    assert "4.00 ms" in stayed[0]
+    assert "6.00 ms" in stayed[0]
+    assert "--again" in stayed[0]
+    assert (*map(len, keep(2, 3e-3, replace=True)), kept()) == (1, 0, ("ulysses", 3e-3))
+
+
 def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(tune, 2, str(tmp_path), seconds=300)
     first = found[0]
+    own = dict.fromkeys(("used", "refused", "differ", "one_rank"))
     for one in found[1:]:
-        assert {**one, "used": 0, "refused": 0} == {**first, "used": 0, "refused": 0}
+        assert {**one, **own} == {**first, **own}
         assert one["used"][0] == first["used"][0]
     assert first["ended"] == 3
     before, taken, best, steps = first["went_on"]
@@ -130,6 +250,18 @@ def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: 
     known = before + taken
     assert (first["larger"], first["smaller"]) == ((known, 0, 2), (known, 0, 1))
     assert first["other"] == (0, 1, 1)
+    one_run, still_one = first["ended_with"]
+    assert len(one_run) == 1  # what was measured, and no answer
+    assert len(still_one) == 1
+    assert "cannot_run" not in "".join(one_run + still_one)
+    taken, before, reasons, told = first["noted"]
+    assert (taken + before, reasons, len(told)) == (3, ["no kernel can do this"], 2)
+    assert "no kernel can do this" in "".join(told)
+    assert sum("cannot run: forward" in line for line in first["lines"]) == 1
+    assert sum("of at most 3: forward" in line for line in first["lines"]) == 3
+    assert "only here" in first["one_rank"]
+    assert not any(one["one_rank"] for one in found[1:])
+    assert all("not all ranks say the same" in one["differ"] for one in found)
     _, choice, finite = first["used"]
     assert finite
     assert "tuned answer of auto" in choice
@@ -154,9 +286,11 @@ def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: 
         "{",
         "[1, 2]",
         json.dumps({"version": 0}),
-        json.dumps({"version": 1, "asked": {}, "measured": {}}),
-        json.dumps({"version": 1, "asked": {"n": 1}, "measured": {"a": "fast"}}),
-        json.dumps({"version": 1, "asked": {"n": 1}, "measured": {"a": -1.0}}),
+        json.dumps({"version": 2, "asked": {}, "measured": {}}),
+        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": "fast"}}),
+        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": -1.0}}),
+        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": None}}),
+        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": {}}}),
     ],
 )
 def test_a_damaged_state_is_told_and_ignored(
@@ -168,8 +302,8 @@ def test_a_damaged_state_is_told_and_ignored(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert state.read() == {}
-        state.write({"a": 1.5, "b": float("inf")})
-        assert TuningState({"n": 1}).read() == {"a": 1.5, "b": float("inf")}
+        state.write({"a": 1.5, "b": "no kernel"})
+        assert TuningState({"n": 1}).read() == {"a": 1.5, "b": "no kernel"}
         assert TuningState({"n": 2}).read() == {}
     state.file.write_text(damage)
     with pytest.warns(UserWarning, match="is ignored"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 measurements=args.measurements,
                 again=args.again,
                 progress=tell,
+                tell_line=_log if ranks.rank == 0 and not sys.stderr.isatty() else None,
             )
         if ranks.rank == 0:
             line = found_by if args.cluster is None else asked.found_by
@@ -63,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     return on_ranks("tune --tokens 65536 --causal", None, work)
 
 
+def _log(line: str) -> None:
+    """Where nobody sees a bar."""
+    print(f"tune: {line}", file=sys.stderr, flush=True)
+
+
 def _rows(tuned: Tuned, direction: Direction) -> list[dict[str, Any]]:
     """What was measured, the fastest first."""
     measured = tuned.tuning.measured
@@ -74,6 +81,7 @@ def _rows(tuned: Tuned, direction: Direction) -> list[dict[str, Any]]:
             "text": one.text,
             "predicted_seconds": one.seconds,
             "seconds": None if measured[one.key] == inf else measured[one.key],
+            "cannot_run": tuned.tuning.refused.get(one.key),
         }
         for one in sorted(known, key=lambda one: measured[one.key])
     ]
@@ -97,6 +105,7 @@ def _to_json(tuned: Tuned, cluster: Cluster, line: str) -> dict[str, Any]:
         "contenders": {d.value: len(x) for d, x in tuned.tuning.contenders.items()},
         "measured": {one.value: _rows(tuned, one) for one in Direction},
         "kept_in": [str(file) for file in tuned.kept_in],
+        "stayed": list(tuned.stayed),
     }
 
 
@@ -104,11 +113,14 @@ def _for_people(tuned: Tuned) -> list[str]:
     lines = []
     for direction in Direction:
         rows = [(direction.value, "measured", "predicted")]
+        reasons = []
         for row in _rows(tuned, direction):
             seconds = row["seconds"]
             took = "cannot run" if seconds is None else f"{seconds * 1e3:.2f} ms"
             rows.append((row["text"], took, f"{row['predicted_seconds'] * 1e3:.2f} ms"))
-        lines += [table(rows), ""]
+            if row["cannot_run"]:
+                reasons.append(f"{row['text']} cannot run: {row['cannot_run']}")
+        lines += [table(rows), *reasons, ""]
     forward, backward = (one.text for one in tuned.best)
     before = f", {tuned.before} of an earlier tuning" if tuned.before else ""
     lines.append(
@@ -116,7 +128,7 @@ def _for_people(tuned: Tuned) -> list[str]:
         f"together ({tuned.taken} measurements{before})."
     )
     lines += [f"Kept in {file}: auto uses it from now on." for file in tuned.kept_in]
-    return lines
+    return [*lines, *tuned.stayed]
 
 
 COMMAND = Command(
@@ -140,7 +152,7 @@ COMMAND = Command(
             f"at most so many (default {USUAL_MEASUREMENTS}), those of a tuning that was ended too",
             *(size, "N", USUAL_MEASUREMENTS),
         ),
-        Flag("--again", "measure anew what an earlier tuning has measured"),
+        Flag("--again", "measure anew what an earlier tuning has measured, and replace its answer"),
     ),
     more_flags=add_question_flags,
     examples=(

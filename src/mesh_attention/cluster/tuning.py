@@ -27,10 +27,11 @@ Pair = tuple[Contender, Contender]  # forward and backward, in one place
 
 @dataclass
 class Tuning:
-    """`measured` seconds by `Contender.key`; inf: it cannot run."""
+    """`measured` seconds by `Contender.key`; inf: it cannot run, and `refused` has the reason."""
 
     contenders: Mapping[Direction, Sequence[Contender]]
     measured: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def next(self) -> Pair | None:
         """What to measure now; None when nothing promises more than the best."""
@@ -46,6 +47,12 @@ class Tuning:
             return None
         forward, backward = (self._unmeasured_beside(one, found, hopes) for one in found)
         return forward, backward
+
+    def refuse(self, pair: Pair, reason: str) -> None:
+        """They cannot run together. One that has run before is not the cause."""
+        new = {one.key: reason for one in pair if not self._is_known(one)}
+        self.refused |= new
+        self.measured |= dict.fromkeys(new, inf)
 
     def seconds(self, pair: Pair) -> float:
         return sum(self.measured[one.key] for one in pair)

@@ -18,8 +18,11 @@ from mesh_attention.cluster.answers import answers_folder
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import check_writable, read_text, replacing
 
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 1 << 20
+_CANNOT_RUN = "cannot_run"
+
+Known = dict[str, float | str]  # by `Contender.key`: seconds, or why it cannot run
 
 
 class TuningState:
@@ -36,8 +39,8 @@ class TuningState:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         check_writable(self.file)
 
-    def read(self) -> dict[str, float]:
-        """Seconds by `Contender.key`; nothing where nothing was measured."""
+    def read(self) -> Known:
+        """Nothing where nothing was measured."""
         try:
             if not self.file.exists():
                 return {}
@@ -46,7 +49,7 @@ class TuningState:
                 raise ValueError(f"it is of version {told['version']}, not {VERSION}")
             if told["asked"] != self._asked:
                 raise ValueError("it is about something else")
-            return {str(key): _seconds(value) for key, value in told["measured"].items()}
+            return {str(key): _known(value) for key, value in told["measured"].items()}
         except (
             *(MeshAttentionError, OSError, ValueError, KeyError, TypeError, AttributeError),
             RecursionError,
@@ -57,16 +60,19 @@ class TuningState:
             )
             return {}
 
-    def write(self, measured: Mapping[str, float]) -> None:
-        known = {key: None if value == inf else value for key, value in measured.items()}
-        told = {"version": VERSION, "asked": self._asked, "measured": known}
+    def write(self, known: Mapping[str, float | str]) -> None:
+        measured = {
+            key: {_CANNOT_RUN: value} if isinstance(value, str) else value
+            for key, value in known.items()
+        }
+        told = {"version": VERSION, "asked": self._asked, "measured": measured}
         with replacing(self.file) as part:
             part.write_text(json.dumps(told), encoding="utf-8")
 
 
-def _seconds(value: Any) -> float:
-    if value is None:  # it could not run
-        return inf
+def _known(value: Any) -> float | str:
+    if isinstance(value, dict):
+        return str(value[_CANNOT_RUN])
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ValueError(f"{value!r} is no time")
     return float(value)
