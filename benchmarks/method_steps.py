@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,11 +21,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel
+from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question
+from mesh_attention.plan.text import parse_plan
 
 LIMIT = 2e-6  # relative error in float32
-Questions = dict[str, Question]
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Step:
 class Way:
     """A plan on this rank, with its shards of tensors that are the same on all ranks."""
 
-    def __init__(self, name: str, question: Question, whole: list[Tensor]) -> None:
+    def __init__(self, name: str, plan: Plan, whole: list[Tensor]) -> None:
         self.name = name
-        self._cp = ContextParallel(plan=question.plan())
+        self._cp = ContextParallel(plan=plan)
         *leaves, self._grad = (self._cp.shard(x, 1) for x in whole)
         self._leaves = [x.requires_grad_() for x in leaves]
 
@@ -97,18 +96,19 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where questions.pickle lies")
+    parser.add_argument("folder", type=Path, help="where plans.json lies, plans by name")
     parser.add_argument("rounds", type=int)
     given = parser.parse_args()
-    questions: Questions = pickle.loads((given.folder / "questions.pickle").read_bytes())
+    texts: dict[str, str] = json.loads((given.folder / "plans.json").read_text())
+    plans = {name: parse_plan(text) for name, text in texts.items()}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    whole = tensors(next(iter(questions.values())).problem)
+    whole = tensors(next(iter(plans.values())).problem)
     if dist.get_rank() == 0:
         torch.save(truth(whole), given.folder / "truth.pt")
     dist.barrier()
     wanted = torch.load(given.folder / "truth.pt")
-    ways = [Way(name, question, whole) for name, question in questions.items()]
+    ways = [Way(name, plan, whole) for name, plan in plans.items()]
     errors = {}
     for way in ways:
         errors[way.name] = way.error(wanted)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -40,6 +39,7 @@ from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.text import plan_text
 
 HERE = Path(__file__).parent
 METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
@@ -174,8 +174,8 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         file = given.cluster or _profiled(network, folder, problem, given.seconds)
         result["cluster"] = file.read_text()
         found = ways(problem, links.num_ranks, load_cluster(file))
-        questions = {way.name: way.question for way in found}
-        (folder / "questions.pickle").write_bytes(pickle.dumps(questions))
+        plans = {way.name: plan_text(way.question.plan()) for way in found}
+        (folder / "plans.json").write_text(json.dumps(plans))
         command = (sys.executable, str(HERE / "method_steps.py"), name, str(given.rounds))
         reports = [json.loads(x) for x in network.run(command, seconds=given.seconds)]
     rows = make_rows(found, reports)

@@ -57,7 +57,6 @@ def test_a_searched_answer_is_used_from_then_on(folder: Path) -> None:
         "[" * 50_000,
         _changed(whole, method=AUTO),
         _changed(whole, options={"relayout": True}),
-        _changed(whole, options={"layout": "contiguous"}),
     ):
         file.write_text(damage)
         with pytest.warns(UserWarning, match="is damaged or outdated and is ignored"):
