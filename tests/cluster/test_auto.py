@@ -154,7 +154,8 @@ def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
 
 
 def test_what_is_given_narrows_the_methods() -> None:
-    found = find_best_of_all(problem_of(4096), 4, PAPER, options={"tile": (2, 2)})
+    how = {"directions": (Direction.FORWARD,), "options": {"tile": (2, 2)}}
+    found = find_best_of_all(problem_of(4096), 4, PAPER, **how)  # type: ignore[arg-type]
     for direction, one in found.chosen.items():
         assert one.options["tile"] == (2, 2)
         assert "tile" in METHODS[one.name].options()
