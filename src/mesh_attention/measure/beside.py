@@ -91,8 +91,7 @@ def _on_threads(
     if waiting is not None:
         waiting.join()
     for _ in range(transfers - begun):  # other ranks wait for them
-        for work in begin():
-            work.wait()
+        _wait(begin())
     return took, float(calls), float(moved)
 
 
@@ -120,8 +119,7 @@ def _on_streams(
     stream.wait_event(first)
     with torch.cuda.stream(stream):
         for _ in range(transfers):
-            for work in begin():
-                work.wait()
+            _wait(begin())
         end.record(stream)
     for mark in marks:
         call()
