@@ -25,10 +25,14 @@ PORT = 29500
 PACKET_SECONDS = 0.5e-3
 PACKET_BYTES = (2048, 16384)  # least and most
 QUEUE_BYTES = 64 * 1024 * 1024  # of a link; so long that what all ranks send at once is not dropped
+SETTINGS = "/proc/sys/net/ipv4"
 # The same everywhere, whatever the machine has chosen: buffers and windows larger than messages,
 # nothing sent twice because a queue is long, and after a pause a rank sends on as before.
 TCP = {
-    "tcp_congestion_control": "cubic",
+    # The one that every kernel grants to every namespace; without losses it does nothing. BBR lets
+    # a rank send as much as returns in a round trip without queues: next to nothing where answers
+    # wait behind what the other side sends.
+    "tcp_congestion_control": "reno",
     "tcp_slow_start_after_idle": "0",
     "tcp_early_retrans": "0",
     "tcp_wmem": "4096 8388608 16777216",
@@ -181,7 +185,10 @@ def environment(links: Links, rank: int) -> dict[str, str]:
 
 
 def in_namespace(name: str, command: Sequence[str]) -> Command:
-    """A command in a namespace, with its settings of TCP as far as the kernel has them."""
-    settings = "".join(f"echo '{x}' > /proc/sys/net/ipv4/{n}; " for n, x in TCP.items())
-    shell = f'{{ {settings}}} 2>/dev/null; exec "$@"'
-    return ("ip", "netns", "exec", name, "sh", "-c", shell, "sh", *command)
+    """A command in a namespace with its settings of TCP. One that the kernel refuses ends it: under
+    another congestion control the two directions of a link take turns, and nobody would notice."""
+    settings = "".join(
+        f"echo '{x}' > {SETTINGS}/{n} || {{ echo 'the kernel refuses {n}={x}' >&2; exit 1; }}; "
+        for n, x in TCP.items()
+    )
+    return ("ip", "netns", "exec", name, "sh", "-c", f'{settings}exec "$@"', "sh", *command)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from document_steps import CHOSEN, Sizes
 from documents_over_links import RING, make_rows, of_all_ranks, ratio, raw, table
 from links import (
     PREFIX,
+    SETTINGS,
+    TCP,
     Links,
     NamespaceError,
     address,
     commands,
     environment,
+    in_namespace,
     leftovers,
     namespaces,
 )
@@ -93,6 +98,22 @@ def test_ranks_find_each_other_as_under_torchrun() -> None:
     assert found["WORLD_SIZE"] == "16"
     assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("2", "4")
     assert found["MASTER_ADDR"] == address(0)
+
+
+def test_a_rank_runs_with_all_settings_of_tcp_or_not_at_all(tmp_path: Path) -> None:
+    def run(folder: Path) -> subprocess.CompletedProcess[str]:
+        *_, shell, flag, script, name, word = in_namespace("rank", ["true"])
+        script = script.replace(SETTINGS, str(folder))
+        return subprocess.run(
+            [shell, flag, script, name, "echo", word], capture_output=True, text=True
+        )
+
+    done = run(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "true\n")
+    assert {file.name: file.read_text().strip() for file in tmp_path.iterdir()} == TCP
+    refused = run(tmp_path / "missing")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "refuses tcp_congestion_control=reno" in refused.stderr
 
 
 def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
