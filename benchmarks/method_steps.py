@@ -2,30 +2,37 @@
 
 Each plan is compared with float64 first; a wrong one ends the run. Then all plans take turns, round
 by round, so that other load on the machine meets them alike. Forward and backward passes begin on
-all ranks at once. What a rank has measured is its stdout, as JSON.
+all ranks at once, and end on a GPU when all that was launched is done. What a rank has measured is
+its stdout, in lines of JSON: errors, and then every step as soon as it is done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from links import INTERFACE, NamespaceError
 from namespaces import wire_bytes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel
+from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.text import parse_plan
 
-LIMIT = 2e-6  # relative error in float32
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
+LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of relative errors
+_BLOCK_PAIRS = 1 << 27  # of queries and keys of all heads: so much is compared at once
 
 
 @dataclass(frozen=True)
@@ -43,51 +50,86 @@ class Step:
 class Way:
     """A plan on this rank, with its shards of tensors that are the same on all ranks."""
 
-    def __init__(self, name: str, plan: Plan, whole: list[Tensor]) -> None:
+    def __init__(self, name: str, plan: Plan, whole: list[Tensor], ranks: Ranks) -> None:
         self.name = name
-        self._cp = ContextParallel(plan=plan)
+        self._ranks = ranks
+        self._cp = ContextParallel(plan=plan, transport="distributed")
         *leaves, self._grad = (self._cp.shard(x, 1) for x in whole)
         self._leaves = [x.requires_grad_() for x in leaves]
 
     def step(self) -> tuple[Step, list[Tensor]]:
-        dist.barrier()
-        wire, cpu, begun = wire_bytes()[1], time.process_time(), time.perf_counter()
+        self._ranks.wait_for_all()
+        wire, cpu, begun = wire_sent(self._ranks), time.process_time(), time.perf_counter()
         out = self._cp.attention(*self._leaves)
         assert isinstance(out, Tensor)
+        self._finish()
         forward = time.perf_counter() - begun
-        dist.barrier()
+        self._ranks.wait_for_all()
         begun = time.perf_counter()
         gradients = torch.autograd.grad(out, self._leaves, self._grad)
+        self._finish()
         backward = time.perf_counter() - begun
         cpu = time.process_time() - cpu
-        dist.barrier()  # until then some bytes are in a queue of the link
-        step = Step(self.name, forward, backward, cpu, wire_bytes()[1] - wire)
+        self._ranks.wait_for_all()  # until then some bytes are in a queue of the link
+        step = Step(self.name, forward, backward, cpu, wire_sent(self._ranks) - wire)
         return step, [out.detach(), *gradients]
 
+    def _finish(self) -> None:
+        if self._ranks.is_cuda:
+            torch.cuda.synchronize(self._ranks.device)
+
     def error(self, wanted: list[Tensor]) -> float:
-        """The largest relative difference of the output and the gradients of this rank."""
+        """The largest relative difference of the output and the gradients, on any rank."""
         found = self.step()[1]
+        self._cp.check()
         mine = [self._cp.shard(x, 1) for x in wanted]
-        return max(
+        errors = [
             float((a.double() - b).norm() / b.norm()) for a, b in zip(found, mine, strict=True)
-        )
+        ]
+        return self._ranks.longest(max(x if x == x else float("inf") for x in errors))
 
 
-def tensors(problem: Problem) -> list[Tensor]:
+def wire_sent(ranks: Ranks) -> int:
+    """Bytes that this rank's link has sent; where all share the machine's loopback, its part, or
+    nothing where the kernel does not count."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", INTERFACE)
+    if interface == INTERFACE:
+        return wire_bytes()[1]
+    with suppress(NamespaceError, OSError):
+        return wire_bytes(interface)[1] // ranks.size
+    return 0
+
+
+def tensors(problem: Problem, device: torch.device) -> list[Tensor]:
     """q, k, v and the gradient of out: (1, tokens, heads, head_dim), the same on all ranks."""
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator(device).manual_seed(0)
     heads = (problem.num_heads, problem.kv_heads, problem.kv_heads, problem.num_heads)
     shapes = [(1, problem.q_tokens, number, problem.head_dim) for number in heads]
-    return [torch.randn(shape, generator=chance) for shape in shapes]
+    dtype = DTYPES[problem.element_bytes]
+    return [torch.randn(shape, generator=chance, device=device).to(dtype) for shape in shapes]
 
 
 def truth(whole: list[Tensor]) -> list[Tensor]:
-    """Out and gradients in float64."""
-    *leaves, grad = (x.double() for x in whole)
-    leaves = [x.requires_grad_() for x in leaves]
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    """Out and gradients in float64, a block of queries at a time: not all pairs may fit."""
+    q, k, v, grad = (x.double().transpose(1, 2) for x in whole)
+    tokens = q.shape[2]
+    rows = max(1, _BLOCK_PAIRS // (q.shape[1] * tokens))
+    outs, q_grads, kv_grads = [], [], [torch.zeros_like(x) for x in (k, v)]
+    for first in range(0, tokens, rows):
+        end = min(first + rows, tokens)
+        seen_to = (q[:, :, first:end], k[:, :, :end], v[:, :, :end])
+        leaves = [x.detach().requires_grad_() for x in seen_to]
+        at = torch.arange(end, device=q.device)
+        seen = at <= at[first:, None]
+        mine, keys, values = leaves
+        out = scaled_dot_product_attention(mine, keys, values, attn_mask=seen, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, grad[:, :, first:end])
+        outs.append(out.detach())
+        q_grads.append(grads[0])
+        for total, part in zip(kv_grads, grads[1:], strict=True):
+            total[:, :, :end] += part
+    found = [torch.cat(outs, 2), torch.cat(q_grads, 2), *kv_grads]
+    return [x.transpose(1, 2) for x in found]
 
 
 def say(line: str) -> None:
@@ -102,28 +144,42 @@ def main() -> None:
     texts: dict[str, str] = json.loads((given.folder / "plans.json").read_text())
     plans = {name: parse_plan(text) for name, text in texts.items()}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    whole = tensors(next(iter(plans.values())).problem)
-    if dist.get_rank() == 0:
-        torch.save(truth(whole), given.folder / "truth.pt")
-    dist.barrier()
-    wanted = torch.load(given.folder / "truth.pt")
-    ways = [Way(name, plan, whole) for name, plan in plans.items()]
+    with ranks_of_launcher(None, command="") as ranks:
+        try:
+            run(plans, given.folder / "truth.pt", given.rounds, ranks)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # leaving the group would wait for ranks that wait for this one
+
+
+def run(plans: dict[str, Plan], file: Path, rounds: int, ranks: Ranks) -> None:
+    problem = next(iter(plans.values())).problem
+    whole = tensors(problem, ranks.device)
+    limit = LIMIT[whole[0].dtype]
+    if ranks.rank == 0:
+        # Where the limit is far above it, float32 is as good as float64, and half as large.
+        kept = torch.float64 if limit < 1e-4 else torch.float32
+        torch.save([x.to(kept).cpu() for x in truth(whole)], file)
+        if ranks.is_cuda:
+            torch.cuda.empty_cache()  # ranks share the GPU
+    ranks.wait_for_all()
+    wanted = [x.to(ranks.device) for x in torch.load(file)]
+    ways = [Way(name, plan, whole, ranks) for name, plan in plans.items()]
     errors = {}
     for way in ways:
         errors[way.name] = way.error(wanted)
-        if not errors[way.name] < LIMIT:
+        if not errors[way.name] < limit:
             raise SystemExit(f"wrong: {way.name} differs from float64 by {errors[way.name]:.1e}")
         say(f"exact to {errors[way.name]:.0e}: {way.name}")
-    steps = []
-    for turn in range(given.rounds):
-        mine = [way.step()[0] for way in ways]
-        told = ", ".join(f"{x.way} {x.forward:.2f} + {x.backward:.2f}" for x in mine)
-        say(f"round {turn + 1} of {given.rounds}, seconds: {told}")
-        steps += mine
-    dist.barrier()
-    print(json.dumps({"errors": errors, "steps": [asdict(step) for step in steps]}))
-    dist.destroy_process_group()
+    print(json.dumps({"errors": errors}), flush=True)
+    for turn in range(rounds):
+        mine = []
+        for way in ways:
+            mine.append(way.step()[0])
+            print(json.dumps(asdict(mine[-1])), flush=True)
+        told = ", ".join(f"{x.way} {x.forward:.3g} + {x.backward:.3g}" for x in mine)
+        say(f"round {turn + 1} of {rounds}, seconds: {told}")
+    ranks.wait_for_all()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 from mesh_attention.plots import pyplot
 
 AUTO, REFERENCE = "auto", "mesh"
+UNCUT = " uncut"  # at the end of a name: one slice and one chunk
 ALIKE = 0.03  # ways whose predicted times differ by less have no order
 NEAR = 0.15  # of ratios to the mesh
+VERDICTS = ("verdict", "verdict_uncut")  # in a result
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,24 @@ class Row:
         return sum(self.predicted)
 
 
+def reports_of(outputs: Sequence[str]) -> list[dict[str, Any]]:
+    """What each rank printed so far, as far as all ranks have come: errors, and then steps."""
+    whole = [output[: output.rfind("\n") + 1].splitlines() for output in outputs]
+    lines = [[json.loads(line) for line in one if line.startswith("{")] for one in whole]
+    num_lines = min(map(len, lines), default=0)
+    if num_lines == 0:
+        return []
+    return [{**one[0], "steps": one[1:num_lines]} for one in lines]
+
+
 def make_rows(found: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """`reports` of all ranks, as they printed them."""
+    """`reports` of all ranks, as they printed them; ways that have not run yet have no row."""
     rows = []
     for way in found:
         by_rank = [[s for s in report["steps"] if s["way"] == way.name] for report in reports]
         rounds = [*zip(*by_rank, strict=True)]
+        if not rounds:
+            continue
         passes = [
             [max(rank[name] for rank in ranks) for ranks in rounds]
             for name in ("forward", "backward")
@@ -100,36 +114,71 @@ def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
 
 def turned_round(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Pairs whose measured order is not the predicted one, but for those predicted alike."""
-    found = []
-    for one, other in combinations(sorted(rows, key=lambda row: row.predicted_step), 2):
-        if other.predicted_step > (1 + ALIKE) * one.predicted_step and other.step < one.step:
-            found.append((one.name, other.name))
-    return found
+    return [(one.name, other.name) for one, other in _apart(rows) if other.step < one.step]
+
+
+def _apart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs that are not predicted alike, the faster one first."""
+    pairs = combinations(sorted(rows, key=lambda row: row.predicted_step), 2)
+    return [
+        (one, other)
+        for one, other in pairs
+        if other.predicted_step > (1 + ALIKE) * one.predicted_step
+    ]
+
+
+def order(rows: Sequence[Row]) -> dict[str, Any]:
+    """Who comes before whom, and nothing about by how much. `agreement`: Kendall's, of the pairs
+    that are not predicted alike, 1 where all are as predicted and -1 where none is."""
+    pairs, turned = len(_apart(rows)), turned_round(rows)
+    fastest = min(rows, key=lambda row: row.step)
+    auto = next((row for row in rows if row.name == AUTO), None)
+    return {
+        "turned_round": turned,
+        "pairs": pairs,
+        "agreement": round(1 - 2 * len(turned) / pairs, 3) if pairs else None,
+        "measured_order": [row.name for row in sorted(rows, key=lambda row: row.step)],
+        "predicted_order": [row.name for row in sorted(rows, key=lambda row: row.predicted_step)],
+        "fastest": fastest.name,
+        "auto_behind": None if auto is None else round(auto.step / fastest.step - 1, 3),
+    }
 
 
 def verdict(rows: Sequence[Row]) -> dict[str, Any]:
     off = {name: predicted / real - 1 for name, (real, predicted) in ratios(rows).items()}
     worst = max(off, key=lambda name: abs(off[name]))
-    fastest = min(rows, key=lambda row: row.step)
-    auto = next(row for row in rows if row.name == AUTO)
-    return {
-        "turned_round": turned_round(rows),
+    return order(rows) | {
         "worst_ratio": [worst, round(off[worst], 3)],
         "ratios_near": abs(off[worst]) <= NEAR,
-        "fastest": fastest.name,
-        "auto_behind": round(auto.step / fastest.step - 1, 3),
     }
+
+
+def uncut(rows: Sequence[Row]) -> list[Row]:
+    """Each method with one slice and one chunk: by a row of its own, or where its best is that."""
+    own = {row.name.removesuffix(UNCUT): row for row in rows if row.name.endswith(UNCUT)}
+    names = [row.name for row in rows if not row.name.endswith(UNCUT)]
+    return [replace(own.get(row.name, row), name=row.name) for row in rows if row.name in names]
+
+
+def at_best(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not row.name.endswith(UNCUT)]
 
 
 def words(found: Mapping[str, Any]) -> str:
     turned = ", ".join(f"{a} before {b}" for a, b in found["turned_round"])
-    name, off = found["worst_ratio"]
     behind, fastest = found["auto_behind"], found["fastest"]
-    return (
-        f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}; "
-        f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}; "
-        f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}"
-    )
+    parts = [f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}"]
+    if "worst_ratio" in found:
+        name, off = found["worst_ratio"]
+        parts.append(f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}")
+    else:
+        right = found["pairs"] - len(found["turned_round"])
+        parts.append(f"{right} of {found['pairs']} pairs, Kendall's tau {found['agreement']}")
+        parts.append(f"measured {' < '.join(found['measured_order'])}")
+        parts.append(f"predicted {' < '.join(found['predicted_order'])}")
+    if behind is not None:
+        parts.append(f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}")
+    return "; ".join(parts)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -140,13 +189,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     to_mesh = ratios(rows)
     for row in sorted(rows, key=lambda row: row.step):
-        passes = [f"{a:.2f} ({b:.2f})" for a, b in zip(row.measured, row.predicted, strict=True)]
+        passes = [f"{a:.3g} ({b:.3g})" for a, b in zip(row.measured, row.predicted, strict=True)]
         real, predicted = to_mesh[row.name]
         cells = [
             row.name,
             *passes,
-            f"{row.step:.2f} ({row.least:.2f}, {row.most:.2f})",
-            f"{row.predicted_step:.2f}",
+            f"{row.step:.3g} ({row.least:.3g}, {row.most:.3g})",
+            f"{row.predicted_step:.3g}",
             f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
             f"{row.cpu:.1f}",
             f"{row.wire_mib:.1f}",
@@ -191,6 +240,13 @@ def rows_of(result: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def title_of(links: Mapping[str, Any]) -> str:
+    nodes = f"{links['num_nodes']} nodes of {links['ranks_per_node']} ranks"
+    if "between" in links:
+        return f"{nodes}, {links['between']:g} Mbit/s a node"
+    return f"{nodes} over {links['backend']} and sockets of one machine"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -202,13 +258,10 @@ def main() -> None:
     for file in given.results:
         result = json.loads(file.read_text())
         rows = rows_of(result)
-        links = result["links"]
-        title = (
-            f"{links['num_nodes']} nodes of {links['ranks_per_node']} ranks, "
-            f"{links['between']:g} Mbit/s a node"
-        )
+        title = title_of(result["links"])
         found[title] = rows
-        print("\n".join([f"{title}, {result['date'][:10]}", *table(rows), words(verdict(rows))]))
+        told = [words(result[name]) for name in VERDICTS if name in result]
+        print("\n".join([f"{title}, {result['date'][:10]}", *table(rows), *told]))
     if given.picture is not None:
         draw(found, given.picture)
 

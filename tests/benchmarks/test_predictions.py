@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from predicted_against_measured import METHODS, defining
+from method_ways import METHODS, defining
 from prediction_report import (
     Predicted,
     Row,

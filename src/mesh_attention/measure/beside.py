@@ -7,9 +7,11 @@ transfers take longer than alone, and what the calls take longer, is what each l
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Thread
 
+import numpy as np
 import torch
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
@@ -108,23 +110,31 @@ def _on_streams(
     computing: float,
     moving: float,
 ) -> tuple[float, float, float]:
-    """The same on a GPU: calls for three times as long as the transfers take alone, and as many of
-    them counted as were done before the transfers."""
+    """The same on a GPU: calls for three times as long as the transfers take alone. What was done
+    is counted until the first side was through, as the other had no company from then on."""
     device = ranks.device
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     calls = max(3, min(_MOST_CALLS, int(3 * transfers * moving / computing)))
-    first, end = cuda_event(), cuda_event()
+    first = cuda_event()
+    ends = [cuda_event() for _ in range(transfers)]
     marks = [cuda_event() for _ in range(calls)]
     first.record()
     stream.wait_event(first)
     with torch.cuda.stream(stream):
-        for _ in range(transfers):
+        for end in ends:
             _wait(begin())
-        end.record(stream)
+            end.record(stream)
     for mark in marks:
         call()
         mark.record()
     torch.cuda.synchronize(device)
-    took = first.elapsed_time(end) * 1e-3
-    made = sum(first.elapsed_time(mark) * 1e-3 <= took for mark in marks)
-    return took, float(made), float(transfers)
+    moving_until, calling_until = (
+        [first.elapsed_time(one) * 1e-3 for one in events] for events in (ends, marks)
+    )
+    took = min(moving_until[-1], calling_until[-1])
+    return took, done_by(took, calling_until), done_by(took, moving_until)
+
+
+def done_by(seconds: float, ends: Sequence[float]) -> float:
+    """How many of those that follow each other and end then, with the part of the one begun."""
+    return float(np.interp(seconds, [0.0, *ends], range(len(ends) + 1)))

@@ -163,15 +163,18 @@ def ranks_of_launcher(
     if int(environment["WORLD_SIZE"]) < least:
         raise MeasureError(f"there is one rank, and nothing travels: start more, as in: {line}")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+    leave = True
     try:
         yield ranks_of_group(dist.group.WORLD, device, ranks_per_node)
     except (RuntimeError, dist.DistBackendError) as error:
+        leave = not cuda  # NCCL would wait for what is in flight, and so for ranks that never come
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MeshAttentionError(
             f"rank {environment['RANK']}: a communication failed, most often as one ended: {first}"
         ) from error
     finally:
-        dist.destroy_process_group()
+        if leave:
+            dist.destroy_process_group()
 
 
 def ranks_of_group(

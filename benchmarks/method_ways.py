@@ -1,0 +1,123 @@
+"""What `predicted_against_measured.py` runs: each method at its best setting, by a cluster alone.
+
+What defines a method is given (`defining`), the rest is searched for each pass; `auto` is searched
+over all methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from method_steps import say
+from prediction_report import AUTO, UNCUT, Predicted
+
+from mesh_attention.cluster import Cluster, simulate
+from mesh_attention.cluster.auto import find_best_of_all
+from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.planning import ask_on
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.table import METHODS as METHOD_TABLE
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.text import plan_text
+
+METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
+WHOLE: Mapping[str, Any] = {"chunks": (1, 1), "head_slices": None}  # one chunk, one slice
+
+
+@dataclass(frozen=True)
+class Way(Predicted):
+    question: Question
+
+
+def defining(method: str, num_ranks: int) -> dict[str, Any]:
+    """What makes a method itself: left free, USP may become Ulysses, and StarTrail a ring."""
+    inside = {"ulysses": 4}  # as many as a node has ranks
+    of = {
+        "usp": inside,
+        "startrail": {"team": 2},
+        "mesh-usp": {"ulysses": 2, "tile": (2, 2)} if num_ranks == 8 else inside | {"tile": (2, 2)},
+        "mesh": {"tile": (2, 4) if num_ranks == 8 else (4, 4)},
+    }
+    return of.get(method, {})
+
+
+def ways(problem: Problem, num_ranks: int, cluster: Cluster) -> list[Way]:
+    found = [_way(method, problem, num_ranks, cluster) for method in METHODS]
+    best = find_best_of_all(problem, num_ranks, cluster)
+    say(f"auto: {best.reason}")
+    return [*found, _as_way(AUTO, best.question, cluster)]
+
+
+def with_uncut(
+    found: Sequence[Way], problem: Problem, num_ranks: int, cluster: Cluster
+) -> list[Way]:
+    """And an all-gather of keys and values, and whatever was cut without its cuts."""
+    found = [_way("allgather-kv", problem, num_ranks, cluster), *found]
+    others = []
+    for way in found:
+        if way.name == AUTO:
+            best = find_best_of_all(problem, num_ranks, cluster, options=WHOLE)
+            other = _as_way(AUTO, best.question, cluster)
+        else:
+            has = METHOD_TABLE[way.name].options()
+            whole = {name: value for name, value in WHOLE.items() if name in has}
+            other = _way(way.name, problem, num_ranks, cluster, whole)
+        if plan_text(other.question.plan()) != plan_text(way.question.plan()):
+            others.append(replace(other, name=f"{way.name}{UNCUT}"))
+    return [*found, *others]
+
+
+def _way(
+    method: str,
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster,
+    options: Mapping[str, Any] | None = None,
+) -> Way:
+    """Both passes at their best; where these want other shards, the one that loses less."""
+    given, asked = defining(method, num_ranks) | dict(options or {}), []
+    for direction in BOTH:
+        best = find_best(
+            *(problem, num_ranks, cluster), method=method, direction=direction, options=given
+        )
+        chosen = {"method": method, "directions": (direction,), **best.options}
+        asked.append(ask_on(cluster, problem, num_ranks, **chosen))
+    both = [joined(*asked), *(replace(one, directions=BOTH) for one in asked)]
+    fitting = [way for question in both if (way := _if_fits(method, question, cluster))]
+    return min(fitting, key=lambda way: sum(way.predicted))
+
+
+def _if_fits(name: str, question: Question, cluster: Cluster) -> Way | None:
+    try:
+        return _as_way(name, question, cluster)
+    except PlanError:
+        return None
+
+
+def _as_way(name: str, question: Question, cluster: Cluster) -> Way:
+    plan = question.plan()
+    timelines = [simulate(plan, cluster, direction) for direction in BOTH]
+    told = [
+        " ".join([one.method, *(f"{n}={_word(x)}" for n, x in _given(one).items())])
+        for one in (question, question.backward or question)
+    ]
+    seconds = tuple(one.runtime_seconds for one in timelines)
+    return Way(name, tuple(told), seconds, question)
+
+
+def _given(question: Question) -> Mapping[str, Any]:
+    """The options that are not left to their default."""
+    setting = question.setting
+    usual = type(setting)()
+    hidden = ("costs", "ranks_per_node")
+    names = [one.name for one in fields(setting) if one.name not in hidden]
+    return {
+        name: value for name in names if (value := getattr(setting, name)) != getattr(usual, name)
+    }
+
+
+def _word(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
