@@ -11,13 +11,17 @@ from method_ways import METHODS, defining
 from prediction_report import (
     Predicted,
     Row,
+    at_best,
     draw,
     make_rows,
     of_all_ranks,
+    order,
     ratios,
+    reports_of,
     rows_of,
     table,
     turned_round,
+    uncut,
     verdict,
     words,
 )
@@ -59,6 +63,31 @@ def test_ratios_are_to_the_mesh_and_pairs_predicted_alike_have_no_order() -> Non
         "order: as predicted; ratios to mesh: ring is off most, -10.0%; auto: 5.6% behind usp"
     )
     assert not verdict([*ROWS, row("other", 1.0, 3.0)])["ratios_near"]
+
+
+def test_an_order_counts_pairs_and_says_nothing_about_ratios() -> None:
+    rows = [*ROWS, row("other", 6.0, 8.0), row("mesh uncut", 1.7, 4.1)]
+    assert [one.name for one in at_best(rows)] == ["mesh", "ring", "auto", "usp", "other"]
+    assert {one.name: one.step for one in uncut(rows)}["mesh"] == 1.7
+    assert len(uncut(rows)) == 5
+    found = order(at_best(rows))  # of ten pairs auto and usp are alike, other and ring turned
+    assert (found["pairs"], found["agreement"]) == (9, round(1 - 2 / 9, 3))
+    assert found["measured_order"] == ["usp", "auto", "mesh", "ring", "other"]
+    assert found["predicted_order"] == ["auto", "usp", "mesh", "other", "ring"]
+    assert words(found) == (
+        "order: predicted, but not measured: other before ring; 8 of 9 pairs, Kendall's tau 0.778; "
+        "measured usp < auto < mesh < ring < other; predicted auto < usp < mesh < other < ring; "
+        "auto: 5.6% behind usp"
+    )
+
+
+def test_reports_go_as_far_as_all_ranks_have_come_and_no_line_is_read_half() -> None:
+    first, step = json.dumps({"errors": {"mesh": 1e-3}}), json.dumps({"way": "mesh"})
+    assert reports_of([f"{first}\n{step}\n", ""]) == []
+    outputs = [f"NCCL says\n{first}\n{step}\n{step}\n", f'{first}\n{step}\n{{"way']
+    found = reports_of(outputs)
+    assert found == [{"errors": {"mesh": 1e-3}, "steps": [{"way": "mesh"}]}] * 2
+    assert make_rows([Predicted("ring", ("ring",), (1.0, 4.0))], found) == []
 
 
 def test_a_pass_takes_as_long_as_its_slowest_rank_and_a_row_is_the_median_of_rounds(

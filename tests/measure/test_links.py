@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.measure.beside import _MOST_CALLS, _on_threads
+from mesh_attention.measure.beside import _MOST_CALLS, _on_threads, done_by
 from mesh_attention.measure.links import Sample, nics_of
 
 KIB = 1 << 10
@@ -51,3 +51,8 @@ def test_messages_beside_calls_end_though_gloo_does_not_say_so() -> None:
     _, calls, moved = _on_threads(nobody, partial(sleep, 1e-3), lambda: [Message()], 5, 0.0, 0.0)
     assert moved == Message.waited == 5
     assert calls < _MOST_CALLS
+
+
+def test_calls_and_transfers_that_have_begun_count_by_their_part() -> None:
+    ends = [1.0, 2.0, 4.0]
+    assert [done_by(at, ends) for at in (0.5, 2.0, 3.0, 9.0)] == [0.5, 2.0, 2.5, 3.0]
