@@ -18,7 +18,7 @@ is what all ranks took for a step, on all cores together. The last line says how
 does the same with eight NCCL ranks that share one GPU and talk through sockets (`sockets.py`), in
 bfloat16, without root, for the order only: times on a shared GPU say little about a cluster. Each
 method also runs uncut, as cuts may cost more there than they hide. `--sockets gloo` tries that on
-CPUs. What was measured is written after every round.
+CPUs, in float32. What was measured is written after every round.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Run:
         self._problem = Problem(
             *(given.tokens, given.heads, given.dim),
             num_kv_heads=given.kv_heads,
-            element_bytes=2 if given.sockets else 4,
+            element_bytes=2 if given.sockets == "nccl" else 4,
             mask=Mask(causal=True),
         )
         self._found: list[Way] = []
@@ -168,7 +168,7 @@ class _Run:
         file, problem, seconds = folder / "links.toml", self._problem, self._left()
         options = ["--heads", str(problem.num_heads), "--head-dim", str(problem.head_dim)]
         if self._given.sockets:
-            options += ["--dtype", "bfloat16", "--quick"]
+            options.append("--quick")
             seconds /= 2  # so that time is left for the rest
         command = (sys.executable, "-m", "mesh_attention", "profile", *options)
         say("profiling")

@@ -241,7 +241,8 @@ def rows_of(result: Mapping[str, Any]) -> list[Row]:
 
 
 def title_of(links: Mapping[str, Any]) -> str:
-    nodes = f"{links['num_nodes']} nodes of {links['ranks_per_node']} ranks"
+    ranks = links["ranks_per_node"]
+    nodes = f"{links['num_nodes']} nodes of {ranks} rank{'s' * (ranks > 1)}"
     if "between" in links:
         return f"{nodes}, {links['between']:g} Mbit/s a node"
     return f"{nodes} over {links['backend']} and sockets of one machine"
