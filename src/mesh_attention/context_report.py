@@ -7,7 +7,7 @@ from mesh_attention.plan.count import PassCount, count
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
-from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.interface import Counters
 
@@ -64,22 +64,18 @@ class Reports:
         return {direction.value: c for direction, c in self._share.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For each kind of call made lately: which kernels were asked, and why one was chosen."""
-        found = {}
-        for call in self._calls():
-            for direction, executor in call.executors.items():
-                for kind, choice in executor.choices.items():
-                    found[f"{direction} {kind}"] = choice.reasons
-                found[f"{direction} calls"] = (("predicted", str(executor.faster)),)
-                found[f"{direction} rows"] = executor.row_choice.reasons
-        return found
+        """Of the latest call of each pass, with documents or without: for each kind of block which
+        kernels were asked, and why one was chosen."""
+        return {
+            f"{direction} {kind}": reasons
+            for direction, report in self._share.reports.items()
+            for kind, reasons in report.kernels.items()
+        }
 
     def transports(self) -> dict[str, tuple[str, str]]:
-        """For each group of ranks in the calls made lately: its transport, and why that one."""
+        """Of the latest call of each pass: for each group of ranks its transport, and why that
+        one."""
         found: dict[str, tuple[str, str]] = {}
-        for call in self._calls():
-            found |= call.transport.choices(call.directions)
+        for direction, report in self._share.reports.items():
+            found |= report.transport.choices((direction,))
         return found
-
-    def _calls(self) -> list[PreparedCall]:
-        return self._share.context.calls(self._source.plans(), self._options.now())

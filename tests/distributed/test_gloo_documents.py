@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mesh_attention import ContextParallel
 from support.document_case import DIM, HEADS, error, make, one_by_one, tensors
 from support.held import grown, resources
 from support.pool import WorkerPool
@@ -98,6 +100,40 @@ def rows_apart(rank: int, world_size: int) -> list[Any]:
 
 def test_rows_with_documents_of_their_own_are_one_pack(pool: WorkerPool) -> None:
     assert pool.run(rows_apart, 3) == [[(2, 40, HEADS, DIM), True, True, True]] * 3
+
+
+def told(cp: ContextParallel) -> tuple[set[str], set[str]]:
+    """What is said of the latest calls: of which passes, and why not through shared memory."""
+    passes = [{name.split()[0] for name in one} for one in (cp.kernels(), cp.transports())]
+    assert passes[0] == passes[1]
+    return passes[0], {reason for _, reason in cp.transports().values()}
+
+
+def told_of_batches(rank: int, world_size: int, sizes: dict[str, Any]) -> list[Any]:
+    """After a batch with documents, after it was let go, and after one call more without any."""
+    with make(method="mesh", **sizes) as cp:
+        found = [cp.kernels(), error(cp, [0, 9, 64], 1) < 1e-5]
+        gc.collect()
+        found.append(told(cp))
+        q, k, v = (x[:, :32] for x in tensors([0, 64], 1)[:3])
+        cp.attention(q, k, v)
+        found.append(told(cp))
+    return [*found, cp.kernels()]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, dict.fromkeys(("seq_len", "num_heads", "num_kv_heads"))], ids=["all", "none"]
+)
+def test_the_latest_call_of_each_pass_is_told_of_with_documents_or_without(
+    pool: WorkerPool, sizes: dict[str, Any]
+) -> None:
+    both = {"forward", "backward"}
+    for before, exact, batch, (passes, why), after in pool.run(told_of_batches, 2, sizes):
+        assert before == after == {}  # before the first call, and on a closed object
+        assert exact
+        assert batch[0] == passes == both
+        assert all("the call has documents" in reason for reason in batch[1])
+        assert any("on the cpu" in reason for reason in why)  # of the call without documents
 
 
 def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool]:

@@ -11,7 +11,7 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from weakref import WeakSet
@@ -322,11 +322,6 @@ class Context:
         self._agreed.clear()
         self.transports.close(abandon=self.guard.broken)
         self.groups.close(abort=self.guard.broken)
-
-    def calls(self, mine: Iterable[PlanOnRank], options: CallOptions) -> list[PreparedCall]:
-        """The kinds of call made last with one of these plans and these options."""
-        kept, plans = self._calls[options.cuda_graph].items(), {one.key for one in mine}
-        return [call for (plan, o, _), call in kept if plan in plans and o == options]
 
 
 def context_of(parent: dist.ProcessGroup) -> Context:

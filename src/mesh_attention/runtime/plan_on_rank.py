@@ -109,7 +109,3 @@ class PlanSource:
             problem = replace(asked.problem, element_bytes=element_bytes)
             self._known[element_bytes] = self._find(asked.with_problem(problem))
         return self._known[element_bytes]
-
-    def plans(self) -> tuple[PlanOnRank, ...]:
-        """Those asked for so far."""
-        return (self.first, *self._known.values())

@@ -58,6 +58,22 @@ class CallOptions:
         return replace(self, transport=TransportName.DISTRIBUTED)
 
 
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass of a call is made with, for people. It outlives the call, and keeps neither its
+    masks nor its memory."""
+
+    kernels: dict[str, tuple[tuple[str, str], ...]]  # asked, and why one was chosen, by kind
+    transport: CallTransport
+
+    @staticmethod
+    def of(executor: Executor, transport: CallTransport) -> PassReport:
+        kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
+        kernels["calls"] = (("predicted", str(executor.faster)),)
+        kernels["rows"] = executor.row_choice.reasons
+        return PassReport(kernels, transport)
+
+
 class PreparedCall:
     def __init__(
         self,
@@ -73,6 +89,7 @@ class PreparedCall:
         self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
         self.kinds: dict[bool, AgreedKind] = {}  # by needs_grad, once agreed on
         self.options = options
+        self.reports: dict[Direction, PassReport] = {}
         self._mine = mine
         self._base = base
         self._call_shape = call_shape
@@ -101,7 +118,8 @@ class PreparedCall:
         """Raises where a kernel refuses what this rank has to do."""
         for direction in directions:
             if direction not in self._executors:
-                self._executors[direction] = self._executor(direction)
+                self._executors[direction] = executor, _ = self._executor(direction)
+                self.reports[direction] = PassReport.of(executor, self.transport)
 
     def make_kernels_ready(self) -> None:
         """What a kernel makes of a mask for a backward pass may serve the forward pass too."""

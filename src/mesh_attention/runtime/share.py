@@ -11,7 +11,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.identity import AgreedKind, Identity
-from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
+from mesh_attention.runtime.prepared_call import CallOptions, PassReport, PreparedCall
 from mesh_attention.runtime.transport.groups import is_registered
 from mesh_attention.runtime.transport.interface import Counters
 
@@ -25,6 +25,7 @@ class Share:
     def __init__(self, context: Context, number: int) -> None:
         self.context = context
         self.counters: dict[Direction, Counters] = {}  # bytes of this user's calls
+        self.reports: dict[Direction, PassReport] = {}  # of its latest call with such a pass
         self._number = number
         self._closed = False
 
@@ -48,6 +49,7 @@ class Share:
     def run(
         self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
+        self.reports |= call.reports
         results = call.run(direction, inputs, self.counters.setdefault(direction, Counters()))
         self.context.guard.settle(results.values())
         return results
@@ -68,6 +70,7 @@ class Share:
         each rank, and process groups must be released in the same order everywhere."""
         if not self._closed:
             self._closed = True
+            self.reports.clear()
             self.context.num_shares -= 1
             if self.context.num_shares == 0:
                 self.context.release()

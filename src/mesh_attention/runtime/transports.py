@@ -201,7 +201,9 @@ class CallTransport:
 
     def _choice(self, ranks: Sequence[int]) -> tuple[str, str]:
         if self._wanted is TransportName.DISTRIBUTED:
-            reason = "transport='distributed' was asked for"
+            reason = (
+                "transport='distributed' was asked for, or the call has documents or is a graph"
+            )
         elif self._memory is None:
             reason = obstacle(self._call_shape.device) or ""
         elif self._memory.covers(ranks):

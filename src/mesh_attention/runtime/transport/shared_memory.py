@@ -90,6 +90,8 @@ class SharedMemory:
             return f"rank {self._me} is on another node than ranks {outside}"
         if self.reason:
             return self.reason
+        if self.block is None:
+            return f"the shared memory of rank {self._me} was released"
         apart = sorted(set(ranks) - set(self.members))
         return f"rank {self._me} is on another host than ranks {apart}"
 
