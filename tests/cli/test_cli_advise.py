@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,17 @@ import torch
 from mesh_attention.cli import installed
 from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
+from mesh_attention.cli.options import add_plan_flags, options_of
 from mesh_attention.cluster.answers import VARIABLE, ask_auto
+from mesh_attention.cluster.auto import Standing
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.ranking import RankedMethod
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.text import digest
 
 SMALL = ["--ranks", "4", "--tokens", "8192"]
 
@@ -64,6 +72,24 @@ def test_the_line_says_cluster_file_dtype_and_mask_as_they_were_given(
     assert said["dtype"] is torch.float32
     assert said["mask"] == Mask(causal=True, window=(64, 0))
     assert said.get("cluster") in (None, str(file))  # options say all where passes have the same
+
+
+def test_settings_of_the_table_can_be_typed_back() -> None:
+    problem = Problem(16384, 8, 64, num_kv_heads=4, mask=Mask(causal=True))
+    cluster, way = load_cluster("hgx-h100"), Direction.FORWARD
+    parser = ArgumentParser()
+    add_plan_flags(parser)
+    cut = {"chunks": (1, 2), "head_slices": (1, 2)}
+    settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
+    settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
+    for name, options in settings:
+        row = RankedMethod({way: Standing(name, options, 1.0)}, problem, 8, cluster)
+        words = [word.split("=") for word in row.setting(way).split() if word != "-"]
+        flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
+        asked: dict[str, Any] = {"method": name, "directions": (way,)}
+        typed = plan_on(cluster, problem, 8, **asked, **options_of(parser.parse_args(flags)))
+        assert digest(typed) == digest(row.plans[way])
+        assert {*options} <= {name for name, _ in words}
 
 
 def test_what_cannot_be_kept_is_told_in_a_line(

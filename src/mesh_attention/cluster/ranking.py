@@ -10,9 +10,10 @@ from typing import Any
 from mesh_attention.cluster.auto import BestOfAll, Standing
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.one_rank import estimate
-from mesh_attention.cluster.planning import plan_on, setting_of
+from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.reasons import moved
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
@@ -78,12 +79,13 @@ class RankedMethod:
         return max(self.peaks.values())
 
     def setting(self, direction: Direction) -> str:
-        plan, options = self.plans[direction], self.passes[direction].options
-        setting = setting_of(plan, plan.direction(direction), {})
-        words = {name: str(setting.get(name) or _short(value)) for name, value in options.items()}
+        """As the method takes it, in Python and on a command line; what it takes not is left out
+        (a ring has a shape, but no choice of it)."""
+        words = {name: _short(x) for name, x in self.passes[direction].options.items()}
+        chosen = self.plans[direction].direction(direction).setting
         for name in ("ulysses", "tile", "team"):
-            if name in setting:
-                words.setdefault(name, str(setting[name]))
+            if name in chosen and name in METHODS[self.name].options():
+                words.setdefault(name, _short(chosen[name]))
         return " ".join(f"{name}={value}" for name, value in words.items()) or "-"
 
     def to_json(self) -> dict[str, Any]:
