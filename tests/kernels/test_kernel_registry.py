@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from mesh_attention.kernels import (
     kernel_names,
     probe,
     register,
+    registry,
+    torch_ops,
     unregister,
 )
 from mesh_attention.kernels.blockwise import Blockwise
@@ -76,6 +79,35 @@ def test_dense_blocks_on_a_cpu_go_to_the_flash_kernel_and_the_choice_says_why() 
     reasons = dict(choice.reasons)
     assert reasons["cudnn"] == "runs on cuda, not on cpu"
     assert choice.reasons[-1] == ("cpu_flash", "chosen")
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "x86_64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_half_precision_on_arm_goes_to_the_faster_kernel_unless_one_is_forced(
+    monkeypatch: pytest.MonkeyPatch, machine: str, dtype: torch.dtype, has_bfloat16: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch_ops, "_multiplies_bfloat16", lambda: has_bfloat16)
+    quick = dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16)
+    for direction in Direction:
+        request = replace(ON_CPU, direction=direction, dtype=dtype)
+        choice = choose(request)
+        assert choose(request, force="cpu_flash").kernel.name == "cpu_flash"
+        if quick or machine == "x86_64":
+            assert choice.kernel.name == "cpu_flash"
+        else:
+            assert choice.kernel.name == "blockwise"
+            assert dict(choice.reasons)["cpu_flash"].startswith("far slower than blockwise")
+
+
+def test_a_slow_kernel_is_chosen_where_no_other_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = CpuFlash()
+    monkeypatch.setattr(flash, "slow_for", lambda request: "slow here")
+    monkeypatch.setattr(registry, "_KERNELS", [flash])
+    choice = choose(ON_CPU)
+    assert choice.kernel is flash
+    assert choice.reasons == (("cpu_flash", "slow here"), ("cpu_flash", "chosen"))
 
 
 def test_row_ranges_and_unequal_head_sizes_go_to_the_blockwise_kernel() -> None:

@@ -160,9 +160,11 @@ class Kernel(Protocol):
     of several intervals by `takes_unions = True`, and one that gives the same bits every time where
     `Block.deterministic` asks for them by `deterministic = True`, or where only one of its passes
     does, by `deterministic = "forward"` (or `"backward"`); others are asked for none of these. One
-    that makes something of a mask, and waits for the device meanwhile, may do so in
-    `prepare(direction, block)`, which is called ahead of a block's first call where there is time:
-    its tensors have the shapes and hold nothing.
+    that can do a request, but far slower than kernels behind it in the table, says so in a line by
+    `slow_for(request)`: it is chosen by name, or where no other can. One that makes something of a
+    mask, and waits for the device meanwhile, may do so in `prepare(direction, block)`, which is
+    called ahead of a block's first call where there is time: its tensors have the shapes and hold
+    nothing.
     """
 
     @property

@@ -66,7 +66,8 @@ def table_version() -> int:
 
 
 def choose(request: Request, *, force: str | None = None) -> Choice:
-    """The first kernel that does not refuse, or the forced one.
+    """The first kernel that does not refuse and is not slow, else the first slow one, or the forced
+    one.
 
     A forced kernel that could do the forward pass of the same block, but not its backward pass,
     leaves the latter to the first other kernel that can; the reasons begin with its own.
@@ -80,14 +81,24 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
         candidates.remove(forced)
         candidates.insert(0, forced)
     reasons: list[tuple[str, str]] = []
+    slow: list[Kernel] = []
+    found = "chosen, deterministic" if request.deterministic else "chosen"
     for kernel in candidates:
         reason = _why_not(kernel, request)
-        found = "chosen, deterministic" if request.deterministic else "chosen"
+        if reason is None and kernel.name != force:
+            reason = getattr(kernel, "slow_for", _never)(request)
+            slow += [] if reason is None else [kernel]
         reasons.append((kernel.name, reason or found))
         if reason is None:
             return Choice(kernel, tuple(reasons))
+    if slow:
+        return Choice(slow[0], (*reasons, (slow[0].name, found)))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons)
     raise KernelRefusedError(f"no kernel can do {request}. {listing}")
+
+
+def _never(request: Request) -> str | None:
+    return None
 
 
 def _why_not(kernel: Kernel, request: Request) -> str | None:

@@ -6,6 +6,7 @@ their output, laid out as q is, comes back the same way; all take fewer KV heads
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ from mesh_attention.plan.plan import Direction
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "scale")
 _RESULTS = ("grad_out", "out", "logsumexp")
+_HALF = (torch.bfloat16, torch.float16)
 # What the CUDA ops want besides: packed sequences and a random state, both unused.
 _UNUSED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
@@ -87,6 +89,26 @@ class CpuFlash(TorchOp):
         if request.head_dim != request.v_head_dim:
             return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
         return why_not_dense(request) or self.why_op_unusable(request.direction)
+
+    def slow_for(self, request: Request) -> str | None:
+        """On ARM PyTorch multiplies half precision element by element where oneDNN does not take
+        over. Against the blockwise kernel, which multiplies in float32, on a Neoverse N1 (torch
+        2.13, one thread, 256 x 256, 4 heads of 64, forward and backward): bfloat16 600 and 1,640
+        ms, not 4 and 13; float16 65 and 3,240 ms, not 14 and 30. float32 takes 5 and 8, not 7 and
+        18."""
+        if request.dtype not in _HALF or platform.machine().lower() not in ("aarch64", "arm64"):
+            return None
+        if request.dtype is torch.bfloat16 and _multiplies_bfloat16():
+            return None
+        return f"far slower than blockwise on this ARM CPU in {request.dtype}"
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether oneDNN says that this CPU does."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a PyTorch without oneDNN
+        return False
 
 
 class CudaFlash(TorchOp):
