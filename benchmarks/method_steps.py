@@ -159,9 +159,12 @@ def run(plans: dict[str, Plan], file: Path, rounds: int, ranks: Ranks) -> None:
     if ranks.rank == 0:
         # Where the limit is far above it, float32 is as good as float64, and half as large.
         kept = torch.float64 if limit < 1e-4 else torch.float32
-        torch.save([x.to(kept).cpu() for x in truth(whole)], file)
+        torch.save([x.to(kept).cpu() for x in truth(whole)], file.with_suffix(".part"))
+        file.with_suffix(".part").rename(file)
         if ranks.is_cuda:
             torch.cuda.empty_cache()  # ranks share the GPU
+    while not file.exists():  # who waits for a rank over NCCL keeps the GPU busy
+        time.sleep(0.05)
     ranks.wait_for_all()
     wanted = [x.to(ranks.device) for x in torch.load(file)]
     ways = [Way(name, plan, whole, ranks) for name, plan in plans.items()]

@@ -168,9 +168,10 @@ def ranks_of_launcher(
         yield ranks_of_group(dist.group.WORLD, device, ranks_per_node)
     except (RuntimeError, dist.DistBackendError) as error:
         leave = not cuda  # NCCL would wait for what is in flight, and so for ranks that never come
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = str(error).splitlines() or [type(error).__name__]
+        told = " ... ".join(dict.fromkeys((lines[0], lines[-1])))  # NCCL ends with the cause
         raise MeshAttentionError(
-            f"rank {environment['RANK']}: a communication failed, most often as one ended: {first}"
+            f"rank {environment['RANK']}: a communication failed, most often as one ended: {told}"
         ) from error
     finally:
         if leave:
