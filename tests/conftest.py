@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer  # type: ignore[import-untyped]
+
     from mesh_attention.report.facts import ReportFacts
     from support.pool import WorkerPool
 
@@ -27,14 +29,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", help="folder for what tests marked browser saw")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests whose ranks share a GPU run one at a time in any case: where workers of pytest-xdist
-    take tests by groups, one worker has all of them, and starts their processes once."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if "gpu_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> object:
+    """With `--dist loadgroup` one worker has all tests whose ranks share a GPU, which run one at a
+    time in any case, and starts their processes once. Not by marks: with pytest 9.1 pytest-xdist
+    loses them in silence (its issue 1386)."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class ByRanks(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0]).stem
+            return _group_of_ranks(file) if file in RANKS_ON_A_GPU else nodeid
+
+    return ByRanks(config, log)
+
+
+RANKS_ON_A_GPU = {
+    f"test_gpu_{name}"
+    for name in (
+        *("compile", "deterministic", "documents", "huggingface", "nccl", "nccl_faults"),
+        *("nccl_ranks", "ranks", "sinks", "symmetric"),
+    )
+}
+
+
+def _group_of_ranks(file: str) -> str:
+    """Tests of whole models mostly keep the host busy, and run beside the others."""
+    return "models" if file in ("test_gpu_compile", "test_gpu_huggingface") else "ranks"
 
 
 def pytest_collection_finish() -> None:
@@ -114,7 +137,7 @@ def report_facts(report_cluster: Path) -> ReportFacts:
 def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing skips in silence: without a CUDA device tests marked gpu fail. Those marked alone
     measure times, so while one of them runs no other test, of whatever process, has the GPU. Ranks
-    that share it wait for each other, so there is one group of them at a time."""
+    that share it wait for each other, so there is one test of a group of them at a time."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -123,9 +146,11 @@ def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
     alone = request.node.get_closest_marker("alone") is not None
+    in_ranks = "gpu_pool" in request.fixturenames
+    assert not in_ranks or request.path.stem in RANKS_ON_A_GPU, f"name {request.path.stem} there"
     with ExitStack() as held:
         for name, wanted, kind in (
-            ("ranks", "gpu_pool" in request.fixturenames, fcntl.LOCK_EX),
+            (_group_of_ranks(request.path.stem), in_ranks, fcntl.LOCK_EX),
             ("tests", True, fcntl.LOCK_EX if alone else fcntl.LOCK_SH),
         ):
             path = Path(tempfile.gettempdir(), f"mesh_attention-gpu-{name}.lock")
