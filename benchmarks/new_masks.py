@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_on_masks import by_kernel, log_normal_pack, milliseconds
+from kernels_on_masks import by_kernel, has_ranges, in_turns, log_normal_pack
 from provenance import taken
 
 from mesh_attention import Mask, Problem
@@ -163,7 +163,8 @@ def host_times(case: Case, mean: int, device: torch.device, steps: int) -> tuple
 
 
 def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> dict[str, Any]:
-    """Milliseconds of both passes through the executor, and of the bare kernel."""
+    """Milliseconds of both passes through the executor and of the bare kernel, in turns, with calls
+    that follow each other; and how long the host takes to launch one."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     program = executors[Direction.BACKWARD]._program
     buffers = {b.name: b for b in program.buffers if b.role is Role.INPUT}
@@ -173,29 +174,42 @@ def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> di
         if name in ("q", "k", "v", "grad_out")
     }
     found: dict[str, Any] = {}
-    for direction in Direction:
+    for at, direction in enumerate(Direction):
         executor = executors[direction]
 
-        made = run_to_end(executor.run(inputs))
-        found[f"{direction} ms"] = milliseconds(
-            lambda executor=executor: run_to_end(executor.run(inputs)),  # type: ignore[misc]
-            repeats,
-        )
+        def work(executor: Executor = executor) -> Any:
+            return run_to_end(executor.run(inputs))
+
+        made = work()
+        found[f"{direction} host ms"] = _host_milliseconds(work)
+        works: dict[str, Callable[[], Any]] = {"": work}
+        if has_ranges(executor):
+            works["bare "], flops = _bare(case, executor, at)
+        for name, ms in in_turns(works, repeats).items():
+            found[f"{name}{direction} ms"] = ms
+            if name:
+                found[f"{name}{direction} TFLOP/s"] = (2.5 if at else 1.0) * flops / ms / 1e9
         inputs.update(made if direction is Direction.FORWARD else {})
         found[f"{direction} kernels"] = sorted(
             {choice.kernel.name for choice in executor.choices.values()}
         )
-    executor = executors[Direction.FORWARD]
-    masks = [mask for of_call in executor._compute.masks.values() for mask in of_call]
-    if len(masks) == 1 and isinstance(masks[0], RowRange):
-        bare = _bare(case, executors, masks[0], repeats)
-        found |= bare
     return found
 
 
-def _bare(
-    case: Case, executors: dict[Direction, Executor], mask: RowRange, repeats: int
-) -> dict[str, Any]:
+def _host_milliseconds(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def _bare(case: Case, executor: Executor, at: int) -> tuple[Callable[[], Any], float]:
+    """The kernel that the executor chose, on tensors of the same shape, and its operations."""
+    mask = next(iter(executor._compute.masks.values()))[0]
+    assert isinstance(mask, RowRange)
     heads = -(-case.heads // case.ranks)
     kv_heads = max(1, case.kv_heads // case.ranks)
     tokens = len(mask.key_position)
@@ -204,14 +218,8 @@ def _bare(
         for h in (heads, kv_heads, kv_heads, heads)
     ]
     flops = 4.0 * DIM * heads * int((mask.hi - mask.lo).clamp(min=0).sum(dtype=torch.int64))
-    found: dict[str, Any] = {}
-    for at, direction in enumerate(Direction):
-        kernel = next(iter(executors[direction].choices.values())).kernel
-        fresh = replace(mask, kept={})
-        work = by_kernel(kernel, tensors, fresh)[at]
-        ms = found[f"bare {direction} ms"] = milliseconds(work, repeats)
-        found[f"bare {direction} TFLOP/s"] = (2.5 if at else 1.0) * flops / ms / 1e9
-    return found
+    kernel = next(iter(executor.choices.values())).kernel
+    return by_kernel(kernel, tensors, replace(mask, kept={}))[at], flops
 
 
 def main() -> None:
@@ -233,7 +241,7 @@ def main() -> None:
             last = times.pop("last")
             row = {"case": case.name, "tokens": case.tokens, "mean": mean} | times
             if given.gpu:
-                row |= speeds(case, last, 10)
+                row |= speeds(case, last, 7)
             rows.append(row)
             print(_line(row), flush=True)
             if given.json:

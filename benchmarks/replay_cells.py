@@ -155,6 +155,10 @@ def _auto() -> Iterator[Cell]:
         for direction in Direction:
             place = (ranks, ranks * 8 * K, True, direction.value)
             yield Cell("auto", "hgx-h100", AUTO, *place, 8)
+    for cluster, tokens in (("hgx-h100", 1024 * K), ("paper", 512 * K)):
+        for causal in (False, True):
+            for direction in Direction:
+                yield Cell("auto", cluster, AUTO, 256, tokens, causal, direction.value)
 
 
 def prepare(cell: Cell, folder: Path) -> Path:

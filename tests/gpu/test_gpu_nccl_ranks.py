@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from mesh_attention import Mask
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import Case
-from support.gpu_case import check
+from support.gloo_case import Part, attend, context, whole
+from support.gpu_case import LIMIT, SECONDS, check, relative_errors
 from support.pool import WorkerPool
+from support.reference import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +56,28 @@ def test_sixteen_ranks_as_nodes_equal_the_truth(gpu_pool: WorkerPool) -> None:
     mesh = case(16, torch.bfloat16)
     cases = [mesh, replace(mesh, options={"tile": (2, 8)})]
     check(gpu_pool, cases, "distributed", backend="nccl")
+
+
+def two_of_three(rank: int, world_size: int, case: Case) -> Part | None:
+    store = PrefixStore("bound", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
+    group = dist.new_group([0, 1])
+    part = None
+    if rank < 2:
+        with context(case, group) as cp:
+            part = attend(cp, case, "cuda")
+    dist.barrier()
+    return part
+
+
+def test_ranks_outside_are_not_waited_for_where_the_job_is_bound_to_a_device(
+    gpu_pool: WorkerPool,
+) -> None:
+    """With `init_process_group(device_id=...)` PyTorch splits groups off the job's communicator,
+    in which all of its ranks would have to take part."""
+    one = case(2, torch.bfloat16)
+    parts = [part for part in gpu_pool.run(two_of_three, 3, one, seconds=SECONDS) if part]
+    found = relative_errors(whole(parts, one), attention(*one.tensors(), one.mask))
+    assert max(found.values()) <= LIMIT[one.dtype]

@@ -134,13 +134,11 @@ def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(
     one: Any = object.__new__(DeviceComparison)
     one._stream = one._device = stream
     one._slots, one._captured, one._options = numbers(identity._SLOTS, None), {}, None
-    one._group = SimpleNamespace(allreduce=lambda tensors, options: None)
+    work = SimpleNamespace(wait=lambda: None)
+    one._backend = SimpleNamespace(allreduce=lambda tensors, options: work)
     one._compared = SimpleNamespace(record=lambda stream: None)
-    for place, capturing in ((1, False), (2, True), (2 + identity._SLOTS, False)):
-        monkeypatch.setattr(
-            torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
-        )
-        one.begin(100 + place, place)
+    for place, captured in ((1, False), (2, True), (2 + identity._SLOTS, False)):
+        one.begin(100 + place, place, captured=captured)
     assert set(one._captured) == {2}
     assert one._numbers(2)[0] == [102, -102]
     assert one._slots.host[1] == [101, -101]

@@ -26,7 +26,7 @@ class Comparison:
         self.status = np.zeros(2, dtype=np.int64)
         self.different: set[int] = set()
 
-    def begin(self, number: int, place: int) -> None:
+    def begin(self, number: int, place: int, *, captured: bool) -> None:
         pass
 
     def differs(self, place: int) -> bool:

@@ -116,7 +116,8 @@ class DeviceComparison:
     ) -> None:
         from mesh_attention.kernels.poison import poison_kernel
 
-        self._group = group
+        # Not through the group: its way to the backend takes as long as the launch.
+        self._backend: Any = group._get_backend(device)
         self._device = device
         self._stream = stream
         self._poison = poison_kernel()
@@ -129,10 +130,10 @@ class DeviceComparison:
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = False  # on the current stream
 
-    def begin(self, number: int, place: int) -> None:
+    def begin(self, number: int, place: int, *, captured: bool) -> None:
         """On the stream of communications, which need not wait for computation to get here."""
         stream, before = self._stream, current_stream(self._device)
-        if torch.cuda.is_current_stream_capturing():
+        if captured:
             self._captured[place] = SharedNumbers(1, self._device)
         if self._captured:
             # What graphs hold of our transfers runs where the caller replays them.
@@ -141,9 +142,7 @@ class DeviceComparison:
         host[:] = number, -number
         torch.cuda.set_stream(stream)
         try:
-            work = self._group.allreduce([device], self._options)
-            if work is not None:
-                work.wait()
+            self._backend.allreduce([device], self._options).wait()
             self._compared.record(stream)
         finally:
             torch.cuda.set_stream(before)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
+from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -27,8 +27,7 @@ FindDifference = Callable[[int, Identity], None]
 FindFault = Callable[[Identity, timedelta, float], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
+class _Launched(NamedTuple):
     place: int
     identity: Identity
     timeout: timedelta
@@ -53,11 +52,13 @@ class Watch:
         self._thread.start()
 
     def begin(self, identity: Identity, place: int, timeout: timedelta) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # else it is not launched now
+        captured = torch.cuda.is_current_stream_capturing()
+        if not captured:  # else it is not launched now
             self._last = _Launched(place, identity, timeout, monotonic())
             self._launched.append(self._last)
-            self._awake.set()
-        self._comparison.begin(identity.number, place)
+            if not self._awake.is_set():
+                self._awake.set()
+        self._comparison.begin(identity.number, place, captured=captured)
 
     def settle(self, results: Iterable[Tensor], place: int) -> None:
         self._comparison.settle(results, place)

@@ -225,6 +225,20 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[_WATCHDOG] = before
 
 
+@contextmanager
+def _without_splitting() -> Iterator[None]:
+    """If the caller bound the default group to a device (`init_process_group(device_id=...)`),
+    PyTorch makes later groups by splitting its communicator, and waits for every rank of the job.
+    Groups that are made meanwhile get a communicator of their own."""
+    default = c10d._get_default_group()
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
 def _make_group(
     ranks: Sequence[int], name: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
@@ -237,15 +251,16 @@ def _make_group(
             f"{found or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
         )
     members = list(ranks)
-    group, _ = helper(
-        len(members),
-        members.index(dist.get_rank()),
-        members,
-        backend,
-        default_store(),
-        group_name(name),
-        timeout=timeout,
-    )
+    with _without_splitting():
+        group, _ = helper(
+            len(members),
+            members.index(dist.get_rank()),
+            members,
+            backend,
+            default_store(),
+            group_name(name),
+            timeout=timeout,
+        )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made
