@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from math import inf
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mesh_attention import Mask, Problem
 from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.contenders import Contender, contenders
-from mesh_attention.cluster.tuning import Tuning
+from mesh_attention.cluster.tuning import Tuning, key_of
 from mesh_attention.plan.plan import Direction
 
 Every = dict[Direction, list[Contender]]
@@ -97,6 +98,46 @@ def test_what_cannot_run_is_passed_over_and_places_are_not_mixed() -> None:
     assert [one.name for one in best] == ["b", "b"]
     nothing, _ = tuned(every, dict.fromkeys(truth, inf))
     assert nothing.best() is None
+
+
+def refusing(every: Every, cannot: Callable[[Contender, Contender], bool]) -> tuple[Tuning, int]:
+    """A tuning where some pairs cannot run and all else takes as long as predicted."""
+    tuning, tried = Tuning(every), 0
+    while (pair := tuning.next()) is not None:
+        tried += 1
+        if cannot(*pair):
+            tuning.refuse(pair, "no")
+        else:
+            tuning.measured |= {one.key: one.seconds for one in pair}
+    return tuning, tried
+
+
+def test_a_refusal_is_noted_of_two_settings_that_only_together_cannot_run() -> None:
+    every = {
+        d: [Contender(d, name, {}, x, HERE) for name, x in (("a", 1.0), ("b", 1.2), ("c", 1.3))]
+        for d in Direction
+    }
+    together, _ = refusing(every, lambda *pair: all(one.name == "a" for one in pair))
+    best = together.best()
+    assert best is not None
+    assert sorted(one.name for one in best) == ["a", "b"]
+    assert [*together.refused] == [
+        key_of((every[Direction.FORWARD][0], every[Direction.BACKWARD][0]))
+    ]
+    assert inf not in together.measured.values()
+    # One of the two alone is found by settings that have run, and nothing else is left out.
+    alone, _ = refusing(every, lambda forward, backward: forward.name == "a")
+    assert [key for key, x in alone.measured.items() if x == inf] == [
+        every[Direction.FORWARD][0].key
+    ]
+    best = alone.best()
+    assert best is not None
+    assert [one.name for one in best] == ["b", "a"]
+    # Where nothing runs it ends, without a try of all pairs.
+    many = {d: [Contender(d, f"m{i}", {}, 1.0, HERE) for i in range(20)] for d in Direction}
+    nothing, tried = refusing(many, lambda *pair: True)
+    assert nothing.best() is None
+    assert tried <= 3 * 20
 
 
 def test_contenders_hold_what_the_search_finds_and_more() -> None:

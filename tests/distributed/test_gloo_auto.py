@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
 from mesh_attention.cluster.answers import VARIABLE, keep_chosen, kept_answer, search_and_keep
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.context_auto import ranks_of_nodes
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
 from support.cases import Case
@@ -30,6 +32,28 @@ def sizes(case: Case) -> dict[str, Any]:
     p = case.problem
     heads = {"num_heads": p.num_heads, "num_kv_heads": p.kv_heads, "head_dim": p.head_dim}
     return {"seq_len": p.q_tokens, "mask": p.mask, "dtype": case.dtype, **heads}
+
+
+def num_built(rank: int, world_size: int) -> int:
+    """How many plans a constructor makes where an option, but no method, is given."""
+    built = []
+
+    def counted(build: Any, *asked: Any) -> Any:
+        built.append(build)
+        return build(*asked)
+
+    every = {name: replace(one, build=partial(counted, one.build)) for name, one in METHODS.items()}
+    with (
+        patch.dict(METHODS, every),
+        ContextParallel(**sizes(CASE), max_memory_bytes=1 << 30) as cp,
+    ):
+        assert cp.plan.method == "mesh"
+        assert digest(cp.plan) == digest(make_plan(CASE.problem, 2, max_memory_bytes=1 << 30))
+    return len(built) - 1  # one was made here
+
+
+def test_a_constructor_plans_once_with_an_option_that_must_be_tried(pool: WorkerPool) -> None:
+    assert pool.run(num_built, 2) == [1, 1]
 
 
 def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any]:

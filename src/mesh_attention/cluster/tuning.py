@@ -11,6 +11,7 @@ One run of a plan measures both passes, and they have one place: shards on devic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
@@ -22,12 +23,20 @@ from mesh_attention.plan.plan import Direction
 HOPE_OF_SETTING = 0.9  # where the method was measured in this pass
 HOPE_OF_METHOD = 0.6  # where it was not
 
+MOST_REFUSALS = 3  # beside settings of which none has run: then it is not asked any more
+
 Pair = tuple[Contender, Contender]  # forward and backward, in one place
+
+
+def key_of(pair: Pair) -> str:
+    """For files, as `Contender.key`."""
+    return " and ".join(one.key for one in pair)
 
 
 @dataclass
 class Tuning:
-    """`measured` seconds by `Contender.key`; inf: it cannot run, and `refused` has the reason."""
+    """`measured` seconds by `Contender.key`; inf: it cannot run, and `refused` has the reason, by
+    that key or by `key_of` two that cannot run together."""
 
     contenders: Mapping[Direction, Sequence[Contender]]
     measured: dict[str, float] = field(default_factory=dict)
@@ -41,18 +50,32 @@ class Tuning:
         def hope(pair: Pair) -> float:
             return sum(hopes[one.key] for one in pair)
 
-        new = [p for p in self._pairs() if any(one.key not in self.measured for one in p)]
-        found = min(new, key=hope, default=None)
-        if found is None or hope(found) >= (inf if best is None else self.seconds(best)):
-            return None
+        most = inf if best is None else self.seconds(best)
+        new = [
+            pair
+            for pair in self._pairs()
+            if any(one.key not in self.measured for one in pair) and hope(pair) < most
+        ]
+        refusals = self._refusals()
+        # Settings that cannot run together are asked after others: beside one that has run by then
+        # it is seen which of them is the cause.
+        found = min(
+            new, key=lambda pair: (sum(refusals[x.key] for x in pair), hope(pair)), default=None
+        )
+        if found is None or any(refusals[one.key] for one in found):
+            return found
         forward, backward = (self._unmeasured_beside(one, found, hopes) for one in found)
         return forward, backward
 
     def refuse(self, pair: Pair, reason: str) -> None:
-        """They cannot run together. One that has run before is not the cause."""
-        new = {one.key: reason for one in pair if not self._is_known(one)}
-        self.refused |= new
-        self.measured |= dict.fromkeys(new, inf)
+        """They cannot run together. One that has run before is not the cause; where none has, it
+        may be one of them or both together."""
+        causes = [one for one in pair if not self._is_known(one)]
+        if len(causes) == len(pair):
+            self.refused[key_of(pair)] = reason
+            causes = [one for one in pair if self._refusals()[one.key] >= MOST_REFUSALS]
+        self.refused |= {one.key: reason for one in causes}
+        self.measured |= {one.key: inf for one in causes}
 
     def seconds(self, pair: Pair) -> float:
         return sum(self.measured[one.key] for one in pair)
@@ -97,10 +120,21 @@ class Tuning:
         ]
         return min(others, key=lambda other: hopes[other.key], default=one)
 
+    def _refusals(self) -> Counter[str]:
+        """Of settings that have not run: how often they could not beside others."""
+        pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.refused]
+        return Counter(one.key for pair in pairs for one in pair if not self._is_known(one))
+
     def _is_known(self, one: Contender) -> bool:
         return self.measured.get(one.key, inf) < inf
 
     def _pairs(self) -> list[Pair]:
+        """That may run together."""
+        if not self.refused:
+            return self._all_pairs()
+        return [pair for pair in self._all_pairs() if key_of(pair) not in self.refused]
+
+    def _all_pairs(self) -> list[Pair]:
         return [
             (forward, backward)
             for forward in self.contenders[Direction.FORWARD]

@@ -7,7 +7,7 @@ and `ContextParallel` make the same plan from the same words. An option that is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -35,6 +35,8 @@ class Question:
     setting: Setting
     directions: tuple[Direction, ...] = BOTH
     backward: Question | None = None
+    # Made by `ask` to see whether there is one, for whoever asks for it first.
+    _tried: list[Plan] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @property
     def of_any_mask(self) -> Question | None:
@@ -60,6 +62,8 @@ class Question:
         return replace(self, problem=problem, backward=backward)
 
     def plan(self) -> Plan:
+        if self._tried:
+            return self._tried.pop()
         build = METHODS[self.method].build
         plan = build(self.problem, self.num_ranks, self.setting, self.directions)
         if self.backward is None:
@@ -118,7 +122,8 @@ def ask(
             setting = _setting(name, chosen | options)
             found = Question(problem, num_ranks, name, setting, passes)
             if tried and options.keys() - _OF_EVERY_METHOD:
-                found.plan()  # a cut or a cap may not suit the best method, and suit the next
+                # A cut or a cap may not suit the best method, and suit the next.
+                found._tried.append(found.plan())
         except PlanError as error:
             refusals.append(error)
         else:
