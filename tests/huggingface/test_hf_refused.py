@@ -106,6 +106,8 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from transformers import (
+        DogeConfig,
+        DogeForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
         GPTJConfig,
@@ -126,14 +128,24 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
         with ModelContextParallel(model) as cp:
             model(**cp.shard_batch(**PLAIN.whole).model_inputs())
 
+    def called_untested(model: Any) -> Any:
+        with ModelContextParallel(model, untested=True) as cp:
+            model(**cp.shard_batch(**PLAIN.whole).model_inputs())
+
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
     gptj = GPTJForCausalLM(GPTJConfig(n_embd=8, n_layer=1, n_head=2, rotary_dim=4, vocab_size=61))
+    config = DogeConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=61,
+    )  # fmt: skip
+    doge = DogeForCausalLM(config)
     llama = make_model("llama")
     head = LlamaForSequenceClassification(llama.config)
     actions: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: ModelContextParallel(gpt2),
         "gptj": lambda: ModelContextParallel(gptj, untested=True),
+        "doge": lambda: called_untested(doge),
         "head": lambda: ModelContextParallel(head),
         "no head": lambda: ModelContextParallel(head.model).close(),
         "no model": lambda: ModelContextParallel(nn.Linear(2, 2)),
@@ -155,6 +167,7 @@ def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) 
     wanted = {
         "gpt2": "untested=True",
         "gptj": "does not use AttentionInterface",
+        "doge": "reads its mask as a tensor (mask.dtype)",
         "head": "LlamaForSequenceClassification has a head",
         "no head": "nothing",
         "no model": "Linear, which is no model of transformers",

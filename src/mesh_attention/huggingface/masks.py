@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_attention.errors import MeshAttentionError
+
 
 @dataclass(frozen=True)
 class LayerMask:
@@ -24,6 +26,23 @@ class LayerMask:
 
     window: int | None = None
     refused: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise MaskIsReadError(f".{name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskIsReadError("[...]")
+
+
+class MaskIsReadError(MeshAttentionError, AttributeError):
+    """By a layer, which then does something with it that is not known here. To those who only look
+    whether something is there, it is not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"a layer of the model reads its mask as a tensor (mask{what}), as those of Doge do: "
+            "attention over ranks makes no such tensor, so this model cannot attend over ranks"
+        )
 
 
 def layer_mask(*args: Any, **given: Any) -> LayerMask:
