@@ -142,7 +142,9 @@ class DeviceComparison:
         host[:] = number, -number
         torch.cuda.set_stream(stream)
         try:
-            self._backend.allreduce([device], self._options).wait()
+            work = self._backend.allreduce([device], self._options)
+            if work is not None:
+                work.wait()
             self._compared.record(stream)
         finally:
             torch.cuda.set_stream(before)
