@@ -5,7 +5,8 @@
     python docs/make_scaling.py --jobs 8             on so many processes
 
 Every cell is a simulation at the best setting that `find_best` finds, each pass for itself. USP
-keeps the degree people use, 8 or as many as there are ranks. Rings of 256 take longest.
+keeps the degree people use, 8 or as many as there are ranks. `auto` is the best over all methods
+and settings, and its cells name what that is. Rings and searches of 256 take longest.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from pathlib import Path
 
 from mesh_attention.cli.output import progress
 from mesh_attention.cluster import load_cluster
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 
 PAGE = Path(__file__).with_name("scaling.md")
-METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp")
-LONG = ("ring",)  # as many steps as ranks: these begin first
+METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", AUTO)
+LONG = ("ring", AUTO)  # as many steps as ranks, or a search of all methods: these begin first
 # What a column stands for, where that is not the best of everything the method has.
 FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
     "usp": lambda ranks: [{"ulysses": min(8, ranks)}],
@@ -49,11 +52,13 @@ whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ri
 
 {HEADS} heads of {HEAD_DIM}, bf16, batch 1. A cell is the runtime of one pass and its MFU, each
 method at the best setting found for that pass: USP with Ulysses degree 8 (or the number of
-ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). The fastest of a row is bold.
-Any cell can be asked for again, for instance
+ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). `auto` is the best over all
+methods and settings, named in its cells. The fastest of a row is bold. Any cell can be asked for
+again, for instance
 
 ```bash
 mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 524288 --heads 64 --best
+mesh-attention advise --cluster paper --ranks 16 --tokens 524288 --heads 64 --causal
 ```
 
 Written by `python docs/make_scaling.py`.
@@ -74,11 +79,18 @@ class Point:
 class Found:
     seconds: float
     mfu_percent: float
+    name: str = ""  # of the method that was chosen, where there is a choice
 
 
 def simulate_point(point: Point) -> Found:
     problem = Problem(point.tokens, HEADS, HEAD_DIM, mask=Mask(causal=point.causal))
     cluster = load_cluster(point.cluster)
+    if point.method == AUTO:
+        direction = Direction(point.direction)
+        found = find_best_of_all(problem, point.ranks, cluster, directions=(direction,))
+        chosen = found.chosen[direction]
+        assert chosen.timeline is not None
+        return Found(chosen.seconds, chosen.timeline.mfu_percent, chosen.name)
     timelines = [
         find_best(
             problem,
@@ -146,6 +158,7 @@ def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> s
 def cell_text(result: Found, fastest: float) -> str:
     milliseconds = f"{result.seconds * 1e3:.4g} ms"
     text = f"{milliseconds}, {result.mfu_percent:.1f} %"
+    text += f" ({result.name})" if result.name else ""
     return f"**{text}**" if result.seconds == fastest else text
 
 

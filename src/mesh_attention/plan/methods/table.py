@@ -89,13 +89,11 @@ def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Set
 
 
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Beyond a node there is only one ring: of those degrees the largest."""
-    fits = ulysses_degrees(problem, ranks)
-    return [
-        {"ulysses": u, "inner": ring.usual_inner(ranks // u, u, ranks_per_node)}
-        for u in fits
-        if u <= (ranks_per_node or 8) or u == fits[-1]
-    ]
+    """Degrees that leave several units in a node: rings of one unit are those of USP."""
+    sizes = {
+        u: ring.usual_inner(ranks // u, u, ranks_per_node) for u in ulysses_degrees(problem, ranks)
+    }
+    return [{"ulysses": u, "inner": inner} for u, inner in sizes.items() if inner > 1]
 
 
 def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
