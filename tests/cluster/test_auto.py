@@ -27,7 +27,8 @@ PAPER = load_cluster("paper")
 
 
 def drawn(seed: int) -> tuple[Problem, int, Cluster]:
-    """A small problem and a cluster of small nodes, with links of other rates than it has."""
+    """A small problem and a cluster of small nodes, with links of other rates than it has; every
+    other one drives transfers by its host."""
     random = Random(seed)
     kv_heads = random.choice((1, 2, 3, 4))
     problem = Problem(
@@ -55,7 +56,7 @@ def drawn(seed: int) -> tuple[Problem, int, Cluster]:
     return (
         problem,
         random.choice((1, 2, 3, 4, 5, 6, 8)),
-        replace(cluster, node=node, network=network),
+        replace(cluster, node=node, network=network, host_driven=seed % 2 == 0),
     )
 
 

@@ -26,14 +26,17 @@ def test_no_simulation_is_shorter_than_the_bound_or_needs_less_memory(method: st
     shape = random.choice(METHODS[method].candidates(problem, 8, 2))
     plan = plan_on(SMALL, problem, 8, method=method, **shape)
     for direction in Direction:
-        overlap = random.choice(list(Overlap))
-        seen = estimate(plan, SMALL, direction, overlap=overlap)
-        timeline = simulate(plan, SMALL, direction, overlap=overlap)
-        assert seen.least_seconds <= timeline.runtime_seconds
-        assert seen.peak_bytes <= timeline.peak_bytes
-        assert seen.moving_seconds <= timeline.runtime_seconds
-        operations = sum(len(p.operations) for p in timeline.one.programs)
-        assert 0.5 < operations / seen.num_operations <= 1.01
+        for cluster, overlap in (
+            (SMALL, random.choice(list(Overlap))),
+            (replace(SMALL, host_driven=True), Overlap.EVENTS),
+        ):
+            seen = estimate(plan, cluster, direction, overlap=overlap)
+            timeline = simulate(plan, cluster, direction, overlap=overlap)
+            assert seen.least_seconds <= timeline.runtime_seconds
+            assert seen.peak_bytes <= timeline.peak_bytes
+            assert seen.moving_seconds <= timeline.runtime_seconds
+            operations = sum(len(p.operations) for p in timeline.one.programs)
+            assert 0.5 < operations / seen.num_operations <= 1.01
 
 
 def test_the_estimate_is_near_the_simulation() -> None:
@@ -45,6 +48,9 @@ def test_the_estimate_is_near_the_simulation() -> None:
             exact = simulate(plan, hgx, direction).runtime_seconds
             assert seen.least_seconds <= seen.seconds
             assert seen.seconds == pytest.approx(exact, rel=0.03)
+            driven = replace(hgx, host_driven=True)
+            at_once = simulate(plan, driven, direction).runtime_seconds
+            assert estimate(plan, driven, direction).seconds == pytest.approx(at_once, rel=0.03)
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:

@@ -107,6 +107,57 @@ def test_collectives_of_ranks_behind_one_nic_divide_it(nics: int, seconds: float
     assert simulate(plan, cluster, costs=costs).runtime_seconds == pytest.approx(seconds)
 
 
+def gathers_at_once(*, per_node: int, nics: int, overlap: Overlap, host_driven: bool) -> float:
+    """Q is gathered in 3 seconds among ranks 0 and 1, and 2 and 3; KV in 4 among 0 and 2, and 1 and
+    3; then each rank computes for a second."""
+    base = undisturbed()
+    cluster = replace(
+        base,
+        node=replace(base.node, ranks=per_node),
+        network=replace(base.network, nics=nics),
+        host_driven=host_driven,
+    )
+    how = {"chunks": (1, 1), "ranks_per_node": per_node, "directions": FORWARD}
+    plan = make_plan(Problem(64, 2, 8), 4, method="mesh", tile=(2, 2), **how)
+    costs = FixedCosts(lambda _: 1.0, lambda name: {"AG-Q-0": 3.0, "AG-KV-0": 4.0}.get(name, 0.0))
+    return simulate(plan, cluster, overlap=overlap, costs=costs).runtime_seconds
+
+
+@pytest.mark.parametrize(
+    ("per_node", "nics", "streams", "host"),
+    [
+        (2, 2, 8.0, 5.0),  # one gather inside the node, the other on a NIC of its own
+        (2, 1, 12.0, 9.0),  # on a NIC that both ranks share
+        (4, 4, 8.0, 8.0),  # both inside: they divide the links of a rank
+    ],
+)
+def test_transfers_that_a_host_drives_run_beside_each_other(
+    per_node: int, nics: int, streams: float, host: float
+) -> None:
+    for host_driven, seconds in ((False, streams), (True, host)):
+        found = {
+            overlap: gathers_at_once(
+                per_node=per_node, nics=nics, overlap=overlap, host_driven=host_driven
+            )
+            for overlap in Overlap
+        }
+        assert found[Overlap.EVENTS] == pytest.approx(seconds)
+        # One operation after the other is that for everybody.
+        assert found[Overlap.NONE] == pytest.approx(streams)
+
+
+def test_a_host_begins_nothing_while_it_computes() -> None:
+    """The second hop of a ring is begun after the first attention, though it needs but the first
+    hop; while a stream would begin it at once."""
+    costs = FixedCosts(lambda _: 10.0, flow=1.0)
+    cluster = undisturbed()
+    for host_driven in (False, True):
+        timeline = simulate(ring(3), replace(cluster, host_driven=host_driven), costs=costs)
+        assert timeline.runtime_seconds == pytest.approx(30.0)
+        begun = [event.issued for event in timeline.events(0) if event.name.startswith("KV")]
+        assert begun == pytest.approx([0.0, 10.0 if host_driven else 1.0])
+
+
 def test_a_rank_that_only_sends_or_only_receives_is_done_when_the_transfer_is() -> None:
     """A ring of two, of which rank 0 gives its keys away and gets none."""
     plan = ring(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mesh_attention.cluster.load import cluster_names, load_cluster, parse_cluster
@@ -54,6 +56,8 @@ def test_a_cluster_is_read_back_from_its_text(name: str) -> None:
     }
     text = cluster_text(cluster, notes, ["a head"])
     assert parse_cluster(text, name) == cluster
+    driven = replace(cluster, host_driven=True)
+    assert parse_cluster(cluster_text(driven, notes, []), name) == driven
     assert text.startswith("# a head\n")
     assert "# two lines\n# at a section\n" in text
     assert "# lines above a number\nall_to_all" in text

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from time import sleep
 from typing import Any
 
 import pytest
+import torch
 
 from mesh_attention.measure.beside import _MOST_CALLS, _on_threads, done_by
 from mesh_attention.measure.links import Sample, nics_of
+from mesh_attention.measure.ranks import Ranks, Work
 
 KIB = 1 << 10
 
@@ -32,6 +35,31 @@ def test_a_size_that_only_some_kinds_were_measured_at_is_compared_for_those() ->
     alone = [*samples("gather", 0.01, 0.1), *samples("reduction", 0.03, 0.3)]
     together = [*samples("gather", 0.04, 0.4), *samples("reduction", 0.12)]
     assert nics_of(4, alone, together) == 1
+
+
+class OtherIsLate(Ranks):
+    """One rank of two that leave a transfer one after the other: the first by what it measured, the
+    other always so much later."""
+
+    def wait_for_all(self) -> None: ...
+
+    def average(self, numbers: Sequence[float]) -> list[float]:
+        return [number + 0.5 for number in numbers]
+
+    def _most(self, numbers: Sequence[float]) -> list[float]:
+        return [number + 1.0 for number in numbers]
+
+    def _elapsed(self, work: Work, repeats: int) -> list[float]:
+        return [3.0, 4.0, 4.0][:repeats]
+
+
+def test_a_transfer_takes_until_its_last_rank_is_done() -> None:
+    """3 seconds and then 4 for the one, and a second more in the first for the other: the mean of
+    both would have links faster than they are."""
+    nobody: Any = None
+    ranks = OtherIsLate(nobody, 0, 2, 2, torch.device("cpu"))
+    assert ranks.seconds(lambda: None, lasting=12.0, of_last=True) == 4.0
+    assert ranks.seconds(lambda: None, lasting=12.0) == 4.5
 
 
 class Message:

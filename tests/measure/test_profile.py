@@ -75,6 +75,7 @@ def test_all_ranks_have_the_same_file_and_the_simulator_takes_it(
     text = texts.pop()
     cluster = parse_cluster(text, "measured")
     assert (cluster.nodes, cluster.node.ranks) == (nodes, 2)
+    assert cluster.host_driven
     assert set(cluster.kernels) == {"cpu_flash", "blockwise"}
     for direction in Direction:
         passes = cluster.passes(direction)

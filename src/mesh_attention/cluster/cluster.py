@@ -165,6 +165,10 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """`host_driven`: a thread of the host computes and begins all transfers, in program order, and
+    those in flight run beside each other, as on processors with gloo. Left out: transfers have a
+    stream of their own and follow each other there, as on GPUs."""
+
     name: str
     description: str
     nodes: int
@@ -173,6 +177,7 @@ class Cluster:
     node: Node
     network: Network
     disturbance: Disturbance
+    host_driven: bool | None = None
 
     def passes(self, direction: Direction) -> dict[str, PassRates]:
         """That pass of the kernels that have it, by name."""

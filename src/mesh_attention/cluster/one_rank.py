@@ -19,7 +19,7 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.compute_cost import TimedCall
 from mesh_attention.cluster.operation_costs import ClusterCosts
 from mesh_attention.cluster.simulate import collector_paused
-from mesh_attention.cluster.waits import Overlap, waits_of_rank
+from mesh_attention.cluster.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Collective, Free, SendRecv
@@ -32,7 +32,7 @@ _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Of the slowest of the ranks that were looked at. `num_operations` is what a simulation of all
-    ranks would have to go through, about; `moving_seconds` those of all transfers, each alone."""
+    ranks would have to go through, about; in `moving_seconds` at least something is in flight."""
 
     seconds: float
     least_seconds: float
@@ -67,13 +67,14 @@ def estimate(
 
 
 class _Move(NamedTuple):
-    """A communication: seconds alone, the part of its speed that is lost beside computation, and
-    how much longer it takes where others of the node do the same."""
+    """A communication: seconds alone, the part of its speed that is lost beside computation, how
+    much longer it takes where others of the node do the same, and whether it leaves the node."""
 
     at: int
     seconds: float
     slowdown: float
     sharing: float
+    leaves: bool
 
 
 class _Rank:
@@ -90,7 +91,10 @@ class _Rank:
         table = program.buffer_table()
         meter = TrafficMeter(problem, table)
         splits = splits_wanted(program) if one.direction is Direction.FORWARD else 1
-        self.waits, self.workspace_bytes = waits_of_rank(plan, one, overlap, at)
+        self.at_once = transfers_at_once(cluster, overlap)
+        self.waits, self.workspace_bytes = waits_of_rank(
+            *(plan, one, overlap, at), at_once=self.at_once
+        )
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []
         self.num_operations = len(program.operations)
@@ -98,10 +102,11 @@ class _Rank:
             b.num_bytes(problem) for b in program.buffers if b.role is not Role.WORKSPACE
         )
         self._usual_loss = cluster.disturbance.compute_slowdown
+        flows, collectives = 0.0, {True: 0.0, False: 0.0}  # by whether they leave the node
         for index, op in enumerate(program.operations):
             if isinstance(op, SendRecv):
                 ranks = one.groups[op.group]
-                seconds, sharing = 0.0, 1.0
+                seconds, sharing, leaves = 0.0, 1.0, False
                 for pieces, other in (
                     (op.sends, (at, ranks[op.to_member])),
                     (op.receives, (ranks[op.from_member], at)),
@@ -111,20 +116,27 @@ class _Rank:
                         source, target = (plan.devices[rank] for rank in other)
                         seconds = max(seconds, costs.flow(source, target, size))
                         if cluster.node_of(source) != cluster.node_of(target):
-                            sharing = _sharing_of_flows(cluster, plan, ranks, at)
+                            leaves, sharing = True, _sharing_of_flows(cluster, plan, ranks, at)
                 slowdown = cluster.disturbance.peer_slowdown(one.direction)
-                self.moves.append(_Move(index, seconds, slowdown, sharing))
+                self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
+                flows += seconds
             elif isinstance(op, Collective):
                 member = one.members[op.group][at]
                 seconds = costs.collective(op, meter.flows(op), member)
-                sharing = _sharing_of_collectives(cluster, plan, one.groups[op.group], at)
+                ranks = one.groups[op.group]
+                sharing = _sharing_of_collectives(cluster, plan, ranks, at)
                 slowdown = cluster.disturbance.collective_slowdown
-                self.moves.append(_Move(index, seconds, slowdown, sharing))
+                leaves = _here(cluster, plan, ranks, at) < len(ranks)
+                self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
+                collectives[leaves] += seconds
             elif isinstance(op, Free):
                 self.compute.append((index, ()))
             else:
                 calls = costs.compute(op, table, splits)
                 self.compute.append((index, tuple(call for call in calls if call.seconds)))
+        # At once, collectives divide the link that they have in common; flows may have room.
+        one_by_one = flows + sum(collectives.values())
+        self.moving_seconds = max(collectives.values()) if self.at_once else one_by_one
 
     def least_seconds(self) -> float:
         """The longest chain of what waits for each other; and computation, which is no faster than
@@ -140,13 +152,10 @@ class _Rank:
     def run(self, *, disturbed: bool) -> float:
         return _Streams(self, disturbed=disturbed).run()
 
-    @property
-    def moving_seconds(self) -> float:
-        return sum(move.seconds for move in self.moves)
-
 
 class _Streams:
-    """Two streams of a rank, each in program order, of which each may slow the other."""
+    """Two streams of a rank, each in program order, of which each may slow the other; or one thread
+    and what it has in flight."""
 
     def __init__(self, rank: _Rank, *, disturbed: bool) -> None:
         self._rank, self._disturbed = rank, disturbed
@@ -155,42 +164,61 @@ class _Streams:
         self._calls: deque[TimedCall] = deque()  # that are left of the current computation
         self._computing_at = 0
         self._call: TimedCall | None = None
-        self._move: _Move | None = None
-        self._call_left = self._move_left = 0.0
+        self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
+        self._call_left = 0.0
 
     def run(self) -> float:
         now = 0.0
         while True:
             while self._begin_move() or self._begin_call():
                 pass
-            call, move = self._call, self._move
-            if call is None and move is None:
+            call, moving = self._call, self._moving
+            if call is None and not moving:
                 return now
-            both = self._disturbed and call is not None and move is not None
+            both = self._disturbed and call is not None and bool(moving)
             call_speed = 1.0 - self._rank.loss(call) if both and call else 1.0
-            move_speed = 1.0 - move.slowdown if both and move else 1.0
             call_needs = self._call_left / call_speed if call else math.inf
-            move_needs = self._move_left / move_speed if move else math.inf
-            step = min(call_needs, move_needs)
+            speeds = [self._speed(move, beside=both) for move, _ in moving]
+            needs = [left / speed for (_, left), speed in zip(moving, speeds, strict=True)]
+            step = min(call_needs, min(needs, default=math.inf))
             now += step
             self._call_left -= step * call_speed
-            self._move_left -= step * move_speed
-            if move is not None and move_needs == step:
-                self._done[move.at], self._move = 1, None
+            self._moving = []
+            for (move, left), needed, speed in zip(moving, needs, speeds, strict=True):
+                if needed == step:
+                    self._done[move.at] = 1
+                else:
+                    self._moving.append((move, left - step * speed))
             if call is not None and call_needs == step:
                 self._call = None
                 if not self._calls:
                     self._done[self._computing_at] = 1
+
+    def _speed(self, move: _Move, *, beside: bool) -> float:
+        """Those that leave the node, or do not, divide a link. As a bound there is room for all."""
+        if not self._disturbed:
+            return 1.0
+        speed = 1.0 - move.slowdown if beside else 1.0
+        if len(self._moving) == 1:
+            return speed
+        return speed / sum(other.leaves == move.leaves for other, _ in self._moving)
 
     def _may_begin(self, at: int) -> bool:
         return all(self._done[before] for before in self._rank.waits[at])
 
     def _begin_move(self) -> bool:
         held = self._disturbed and self._call is not None and self._call.waits
-        if self._move or held or not self._moves or not self._may_begin(self._moves[0].at):
+        if held or not self._moves or not self._may_begin(self._moves[0].at):
             return False
-        self._move = move = self._moves.popleft()
-        self._move_left = move.seconds * (move.sharing if self._disturbed else 1.0)
+        if self._rank.at_once:
+            computes = self._call is not None or self._calls
+            if computes or (self._compute and self._compute[0][0] < self._moves[0].at):
+                return False
+        elif self._moving:
+            return False
+        move = self._moves.popleft()
+        left = move.seconds * (move.sharing if self._disturbed else 1.0)
+        self._moving.append((move, left))
         return True
 
     def _begin_call(self) -> bool:
@@ -198,6 +226,8 @@ class _Streams:
             return False
         if not self._calls:
             if not self._compute or not self._may_begin(self._compute[0][0]):
+                return False
+            if self._rank.at_once and self._moves and self._moves[0].at < self._compute[0][0]:
                 return False
             self._computing_at, calls = self._compute.popleft()
             self._calls.extend(calls)

@@ -27,7 +27,7 @@ from mesh_attention.cluster.operation_costs import (
 )
 from mesh_attention.cluster.state import Capacities, RankState, Transfer
 from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.waits import Overlap, Waits
+from mesh_attention.cluster.waits import Overlap, Waits, transfers_at_once
 from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import Collective, SendRecv
@@ -98,11 +98,12 @@ class _Simulation:
         self._senders: dict[_Flow, deque[_Place]] = {}
         self._receivers: dict[_Flow, deque[_Place]] = {}
         self._halves: dict[_Place, int] = {}
-        self._capacities = Capacities(cluster)
+        at_once = transfers_at_once(cluster, overlap)
+        self._capacities = Capacities(cluster, at_once=at_once)
         self._received = [0] * plan.num_ranks
-        self._waits = waits = Waits(plan, one, overlap, alike)
+        self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once)
         self._ranks = [
-            RankState(rank, waits.of(rank), program.operations)
+            RankState(rank, waits.of(rank), program.operations, at_once=at_once)
             for rank, program in enumerate(one.programs)
         ]
 
@@ -181,7 +182,7 @@ class _Simulation:
 
     def _arrive(self, state: RankState, at: int) -> None:
         op = state.operations[at]
-        state.communicating = True
+        state.communicating += 1
         state.times.issued[at] = state.times.start[at] = self._clock.now
         if isinstance(op, SendRecv):
             self._arrive_at_peers(state, at, op)
@@ -276,7 +277,7 @@ class _Simulation:
     def _communicated(self, ends: list[_Place]) -> None:
         for rank, at in ends:
             state = self._ranks[rank]
-            state.communicating = False
+            state.communicating -= 1
             state.finish(at, self._clock.now)
         for rank, _ in ends:
             self._advance(self._ranks[rank])

@@ -98,9 +98,11 @@ class Timeline:
         """Of each rank's streams, at work."""
         result = []
         for rank in range(len(self.ranks)):
-            busy = dict.fromkeys(Stream, 0.0)
-            for event in self.events(rank):
-                busy[event.stream] += event.end - event.start
+            busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
+            for event in sorted(self.events(rank), key=lambda event: event.start):
+                begin = max(event.start, until[event.stream])  # transfers may run at once
+                busy[event.stream] += max(0.0, event.end - begin)
+                until[event.stream] = max(begin, event.end)
             result.append(busy)
         return tuple(result)
 

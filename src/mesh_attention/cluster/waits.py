@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
+from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Communication, Free, Operation, Program, reads, writes
@@ -28,8 +29,11 @@ class Waits:
     """The waits of every rank. Ranks that are alike and use their buffers alike wait alike,
     whatever their members and calls are, so this is worked out once for all of them."""
 
-    def __init__(self, plan: Plan, one: Pass, overlap: Overlap, alike: Sequence[int]) -> None:
+    def __init__(
+        self, plan: Plan, one: Pass, overlap: Overlap, alike: Sequence[int], *, at_once: bool
+    ) -> None:
         self._plan, self._one, self._overlap, self._alike = plan, one, overlap, alike
+        self._at_once = at_once
         self._known: dict[tuple[int, tuple[int, ...]], WaitsOfOps] = {}
         self._uses: dict[object, int] = {}
         self._use_of: dict[Operation, int] = {}
@@ -40,7 +44,9 @@ class Waits:
         key = (self._alike[rank], tuple(map(self._use, program.operations)))
         known = self._known.get(key)
         if known is None:
-            known, num_bytes = waits_of_rank(self._plan, self._one, self._overlap, rank)
+            known, num_bytes = waits_of_rank(
+                *(self._plan, self._one, self._overlap, rank), at_once=self._at_once
+            )
             self.workspace_bytes = max(self.workspace_bytes, num_bytes)
             self._known[key] = known
         return known
@@ -55,8 +61,11 @@ class Waits:
         return found
 
 
-def waits_of_rank(plan: Plan, one: Pass, overlap: Overlap, rank: int) -> tuple[WaitsOfOps, int]:
-    """Of one rank by itself, with the bytes of its workspace."""
+def waits_of_rank(
+    plan: Plan, one: Pass, overlap: Overlap, rank: int, *, at_once: bool
+) -> tuple[WaitsOfOps, int]:
+    """Of one rank by itself, with the bytes of its workspace. `at_once`: transfers do not follow
+    each other."""
     program = one.programs[rank]
     memory = workspace_map(program, plan.problem)
     waits = dependencies(program, memory)
@@ -64,7 +73,14 @@ def waits_of_rank(plan: Plan, one: Pass, overlap: Overlap, rank: int) -> tuple[W
         waits = tuple((at - 1,) if at else () for at in range(len(program.operations)))
     if overlap is Overlap.STRICT:
         waits = _by_steps(program, one.schedule, waits)
-    return _last_on_each_stream(program, waits), memory.total_bytes
+    if not at_once:
+        waits = _last_on_each_stream(program, waits)
+    return waits, memory.total_bytes
+
+
+def transfers_at_once(cluster: Cluster, overlap: Overlap) -> bool:
+    """Steps and single operations end before the next begin, whoever drives transfers."""
+    return bool(cluster.host_driven) and overlap is Overlap.EVENTS
 
 
 def _last_on_each_stream(program: Program, waits: WaitsOfOps) -> WaitsOfOps:

@@ -170,7 +170,7 @@ class LinkMeter:
             elif ranks.rank == k:
                 peers = [(0, True), (0, False)] if both_ways else [(0, False)]
             work = done(self.transfers.messages(peers, size)) if peers else None
-            lasts = ranks.seconds(work, lasting=self._lasting, members=2)
+            lasts = ranks.seconds(work, lasting=self._lasting, members=2, of_last=True)
             turns[name] = Sample(f"{name} between two ranks", 2, size, lasts)
             self._tell()
         found["network.flows_of_a_pair"] = [*turns.values()]
@@ -240,7 +240,7 @@ class LinkMeter:
                 break
             one = begin(part)
             work = None if one is None else done(one)
-            lasts = self.ranks.seconds(work, lasting=self._lasting, members=taking)
+            lasts = self.ranks.seconds(work, lasting=self._lasting, members=taking, of_last=True)
             found.append(Sample(what, size, part, lasts))
             self._tell()
         self.largest = min(self.largest, found[-1].part_bytes)

@@ -137,7 +137,9 @@ class _Profiling:
             links.node,
             links.network,
             disturbance,
+            host_driven=True if ranks.backend == "gloo" else None,
         )
+        self._notes["host_driven"] = "gloo: a thread of the host begins transfers and computes"
         self._tell_of_links(links)
         text = cluster_text(cluster, self._notes, self._head())
         # From the text, so that every rank has what readers of the file will have.
@@ -153,7 +155,8 @@ class _Profiling:
             f"Measured by mesh-attention {__version__} profile on {host}, {when}: {ranks.size} "
             f"ranks, {ranks.per_node} a node, {ranks.backend}, torch {torch.__version__}{threads}.",
             f"Kernels: {sizes.dtype}, heads of {sizes.head_dim}, all ranks at once; times are "
-            "averaged over ranks. Every rate is what one direction of one rank (or NIC) carries.",
+            "averaged over ranks, those of transfers until the last is done. Every rate is what "
+            "one direction of one rank (or NIC) carries.",
             "Fields: docs/simulate.md. It can be edited: every number is used as it stands here.",
         ]
 

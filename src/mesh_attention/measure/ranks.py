@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -76,9 +76,12 @@ class Ranks:
 
     def longest(self, seconds: float) -> float:
         """Of all ranks."""
-        found = torch.tensor([seconds], dtype=torch.float64, device=self._agreeing)
+        return self._most([seconds])[0]
+
+    def _most(self, numbers: Sequence[float]) -> list[float]:
+        found = torch.tensor(numbers, dtype=torch.float64, device=self._agreeing)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return float(found)
+        return [float(x) for x in found]
 
     def everyones(self, mine: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
@@ -98,10 +101,19 @@ class Ranks:
             raise MeasureError(found[1])
         return found[0]
 
-    def seconds(self, work: Work | None, *, lasting: float, members: int | None = None) -> float:
+    def seconds(
+        self,
+        work: Work | None,
+        *,
+        lasting: float,
+        members: int | None = None,
+        of_last: bool = False,
+    ) -> float:
         """Of one call of `work` on the ranks that take part, at once: the median of repeats, as
         many as fit into `lasting` seconds, each averaged over those ranks. Others give None and
-        wait; `members` says how many take part where that is not all."""
+        wait; `members` says how many take part where that is not all. `of_last`: from the end of
+        one repeat on the last rank to that of the next, as a transfer is over when its last member
+        is done."""
         share = self.size / (members or self.size)
         once = 0.0
         for _ in range(2):  # the first is a warm-up
@@ -111,6 +123,9 @@ class Ranks:
         repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(lasting / max(once, 1e-9))))
         self.wait_for_all()
         times = self._elapsed(work, repeats) if work else [0.0] * repeats
+        if of_last:
+            ends = [0.0, *self._most([*accumulate(times)])]
+            return max(statistics.median(b - a for a, b in pairwise(ends)), 1e-9)
         return max(statistics.median(self.average(times)) * share, 1e-9)
 
     def _elapsed(self, work: Work, repeats: int) -> list[float]:
