@@ -46,7 +46,8 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert "causal" in lines[1]
     begins = [line.split()[0] for line in lines if line]
     assert {*METHODS} <= {*begins}
-    assert any(line.startswith("least possible") for line in lines)
+    assert any(line.startswith("least possible  ") for line in lines)
+    assert any(line.startswith("least possible: by the visible area") for line in lines)
     assert "a rank receives" in out
     (python,) = (line for line in lines if line.startswith("cp = ContextParallel("))
     assert "seq_len=8192, num_heads=64, num_kv_heads=8, head_dim=64, causal=True" in python

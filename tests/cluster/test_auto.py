@@ -12,10 +12,12 @@ from simulated_cases import problem_of
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
 from mesh_attention.cluster.answers import VARIABLE, ask_auto, keep_answer, kept_answer
-from mesh_attention.cluster.auto import find_best_of_all
+from mesh_attention.cluster.auto import Standing, find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import cluster_names
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.ranking import received_in_nodes
+from mesh_attention.cluster.reasons import why
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
@@ -152,6 +154,37 @@ def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
     assert found.seconds < 0.97 * seconds["mesh"]
     assert "beats" in found.reason or "as fast as" in found.reason
     assert "from other nodes" in found.reason
+
+
+def test_the_reason_and_the_table_look_at_ranks_that_others_stand_for() -> None:
+    """Of StarTrail's ranks with teams of 2 the first and the one in the middle have all they need
+    in their nodes, and their neighbours nothing."""
+    small = replace(
+        PAPER, node=replace(PAPER.node, ranks=4), network=replace(PAPER.network, nics=4)
+    )
+    plan = plan_on(small, problem_of(4096), 8, method="startrail", team=2)
+    timeline = simulate(plan, small, "forward")
+    assert timeline.far_bytes[0] == timeline.far_bytes[4] == 0
+    most = max(timeline.received_bytes), max(timeline.far_bytes)
+    assert most[1] > 0
+    assert received_in_nodes(plan, plan.forward) == most
+    standing = Standing("startrail", {}, timeline.runtime_seconds, timeline)
+    assert "from other nodes" in why([standing], [[standing]])
+
+
+def test_rings_of_one_unit_are_not_called_a_double_ring() -> None:
+    """They are USP's, or Ulysses itself where there is one unit."""
+    problem = problem_of(4096)
+    for per_node in (2, 4):
+        for shape in METHODS["double-ring"].candidates(problem, 16, per_node):
+            assert 1 < shape["inner"] < 16 // shape["ulysses"]
+    found = find_best_of_all(
+        problem,
+        4,
+        replace(PAPER, node=replace(PAPER.node, ranks=1), network=replace(PAPER.network, nics=1)),
+        directions=(Direction.FORWARD,),
+    )
+    assert found.chosen[Direction.FORWARD].name != "double-ring"
 
 
 def test_what_is_given_narrows_the_methods() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fixed_costs import FixedCosts, undisturbed
@@ -117,7 +118,7 @@ def gathers_at_once(*, per_node: int, nics: int, overlap: Overlap, host_driven: 
         network=replace(base.network, nics=nics),
         host_driven=host_driven,
     )
-    how = {"chunks": (1, 1), "ranks_per_node": per_node, "directions": FORWARD}
+    how: dict[str, Any] = {"chunks": (1, 1), "ranks_per_node": per_node, "directions": FORWARD}
     plan = make_plan(Problem(64, 2, 8), 4, method="mesh", tile=(2, 2), **how)
     costs = FixedCosts(lambda _: 1.0, lambda name: {"AG-Q-0": 3.0, "AG-KV-0": 4.0}.get(name, 0.0))
     return simulate(plan, cluster, overlap=overlap, costs=costs).runtime_seconds

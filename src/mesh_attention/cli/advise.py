@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             [
                 _head(problem, ranks, cluster),
                 _table(rows, least),
+                *_bound_note(problem),
                 *(f"{name}: {reason}" for name, reason in found.refused.items()),
                 "",
                 f"{found.reason}.",
@@ -133,6 +134,16 @@ def run(args: argparse.Namespace) -> int:
             ]
         ),
     )
+
+
+def _bound_note(problem: Problem) -> list[str]:
+    """Under other masks than a full one the bound is true, and out of reach."""
+    if problem.mask.is_full:
+        return []
+    return [
+        "least possible: by the visible area alone, as if it lay in full boxes; this mask hides "
+        "parts of every box, so no plan comes as near to it as under a full mask (docs/theory.md).",
+    ]
 
 
 def _moved_note(found: BestOfAll) -> list[str]:

@@ -11,12 +11,13 @@ from mesh_attention.cluster.auto import BestOfAll, Standing
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.reasons import moved
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Communication
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,16 @@ class RankedMethod:
 
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
-        """In all, and from other nodes."""
-        return {one: moved(plan, plan.direction(one)) for one, plan in self.plans.items()}
+        """In all, and from other nodes, by the rank that receives most of each."""
+        found = {}
+        for direction, one in self.passes.items():
+            if one.timeline is not None:
+                most = max(one.timeline.received_bytes), max(one.timeline.far_bytes)
+            else:
+                plan = self.plans[direction]
+                most = received_in_nodes(plan, plan.direction(direction))
+            found[direction] = most
+        return found
 
     @cached_property
     def peaks(self) -> dict[Direction, int]:
@@ -105,6 +114,28 @@ class RankedMethod:
                 for direction, one in self.passes.items()
             },
         }
+
+
+def received_in_nodes(plan: Plan, one: Pass) -> tuple[int, int]:
+    """The most that a rank of the first or of the middle node receives in a pass, and the most of
+    other nodes: the programs of all ranks would take long to make."""
+    here = {plan.node_of(0), plan.node_of(plan.num_ranks // 2)}
+    total = between = 0
+    for rank in range(plan.num_ranks):
+        if plan.node_of(rank) not in here:
+            continue
+        program = one.programs[rank]
+        meter = TrafficMeter(plan.problem, program.buffer_table())
+        mine = far = 0
+        for op in program.operations:
+            if isinstance(op, Communication):
+                ranks, member = one.groups[op.group], one.members[op.group][rank]
+                flows = meter.flows(op)
+                mine += traffic_of(op, flows, member, len(ranks)).received_bytes
+                away = [plan.node_of(other) != plan.node_of(rank) for other in ranks]
+                far += far_bytes(op, flows, away)
+        total, between = max(total, mine), max(between, far)
+    return total, between
 
 
 def mfu_percent(

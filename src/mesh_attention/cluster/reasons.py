@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.plan.draw.summary import bytes_text
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AllGather, Communication, ReduceScatter
-from mesh_attention.plan.traffic import TrafficMeter, traffic_of
 
 if TYPE_CHECKING:
     from mesh_attention.cluster.auto import Standing
@@ -53,9 +50,9 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
 
 
 def _told(timelines: Sequence[Timeline]) -> str:
-    """What a rank receives in all passes."""
-    found = [moved(one.plan, one.one) for one in timelines]
-    total, between = (sum(one[at] for one in found) for at in (0, 1))
+    """What the rank that receives most does in all passes."""
+    total = sum(max(one.received_bytes) for one in timelines)
+    between = sum(max(one.far_bytes) for one in timelines)
     if not total:
         return "nothing"
     if timelines[0].plan.num_nodes == 1:
@@ -63,25 +60,3 @@ def _told(timelines: Sequence[Timeline]) -> str:
     if not between:
         return f"{bytes_text(total)}, all inside nodes"
     return f"{bytes_text(total)}, {bytes_text(between)} of it from other nodes"
-
-
-def moved(plan: Plan, one: Pass) -> tuple[int, int]:
-    """Bytes that the busier of two ranks receives in a pass, and those from other nodes."""
-    found = []
-    for rank in sorted({0, plan.num_ranks // 2}):
-        program = one.programs[rank]
-        meter = TrafficMeter(plan.problem, program.buffer_table())
-        total = between = 0
-        for op in program.operations:
-            if not isinstance(op, Communication):
-                continue
-            ranks, member = one.groups[op.group], one.members[op.group][rank]
-            flows = meter.flows(op)
-            total += traffic_of(op, flows, member, len(ranks)).received_bytes
-            far = [plan.node_of(other) != plan.node_of(rank) for other in ranks]
-            if isinstance(op, AllGather | ReduceScatter):
-                between += sum(far) * flows.received[0][0]
-            else:
-                between += sum(size for other, (size, _) in flows.received.items() if far[other])
-        found.append((total, between))
-    return max(found)

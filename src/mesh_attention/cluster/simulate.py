@@ -31,7 +31,7 @@ from mesh_attention.cluster.waits import Overlap, Waits, transfers_at_once
 from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.program import Collective, SendRecv
-from mesh_attention.plan.traffic import traffic_of
+from mesh_attention.plan.traffic import far_bytes, traffic_of
 
 
 def simulate(
@@ -100,7 +100,9 @@ class _Simulation:
         self._halves: dict[_Place, int] = {}
         at_once = transfers_at_once(cluster, overlap)
         self._capacities = Capacities(cluster, at_once=at_once)
-        self._received = [0] * plan.num_ranks
+        self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
+        self._nodes = [cluster.node_of(device) for device in plan.devices]
+        self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
         self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once)
         self._ranks = [
             RankState(rank, waits.of(rank), program.operations, at_once=at_once)
@@ -123,6 +125,7 @@ class _Simulation:
             times,
             self._waits.workspace_bytes,
             tuple(self._received),
+            tuple(self._far),
             self._kernel_seconds,
         )
 
@@ -196,9 +199,13 @@ class _Simulation:
         self._met[op.group, rank] = times + 1
         arrived = self._arrived.setdefault((op.group, times), [])
         member = self._one.members[op.group][rank]
-        flows = self._remembered.flows(rank, op)
-        size = len(self._one.groups[op.group])
+        flows, ranks = self._remembered.flows(rank, op), self._one.groups[op.group]
+        size, here = len(ranks), self._nodes[rank]
         self._received[rank] += traffic_of(op, flows, member, size).received_bytes
+        away = self._away.get((op.group, here))
+        if away is None:
+            away = self._away[op.group, here] = [self._nodes[r] != here for r in ranks]
+        self._far[rank] += far_bytes(op, flows, away)
         arrived.append(((rank, at), self._costs.collective(op, flows, member)))
         if len(arrived) == size:
             del self._arrived[op.group, times]
@@ -237,6 +244,7 @@ class _Simulation:
             return
         _, source, target = key
         self._received[target] += num_bytes
+        self._far[target] += num_bytes * (self._nodes[source] != self._nodes[target])
         devices = self._plan.devices[source], self._plan.devices[target]
         seconds, uses = self._costs.flow(*devices, num_bytes), self._capacities.of_flow(*devices)
         slowdown = self._cluster.disturbance.peer_slowdown(self._one.direction)

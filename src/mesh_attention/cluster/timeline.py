@@ -70,6 +70,7 @@ class Timeline:
     ranks: tuple[RankTimes, ...]
     workspace_bytes: int  # of the rank that needs most, for one batch element
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
+    far_bytes: tuple[int, ...]  # those of them that came from other nodes
     kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_attention.plan.buffers import Buffer, Piece
@@ -91,6 +91,13 @@ def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -
         sum(size for size, _ in arriving),
         sum(tokens for _, tokens in arriving),
     )
+
+
+def far_bytes(op: Communication, flows: Flows, far: Sequence[bool]) -> int:
+    """Bytes that a member receives of those members that are far."""
+    if isinstance(op, AllGather | ReduceScatter):
+        return sum(far) * flows.received[0][0]
+    return sum(size for other, (size, _) in flows.received.items() if far[other])
 
 
 def entering_bytes(

@@ -177,7 +177,8 @@ def _methods(facts: ReportFacts) -> str:
 <h2>{_TABLE}</h2>
 <p>Each at its best setting in each pass. A click on a heading sorts by it. Times with ~ are what
 one rank expects; they were not simulated, since the method could not win any more. Received bytes
-and memory are a rank's; below received bytes is how many times the least possible they are.</p>
+and memory are a rank's; below received bytes is how many times the least possible they are, which
+is a bound by the visible area alone: in reach under a full mask only.</p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
 <thead><tr>{head}</tr></thead>

@@ -57,9 +57,18 @@ RENAMED_OPTIONS = {
 }
 
 
+# No options of plans, and who takes them.
+_TAKEN_ELSEWHERE = {
+    "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cluster.planning plans for "
+    "one, find_best_of_all of mesh_attention.cluster.auto searches on it, and ContextParallel("
+    "cluster=...) chooses by it",
+}
+
+
 def renamed(option: str) -> str:
     """What to say of it in brackets; nothing where it never was one."""
-    return f" ({RENAMED_OPTIONS[option]})" if option in RENAMED_OPTIONS else ""
+    known = RENAMED_OPTIONS | _TAKEN_ELSEWHERE
+    return f" ({known[option]})" if option in known else ""
 
 
 def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
