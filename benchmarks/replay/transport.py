@@ -27,6 +27,7 @@ class Holder(Protocol):
 class ReplayTransport:
     in_order = True
     own_stream = True
+    shows_workspace = False
 
     def __init__(self, program: Program, seconds: Sequence[float], holder: Holder) -> None:
         self._seconds = dict(zip(program.operations, seconds, strict=True))

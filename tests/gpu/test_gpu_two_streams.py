@@ -46,6 +46,7 @@ class Noted:
 
     in_order = True
     own_stream = True
+    shows_workspace = False
 
     def __init__(self, program: Program) -> None:
         self._table = program.buffer_table()

@@ -64,6 +64,24 @@ def test_what_travels_is_written_in_the_precision_in_which_it_travels(direction:
     assert after.buffers == before.buffers  # where they lie is known to other ranks
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_where_nobody_knows_the_places_heads_first_copies_nothing(direction: Direction) -> None:
+    case = Case(
+        4, 512, 512, heads=(4, 4), mask=Mask(causal=True), dtype=torch.bfloat16,
+        options={"method": "ulysses", "layout": "contiguous", "chunks": (1, 1)},
+    )  # fmt: skip
+    before, as_placed = fused(case, 1, direction)
+    after = without_copies(before)
+    assert num_merges(before) == num_merges(as_placed) > num_merges(after)
+    assert num_merges(after) == (direction is Direction.BACKWARD)  # delta
+    assert {b.name for b in before.buffers} - {b.name for b in after.buffers} >= {
+        "out.0" if direction is Direction.FORWARD else "grad_q.0"
+    }
+    problem = case.plan().problem
+    planned, placed = (workspace_map(x, problem).total_bytes for x in (before, after))
+    assert placed < planned
+
+
 def test_accumulators_of_several_attentions_stay() -> None:
     case = Case(
         4, 256, 256, heads=(2, 2), mask=Mask(), dtype=torch.bfloat16,

@@ -81,6 +81,7 @@ class _World:
 class _Transport:
     in_order = False
     own_stream = False
+    shows_workspace = True
 
     def __init__(self, world: _World, rank: int) -> None:
         self._arrive: Callable[[int, Communication, View], _Meeting] = world.arrive

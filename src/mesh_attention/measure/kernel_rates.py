@@ -14,7 +14,15 @@ from functools import partial
 import torch
 
 from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
-from mesh_attention.kernels import Causal, Full, Kernel, KernelRefusedError, MaskKind, Request
+from mesh_attention.kernels import (
+    BlockMask,
+    Causal,
+    Full,
+    Kernel,
+    KernelRefusedError,
+    MaskKind,
+    Request,
+)
 from mesh_attention.kernels.registry import choose
 from mesh_attention.kernels.rows import accumulator_dtype, choose_rows
 from mesh_attention.kernels.speed import takes_whole_attentions
@@ -101,14 +109,18 @@ class KernelMeter:
     def call(self, kind: CallKind, rows: int, columns: int, heads: int) -> KernelCall:
         device, shape = self._ranks.device, (rows, columns, heads, self._sizes.head_dim)
         how = (self._kernel, self._direction, self._sizes.dtype, device)
-        if kind is CallKind.FULL:
-            return KernelCall(*how, *shape, Full(), rows * columns)
         if kind is CallKind.CAUSAL:
             return KernelCall(*how, *shape, Causal(), rows * (rows + 1) // 2)
-        problem = Problem(rows, 1, shape[-1], kv_tokens=columns, mask=Mask(causal=True))
-        where = device if self.ranges else torch.device("cpu")
-        mask = row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
+        if kind is CallKind.FULL:
+            everything = self._seen(rows, columns, Mask()) if self.ranges else Full()
+            return KernelCall(*how, *shape, everything, rows * columns)
+        mask = self._seen(rows, columns, Mask(causal=True))
         return KernelCall(*how, *shape, mask, rows * (rows + 1) // 2 + rows * (columns - rows))
+
+    def _seen(self, rows: int, columns: int, mask: Mask) -> BlockMask:
+        problem = Problem(rows, 1, self._sizes.head_dim, kv_tokens=columns, mask=mask)
+        where = self._ranks.device if self.ranges else torch.device("cpu")
+        return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
 
     def curve(self, kind: CallKind, gap: float) -> Curve:
         """`gap` is what a call costs whatever it does, and comes on top of the curve."""

@@ -33,15 +33,17 @@ from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     AttendBackward,
     Attention,
     Communication,
     Free,
     Operation,
+    Program,
 )
 from mesh_attention.plan.split_calls import split_long_calls
-from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.plan.workspace import WorkspaceMap, workspace_map
 from mesh_attention.runtime.attend_calls import (
     call_size,
     choose_kernels,
@@ -131,8 +133,7 @@ class Executor:
         program = self.faster.program
         if self._streams.two and not lets_transfers_begin(kernels, one.direction):
             program = split_long_calls(program)
-        self._memory = workspace_map(program, plan.problem)
-        program = without_copies(program, self._memory)
+        program, self._memory = _placed(program, plan.problem, shown=transport.shows_workspace)
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace
@@ -311,6 +312,18 @@ def run_to_end(
         except StopIteration as end:
             result: dict[str, Tensor] = end.value
             return result
+
+
+def _placed(program: Program, problem: Problem, *, shown: bool) -> tuple[Program, WorkspaceMap]:
+    """Without copies that need not be made, and where its buffers lie: in no more memory than the
+    plan says. `shown`: others know where they lie."""
+    planned = workspace_map(program, problem)
+    if not shown:
+        fused = without_copies(program)
+        memory = planned if fused is program else workspace_map(fused, problem)
+        if memory.total_bytes <= planned.total_bytes:
+            return fused, memory
+    return without_copies(program, planned), planned
 
 
 def _beside_transfers(

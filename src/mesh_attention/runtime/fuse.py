@@ -5,8 +5,9 @@ and a copy that changes precision before results travel or are handed out. If on
 accumulator holds what the call returned and nothing else: the copy is left out, and so are two
 passes over memory. Results are the same bit for bit.
 
-Where buffers lie is not changed, since other ranks may know it (shared memory). So a result can be
-written early only where nothing else lies meanwhile.
+Accumulators that nothing uses any more are left out of the program too, so buffers can be placed
+anew, with less memory. Where other ranks know the places (shared memory) they stay: then a result
+can be written early only where nothing else lies meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh_attention.plan.buffers import Piece
+from mesh_attention.plan.buffers import Piece, Role
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
+    Free,
     Merge,
     MergeRule,
     Operation,
@@ -29,7 +31,8 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.workspace import WorkspaceMap, lifetimes
 
 
-def without_copies(program: Program, memory: WorkspaceMap) -> Program:
+def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
+    """`memory`: where buffers have to stay."""
     one_call = {
         at: op
         for at, op in enumerate(program.operations)
@@ -47,8 +50,26 @@ def without_copies(program: Program, memory: WorkspaceMap) -> Program:
             operations[at], copies = found.of_forward(at, op)
         for copy in copies:
             operations[copy] = None
-    left = tuple(op for op in operations if op is not None)
-    return replace(program, operations=left) if len(left) < len(operations) else program
+    left = [op for op in operations if op is not None]
+    if len(left) == len(operations):
+        return program
+    if memory is not None:
+        return replace(program, operations=tuple(left))
+    return _without_unused(program, left)
+
+
+def _without_unused(program: Program, operations: Sequence[Operation]) -> Program:
+    used = {name for op in operations if not isinstance(op, Free) for name in op.touched}
+    unused = {b.name for b in program.buffers if b.role is Role.WORKSPACE} - used
+    left: list[Operation] = []
+    for op in operations:
+        if isinstance(op, Free) and not unused.isdisjoint(op.buffers):
+            names = tuple(name for name in op.buffers if name not in unused)
+            left += [Free(names)] if names else []
+        else:
+            left.append(op)
+    buffers = tuple(b for b in program.buffers if b.name not in unused)
+    return replace(program, operations=tuple(left), buffers=buffers)
 
 
 def _is_one_call(op: Attend | AttendBackward) -> bool:
@@ -62,7 +83,7 @@ def _is_one_call(op: Attend | AttendBackward) -> bool:
 
 
 class _Copies:
-    def __init__(self, program: Program, memory: WorkspaceMap) -> None:
+    def __init__(self, program: Program, memory: WorkspaceMap | None) -> None:
         self._operations = program.operations
         self._memory = memory
         self._lifetimes = lifetimes(program)
@@ -114,7 +135,7 @@ class _Copies:
     def _only_reader(self, at: int, piece: Piece) -> int | None:
         """Of what the attention writes there, if nothing else ever uses that buffer."""
         others = [i for i in self._users[piece.buffer] if i != at]
-        if piece.buffer not in self._memory.offsets or len(others) != 1:
+        if piece.buffer not in self._lifetimes or len(others) != 1:
             return None
         (reader,) = others
         return reader if reader > at and self._pieces(reader, piece.buffer) == [piece] else None
@@ -133,13 +154,14 @@ class _Copies:
                 break
             if any(piece.overlaps(target) for piece in self._pieces(i, target.buffer)):
                 return False
-        place = self._memory.offsets.get(target.buffer)
-        if place is None:  # the caller's
+        memory = self._memory
+        if memory is None or target.buffer not in memory.offsets:  # or the caller's
             return True
-        end = place + self._memory.sizes[target.buffer]
+        place = memory.offsets[target.buffer]
+        end = place + memory.sizes[target.buffer]
         for name, (born, freed) in self._lifetimes.items():
-            start = self._memory.offsets[name]
-            there = start < end and place < start + self._memory.sizes[name]
+            start = memory.offsets[name]
+            there = start < end and place < start + memory.sizes[name]
             if there and name != target.buffer and born <= reader and at <= freed:
                 return False
         return True

@@ -105,6 +105,7 @@ class DistributedTransport:
         # By group and name of the operation; recorded in every call.
         self._events: dict[tuple[str, str], torch.cuda.Event] = {}
         self.own_stream = stream is not None
+        self.shows_workspace = False
         self.in_order = self.own_stream and not self._host_driven
         self.meter = Meter(one.programs[rank].buffer_table())
 

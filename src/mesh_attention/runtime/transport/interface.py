@@ -44,6 +44,11 @@ class Transport(Protocol):
         """Whether operations run on a CUDA stream that no computation is on, and follow marks."""
         ...
 
+    @property
+    def shows_workspace(self) -> bool:
+        """Whether other ranks read this rank's workspace, where the plan places its buffers."""
+        ...
+
     def prepare(self, op: Communication, view: View) -> Start:
         """All of an operation of this rank that can be done before its tensors hold anything.
 

@@ -61,6 +61,7 @@ class LocalWorld:
 class LocalTransport:
     in_order = False
     own_stream = False
+    shows_workspace = False
 
     def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
@@ -93,6 +94,7 @@ class AloneTransport:
 
     in_order = True
     own_stream = True
+    shows_workspace = False
 
     def __init__(
         self, program: Program, receive: Callable[[Buffer, Tensor], None] | None = None

@@ -53,6 +53,7 @@ class SymmetricTransport:
         self._stream = stream
         self._far = far
         self.in_order, self.own_stream = far.in_order, far.own_stream
+        self.shows_workspace = True
         self._ranks = groups.global_ranks(plan, one, rank)
         self._owner = cache(lambda rank: Owner(plan, one, rank, batch))
         self._steps: dict[tuple[str, str], _Ready] = {}
