@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from document_steps import AHEAD, CHOSEN, TORCH, Sizes, say
+from document_steps import say
+from document_ways import AHEAD, CHOSEN, TORCH, Sizes
 from namespaces import Links, NamespaceError, Namespaces
 from provenance import taken
 

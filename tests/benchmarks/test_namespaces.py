@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from document_steps import CHOSEN, Sizes
+from document_ways import CHOSEN, Sizes
 from documents_over_links import RING, make_rows, of_all_ranks, ratio, raw, table
 from links import (
     PREFIX,

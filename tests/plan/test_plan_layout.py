@@ -13,8 +13,9 @@ from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.chunks import chunks_between
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, joined
+from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.runs import Run, clip_run, visible_pairs
+from mesh_attention.plan.spans import joined
 from support.listed import stretches_for
 
 CASES = [

@@ -22,8 +22,9 @@ from operator import attrgetter
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.document_work import DocumentWork
-from mesh_attention.plan.layout import Stretches, joined
+from mesh_attention.plan.layout import Stretches
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.spans import joined
 
 # How far the ranks filled so far may be from their share before a document is cut to meet it: so a
 # rank differs by at most twice as much. Padding costs memory and rows, uneven work costs time.

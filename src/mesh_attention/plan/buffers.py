@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, dataclass_transform
 
-from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.spans import Spans, slice_spans
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ places, so every piece of a partition is one interval whatever the layout.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -31,9 +30,9 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.runs import Run, clip_run
+from mesh_attention.plan.spans import Spans, joined
 
 MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow
-Spans = tuple[tuple[int, int], ...]  # intervals of places, in order
 Stretches = tuple[tuple[tuple[int, int], ...], ...]  # intervals of positions, of each rank
 
 
@@ -42,57 +41,6 @@ class LayoutKind(StrEnum):
     ZIGZAG = "zigzag"
     STRIPED = "striped"
     LISTED = "listed"
-
-
-def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Intervals with neighbours that touch made one; empty ones left out.
-
-    >>> joined([(0, 2), (2, 5), (7, 7), (8, 9)])
-    ((0, 5), (8, 9))
-    """
-    result: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if start == stop:
-            continue
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return tuple(result)
-
-
-@lru_cache(maxsize=4096)  # the ranks of a unit have the same rows
-def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
-    """Rows `start..stop` of intervals that lie one after the other.
-
-    >>> slice_spans(((0, 4), (8, 12)), 2, 6)
-    ((2, 4), (8, 10))
-    """
-    result = []
-    at = 0
-    for first, last in spans:
-        if at >= stop:
-            break
-        end = at + last - first
-        low, high = start if start > at else at, stop if stop < end else end
-        if low < high:
-            result.append((first + low - at, first + high - at))
-        at = end
-    return tuple(result)
-
-
-def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
-    """What of these intervals lies between two ends.
-
-    >>> clip_spans(((0, 4), (8, 12)), 2, 9)
-    ((2, 4), (8, 9))
-    """
-    if len(spans) == 1:  # most often, and asked for without end
-        ((a, b),) = spans
-        a, b = start if a < start else a, stop if b > stop else b
-        return ((a, b),) if a < b else ()
-    clipped = ((start if a < start else a, stop if b > stop else b) for a, b in spans)
-    return tuple((a, b) for a, b in clipped if a < b)
 
 
 def read_stretches(value: Any) -> Stretches:

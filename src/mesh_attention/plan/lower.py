@@ -16,101 +16,28 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lower_unions import SegmentPieces, union_calls
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.rectangles import Cells, full_calls, rectangles
+from mesh_attention.plan.row_list import Array, Blocks, RowList, row_list
 from mesh_attention.plan.row_ranges import RowRanges, Segment
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.runs import visible_pairs
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
-# More blocks of a list, or pairs of them, are not looked at one by one: token stripes, which would
-# take seconds. Zigzag halves of thousands of ranks, gathered by one rank that has two blocks of
-# queries, are few calls and must be found.
-MAX_BLOCKS = 4096
+# More pairs of blocks are not looked at one by one.
 MAX_PAIRS = (4 * MAX_CALLS) ** 2
-
-# Up to so many blocks a side are compared one by one; for more, arrays are faster.
-_FEW_BLOCKS = 4
 
 # Stretches of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
 _ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
-
-Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Blocks of consecutive positions, in row order."""
-
-    starts: Array
-    stops: Array
-    first_rows: tuple[int, ...]  # of each block, and one past the last row
-    edges: list[int]  # all starts and stops, sorted
-    few: tuple[tuple[int, int], ...] | None  # (start, stop) of each, unless they are many
-
-    @staticmethod
-    def of(blocks: list[tuple[int, int]]) -> Blocks:
-        starts, stops = np.array(blocks, dtype=np.int64).T
-        first_rows = (0, *np.cumsum(stops - starts).tolist())
-        edges = sorted({e for block in blocks for e in block})
-        few = tuple(blocks) if len(blocks) <= _FEW_BLOCKS else None
-        return Blocks(starts, stops, first_rows, edges, few)
-
-    def block(self, i: int) -> tuple[int, int]:
-        return int(self.starts[i]), int(self.stops[i])
-
-    def pairs(self) -> list[tuple[int, int]]:
-        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowList:
-    """The rows of one side of a task, in buffer order. Made once, used against many others."""
-
-    runs: tuple[Run, ...]
-    num_rows: int
-    first: int  # smallest and largest position
-    last: int
-    blocks: Blocks | None  # None: too many to look at one by one
-
-    @staticmethod
-    def of(layout: Layout, spans: Spans) -> RowList:
-        runs = tuple(run for span in spans for run in layout.runs(*span))
-        few = sum(run.count for run in runs) <= MAX_BLOCKS
-        return RowList(
-            runs,
-            num_rows=sum(run.num_tokens for run in runs),
-            first=min(run.start for run in runs),
-            last=max(run.stop for run in runs) - 1,
-            blocks=Blocks.of(_merged_blocks(runs)) if few else None,
-        )
-
-
-@lru_cache(maxsize=64)  # rows stay where they are when a mask changes
-def _row_list(layout: Layout, spans: Spans) -> RowList:
-    return RowList.of(layout, spans)
-
-
-def _merged_blocks(runs: Iterable[Run]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for run in runs:
-        for start, stop in run.blocks():
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                merged.append((start, stop))
-    return merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,8 +243,8 @@ class Lowerings:
         """`one_call`: no matter what is visible."""
         self._one_call = one_call
         look = Queries.unseen if one_call else Queries.of
-        self.queries = cache(lambda spans: look(_row_list(q_layout, spans), rows))
-        self.keys = cache(lambda spans: _row_list(kv_layout, spans))
+        self.queries = cache(lambda spans: look(row_list(q_layout, spans), rows))
+        self.keys = cache(lambda spans: row_list(kv_layout, spans))
         self._calls: dict[tuple[Queries, RowList], tuple[Call, ...]] = {}
         self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
 

@@ -23,11 +23,12 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.speed import takes_whole_attentions
 from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.layout import Layout, slice_spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run
+from mesh_attention.plan.spans import slice_spans
 from mesh_attention.runtime.attend_calls import Kernels
 
 Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.layout import Spans, joined, slice_spans
+from mesh_attention.plan.spans import Spans, joined, slice_spans
 
 
 @dataclass(frozen=True, slots=True)

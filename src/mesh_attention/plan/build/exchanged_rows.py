@@ -20,7 +20,8 @@ from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.head_group import HeadGroup, unit_rows
 from mesh_attention.plan.build.seen_rows import blocks_of, num_stretches
 from mesh_attention.plan.build.tile_side import ALL_UNITS
-from mesh_attention.plan.layout import Layout, LayoutKind, Spans, joined
+from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.spans import Spans, joined
 
 Array = NDArray[np.int64]
 Cuts = tuple[Spans, Spans]  # of queries and of keys

@@ -22,8 +22,9 @@ from typing import NamedTuple
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk, by_heads, chunks_between
-from mesh_attention.plan.layout import Layout, LayoutKind, Spans, clip_spans, joined, slice_spans
+from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.spans import Spans, clip_spans, joined, slice_spans
 
 
 def ulysses_degrees(problem: Problem, num_ranks: int | None = None) -> list[int]:

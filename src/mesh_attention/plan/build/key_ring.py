@@ -12,11 +12,11 @@ from functools import lru_cache
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.rotate import Reach, Rotation, deliveries, hop, ring
 from mesh_attention.plan.build.tile_pass import Pair, Pieces, TilePass
-from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Merge, MergeRule, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Step
+from mesh_attention.plan.spans import Spans
 
 _KEYS, _GRADS = (Kind.K, Kind.V), (Kind.GRAD_K, Kind.GRAD_V)
 _EMPTY = Task("C", stage="empty")

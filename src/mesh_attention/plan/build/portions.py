@@ -22,9 +22,9 @@ from mesh_attention.plan.buffers import Kind, Piece
 from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.holders import Holders
-from mesh_attention.plan.layout import Spans, clip_spans
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, Task
+from mesh_attention.plan.spans import Spans, clip_spans
 
 _KEPT = 1024  # exchanges that are kept for the next mask: in training those of one rank
 IN, OUT = "EX-IN", "EX-OUT"

@@ -19,7 +19,6 @@ from functools import lru_cache
 
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.build.chunks import Chunk, in_stack, in_whole, stack_rows
-from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.program import (
     AllGather,
     AllToAll,
@@ -30,6 +29,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     Task,
 )
+from mesh_attention.plan.spans import Spans
 
 Pieces = tuple[Piece, ...]
 Exchanged = tuple[tuple[Pieces, ...], tuple[Pieces, ...]]  # sent and received, by member

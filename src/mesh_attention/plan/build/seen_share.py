@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.build.seen_rows import Rows, SeenRows
-from mesh_attention.plan.layout import Layout, Spans, joined
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.spans import Spans, joined
 
 Stretch = tuple[int, int]
 Stretches = tuple[Stretch, ...]

@@ -17,8 +17,8 @@ from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.seen_share import ByRank, SeenShare, Stretches, Summand
-from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.program import Merge, MergeRule, Operation, Task
+from mesh_attention.plan.spans import Spans
 
 Pieces = tuple[Piece, ...]
 ByMember = dict[int, Pieces]

@@ -14,8 +14,8 @@ from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.chunks import Chunk, whole_rows
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import ReduceBy, Reduction, stacks
-from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.program import Merge, MergeRule, Operation, Task
+from mesh_attention.plan.spans import Spans
 
 ALL_UNITS = "all"
 Units = tuple[int, ...]

@@ -15,7 +15,6 @@ from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.layout import slice_spans
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
 from mesh_attention.plan.row_ranges import RowRanges
@@ -31,6 +30,7 @@ from mesh_attention.plan.schedule.memory import (
 from mesh_attention.plan.schedule.search import search
 from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
 from mesh_attention.plan.schedule.tasks import Costs, Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.spans import slice_spans
 from mesh_attention.plan.traffic import TrafficMeter
 
 COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.layout import Layout, Spans, slice_spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
 

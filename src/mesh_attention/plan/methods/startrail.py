@@ -23,12 +23,12 @@ from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, o
 from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import Pair, TilePass
 from mesh_attention.plan.build.tile_plan import plan_by, shared_options
-from mesh_attention.plan.layout import Spans
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
+from mesh_attention.plan.spans import Spans
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
 

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Buffer, Piece
-from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, Operation, ReduceScatter, reads, writes
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,11 @@ from itertools import combinations
 
 import numpy as np
 
-from mesh_attention.plan.layout import Layout, Spans
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.spans import Spans
 
 
 class RowMap:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.layout import Spans, slice_spans
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, Merge, MergeRule
+from mesh_attention.plan.spans import Spans, slice_spans
 from mesh_attention.plan.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.verify.memory import DATA, Broken, Content, Memory, Partial

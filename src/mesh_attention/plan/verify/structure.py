@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.buffers import Kind, Piece, Precision, Role
-from mesh_attention.plan.layout import Layout, Spans, joined
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,
@@ -30,6 +30,7 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
+from mesh_attention.plan.spans import Spans, joined
 
 
 @dataclass(frozen=True, slots=True)

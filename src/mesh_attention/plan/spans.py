@@ -1,0 +1,59 @@
+"""Intervals of rows, one after the other: how buffers, tiles and ranks name what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+Spans = tuple[tuple[int, int], ...]  # (start, stop), in order
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Intervals with neighbours that touch made one; empty ones left out.
+
+    >>> joined([(0, 2), (2, 5), (7, 7), (8, 9)])
+    ((0, 5), (8, 9))
+    """
+    result: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if start == stop:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+@lru_cache(maxsize=4096)  # the ranks of a unit have the same rows
+def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """Rows `start..stop` of intervals that lie one after the other.
+
+    >>> slice_spans(((0, 4), (8, 12)), 2, 6)
+    ((2, 4), (8, 10))
+    """
+    result = []
+    at = 0
+    for first, last in spans:
+        if at >= stop:
+            break
+        end = at + last - first
+        low, high = start if start > at else at, stop if stop < end else end
+        if low < high:
+            result.append((first + low - at, first + high - at))
+        at = end
+    return tuple(result)
+
+
+def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
+    """What of these intervals lies between two ends.
+
+    >>> clip_spans(((0, 4), (8, 12)), 2, 9)
+    ((2, 4), (8, 9))
+    """
+    if len(spans) == 1:  # most often, and asked for without end
+        ((a, b),) = spans
+        a, b = start if a < start else a, stop if b > stop else b
+        return ((a, b),) if a < b else ()
+    clipped = ((start if a < start else a, stop if b > stop else b) for a, b in spans)
+    return tuple((a, b) for a, b in clipped if a < b)
