@@ -18,7 +18,8 @@ from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import AllToAll, Free, Merge, MergeRule, Operation, Task
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import ComputeOperations, Work
-from mesh_attention.runtime.executor import CallShape, Executor, _beside_transfers, run_to_end
+from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.program_steps import beside_transfers
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -141,7 +142,7 @@ def test_what_is_computed_while_a_transfer_is_in_flight_is_beside_it() -> None:
     operations: list[Operation] = [computation, transfer, computation, transfer]
     operations += [computation, computation]
     waits: list[tuple[int, ...]] = [(), (), (), (), (1,), (3,)]
-    assert _beside_transfers(operations, waits) == {2, 4}
+    assert beside_transfers(operations, waits) == {2, 4}
 
 
 def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:

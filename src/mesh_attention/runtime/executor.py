@@ -11,11 +11,11 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from mesh_attention.plan.program import (
     AttendBackward,
     Attention,
     Communication,
-    Free,
     Operation,
     Program,
 )
@@ -55,26 +54,15 @@ from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.fuse import without_copies
+from mesh_attention.runtime.program_steps import ProgramStep, beside_transfers, program_steps
 from mesh_attention.runtime.scratch import scratch_bytes
-from mesh_attention.runtime.streams import ComputeStreams, Marks
+from mesh_attention.runtime.streams import ComputeStreams
 from mesh_attention.runtime.transport.interface import Handle, Transport
 from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
 Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
-
-
-class _Step(NamedTuple):
-    """One operation, with all that is known of it before any tensor is there."""
-
-    at: int
-    op: Operation
-    communicates: bool
-    waits: tuple[int, ...]  # communications
-    after: Marks  # on the compute stream, for a communication
-    marked: bool  # a communication waits for this computation
-    fixed: bool  # touches nothing of the caller's
 
 
 class Executor:
@@ -156,12 +144,14 @@ class Executor:
         self.scratch_bytes = scratch * call_shape.batch
         row_kernels = rows or self.row_choice.rows
         waits = dependencies(program, self._memory)
-        beside = _beside_transfers(program.operations, waits) if self._streams.two else set()
+        beside = beside_transfers(program.operations, waits) if self._streams.two else set()
         self._compute = ComputeOperations(
             *(program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside),
             deterministic=deterministic is not Determinism.ANY,
         )
-        self._steps = self._make_steps(program.operations, waits)
+        self._steps = program_steps(
+            program.operations, waits, self._streams, self._bindings, in_order=transport.in_order
+        )
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
@@ -238,7 +228,7 @@ class Executor:
             handle.wait()
             streams.switch()
 
-    def _work(self, step: _Step, views: Views) -> Callable[..., Any]:
+    def _work(self, step: ProgramStep, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
         if isinstance(step.op, Communication):
             return self._transport.prepare(step.op, views.rows)
@@ -258,33 +248,6 @@ class Executor:
             ]
         block.bound[self] = kept, works
         return kept, works
-
-    def _make_steps(
-        self, operations: tuple[Operation, ...], waits: tuple[tuple[int, ...], ...]
-    ) -> tuple[_Step, ...]:
-        communicates = [isinstance(op, Communication) for op in operations]
-        marked = {i for at, before in enumerate(waits) if communicates[at] for i in before}
-        steps: list[_Step] = []
-        first = True  # no communication so far
-        for at, op in enumerate(operations):
-            if isinstance(op, Free):
-                continue  # offsets were planned from it; `dependencies` guards the reuse
-            others = tuple([i for i in waits[at] if communicates[i]])
-            after: Marks = ()
-            if communicates[at]:
-                before = [i for i in waits[at] if not communicates[i]]
-                after = self._streams.after(before, begin=first)
-                first = False
-                if self._transport.in_order:
-                    others = ()  # it follows them by itself; the compute stream need not wait
-            steps.append(
-                _Step(
-                    *(at, op, communicates[at], others, after),
-                    marked=at in marked and not communicates[at],
-                    fixed=self._bindings.in_workspace(op),
-                )
-            )
-        return tuple(steps)
 
 
 class _Traced:
@@ -324,19 +287,3 @@ def _placed(program: Program, problem: Problem, *, shown: bool) -> tuple[Program
         if memory.total_bytes <= planned.total_bytes:
             return fused, memory
     return without_copies(program, planned), planned
-
-
-def _beside_transfers(
-    operations: Sequence[Operation], waits: Sequence[tuple[int, ...]]
-) -> set[int]:
-    """Places of the attentions during which a communication is in flight."""
-    in_flight: set[int] = set()
-    found = set()
-    for at, op in enumerate(operations):
-        if isinstance(op, Communication):
-            in_flight.add(at)
-            continue
-        in_flight -= set(waits[at])
-        if in_flight:
-            found.add(at)
-    return found
