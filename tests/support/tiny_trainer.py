@@ -110,10 +110,10 @@ class Run:
             disable_tqdm=True,
             **usual | self.arguments,
         )
-        texts = Texts(self.num_examples)
+        texts, evaluated = Texts(self.num_examples), Texts(self.num_evaluated or self.num_examples)
         given: dict[str, Any] = {
             "train_dataset": Stream(texts) if self.stream else texts,
-            "eval_dataset": Texts(self.num_evaluated or self.num_examples),
+            "eval_dataset": Stream(evaluated) if self.stream else evaluated,
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
@@ -147,7 +147,7 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]  # what was logged; p
 
 def train(trainer: Any) -> Trained:
     """And evaluate it, before training too: that must not change how it is trained."""
-    if len(trainer.eval_dataset) < 5:
+    if isinstance(trainer.eval_dataset, Texts) and len(trainer.eval_dataset) < 5:
         trainer.evaluate()
     trainer.train()
     trainer.evaluate()
@@ -184,7 +184,14 @@ RUNS = {
         # The last step is not logged by itself, but in the mean of all.
         arguments={"gradient_accumulation_steps": 2, "logging_steps": 2},
     ),
-    "streamed": Run("qwen3", num_examples=8, stream=True, arguments={"max_steps": 2}),
+    "streamed": Run(  # also what is evaluated, whose last batch is not full
+        "qwen3",
+        batch_size=4,
+        num_examples=8,
+        num_evaluated=5,
+        stream=True,
+        arguments={"max_steps": 2},
+    ),
     "saved": Run(
         "llama",
         arguments={"max_steps": 2, "save_strategy": "steps", "save_steps": 1},

@@ -21,7 +21,12 @@ from transformers import Trainer, TrainingArguments
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.model import ModelContextParallel
-from mesh_attention.sharded_batch import IGNORE_INDEX, ShardedBatch
+from mesh_attention.huggingface.repeated_samples import (
+    count_samples,
+    note_remainder,
+    without_repeated,
+)
+from mesh_attention.sharded_batch import ShardedBatch
 
 
 class ContextParallelTrainer(Trainer):
@@ -94,6 +99,7 @@ class ContextParallelTrainer(Trainer):
                 data_seed=accelerator.dataloader_config.data_seed,
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
+            count_samples(loader)
         if not any(loader is known for known in accelerator._dataloaders):
             accelerator._dataloaders.append(loader)
         return loader
@@ -197,7 +203,9 @@ class ContextParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of a whole batch; logits are whole and in order on all ranks of the group."""
-        whole = self._without_repeated(inputs)
+        loader = self.accelerator.gradient_state.active_dataloader
+        note_remainder(loader)
+        whole = without_repeated(loader, self.mesh["dp"], inputs)
         part = self._prepare_inputs(self._shard(whole))
         labels, loss = whole.get("labels"), None
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -213,29 +221,6 @@ class ContextParallelTrainer(Trainer):
                 return loss, None, None
             logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
         return loss, logits, None if labels is None else labels.to(self.args.device)
-
-    def _without_repeated(self, whole: Any) -> Any:
-        """Accelerate fills the last batch of data-parallel ranks with samples from the beginning:
-        they are no targets. What they add to logits is cut off where those are gathered."""
-        loader, dp = self.accelerator.gradient_state.active_dataloader, self.mesh["dp"]
-        labels = whole.get("labels") if isinstance(whole, Mapping) else None
-        remainder = getattr(loader, "remainder", -1)
-        if dp.size() == 1 or labels is None or remainder < 1 or not loader.end_of_dataloader:
-            return whole
-        each = loader.total_batch_size // dp.size()
-        positions = whole.get("position_ids")
-        if len(labels) == each:
-            sample = torch.arange(each)[:, None]
-        elif positions is not None and (positions == 0).sum() == each:  # one pack
-            sample = (positions == 0).flatten().cumsum(0).view(positions.shape) - 1
-        else:
-            raise MeshAttentionError(
-                f"the last batch for evaluation has {remainder} of {each * dp.size()} samples, and "
-                "the rest is repeated, but data_collator does not give a row for each: give it a "
-                f"number of samples that {each * dp.size()} divides"
-            )
-        repeated = sample >= remainder - dp.get_local_rank() * each
-        return {**whole, "labels": labels.masked_fill(repeated.to(labels.device), IGNORE_INDEX)}
 
     def evaluation_loop(self, *args: Any, **more: Any) -> Any:
         self.gather_function = self._gather
