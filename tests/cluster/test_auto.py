@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster import Cluster, auto, load_cluster, simulate
 from mesh_attention.cluster.answers import VARIABLE, ask_auto, keep_answer, kept_answer
 from mesh_attention.cluster.auto import Standing, find_best_of_all
-from mesh_attention.cluster.best import find_best
+from mesh_attention.cluster.best import Candidate, find_best
 from mesh_attention.cluster.load import cluster_names
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.ranking import received_in_nodes
@@ -170,6 +170,53 @@ def test_the_reason_and_the_table_look_at_ranks_that_others_stand_for() -> None:
     assert received_in_nodes(plan, plan.forward) == most
     standing = Standing("startrail", {}, timeline.runtime_seconds, timeline)
     assert "from other nodes" in why([standing], [[standing]])
+
+
+class OnePass:
+    """What is known of one pass, by method: where its tokens lie, and seconds."""
+
+    def __init__(self, other: dict[str, float], **known: tuple[str, float]) -> None:
+        self._other = other  # seconds of what the other pass may bring
+        self.candidates = [self._made(name, *one) for name, one in known.items()]
+
+    def _made(self, name: str, place: str, seconds: float) -> Candidate:
+        score = (False, seconds)
+        return Candidate(name, {}, score, score, (place, ()), 1)
+
+    @property
+    def best(self) -> tuple[Any, Candidate, None]:
+        one = min(self.candidates, key=lambda one: one.expected)
+        return one.expected, one, None
+
+    def add(self, one: Candidate) -> None:
+        self.candidates.append(self._made(one.name, one.place[0], self._other[one.name]))
+
+    def places(self) -> dict[Any, Any]:
+        scores = sorted([(one.expected, one.place) for one in self.candidates], reverse=True)
+        return {place: score for score, place in scores}
+
+    def at(self, place: Any) -> tuple[Any, Candidate, None]:
+        here = [one for one in self.candidates if one.place == place]
+        one = min(here, key=lambda one: one.expected)
+        return one.expected, one, None
+
+
+def test_a_pass_takes_the_setting_of_the_other_where_its_own_is_worse_there() -> None:
+    """Forward the best is striped, backward zigzag; forward has a poor setting in zigzag, too."""
+    forward = OnePass({"good": 1.01}, best=("striped", 1.0), poor=("zigzag", 2.0))
+    backward = OnePass({"best": 9.0}, good=("zigzag", 1.0))
+    chosen = auto._in_one_place([forward, backward])  # type: ignore[list-item]
+    assert [(one.name, one.seconds) for one in chosen] == [("good", 1.01), ("good", 1.0)]
+
+
+def test_in_a_place_what_turned_out_slow_does_not_keep_others_from_being_tried() -> None:
+    place = ("zigzag", ())
+    seconds = {"promising": 0.6, "good": 0.9, "worse": 1.6}
+    every = [Candidate(n, {}, (False, s), (False, 0.1), place, 1) for n, s in seconds.items()]
+    one: Any = object.__new__(auto._OnePass)
+    one.candidates, one.simulated = every, [((False, 1.5), every[0], None)]
+    one.simulate = lambda other: ((False, seconds[other.name]), other, None)
+    assert one.at(place)[1].name == "good"
 
 
 def test_rings_of_one_unit_are_not_called_a_double_ring() -> None:

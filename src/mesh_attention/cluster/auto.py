@@ -214,10 +214,15 @@ class _OnePass:
         return found
 
     def at(self, place: Place) -> tuple[Score, Candidate, Timeline]:
-        """The best that is known there; simulated now if it was not."""
+        """The best there, of what is known and of what may be better."""
+        known = [s for s in self.simulated if s[1].place == place]
+        best = min(known, key=lambda one: one[0], default=None)
         here = [one for one in self.candidates if one.place == place]
-        self.simulate(min(here, key=lambda one: one.expected))
-        return min((s for s in self.simulated if s[1].place == place), key=lambda one: one[0])
+        for one in sorted(here, key=lambda one: one.expected):
+            if best is None or max(one.expected, one.least) < best[0]:
+                best = min(best or self.simulate(one), self.simulate(one), key=lambda one: one[0])
+        assert best is not None
+        return best
 
     def unmoved(self) -> Standing:
         """The best with tokens where they are by default."""
@@ -261,9 +266,8 @@ def _in_one_place(passes: Sequence[_OnePass]) -> list[Standing]:
     two of a common place that take the least time together."""
     best = [one.best for one in passes]
     if len({one[1].place for one in best}) > 1:
-        for one, other in ((passes[0], passes[1]), (passes[1], passes[0])):
-            if one.best[1].place not in other.places():
-                other.add(one.best[1])
+        for wanted, other in ((best[0], passes[1]), (best[1], passes[0])):
+            other.add(wanted[1])  # what it has in that place already may be much worse
         maps = [one.places() for one in passes]
         common = [place for place in maps[0] if place in maps[1]]
         common.sort(key=lambda place: _sum([one[place] for one in maps]))

@@ -116,7 +116,8 @@ class _Rank:
                         source, target = (plan.devices[rank] for rank in other)
                         seconds = max(seconds, costs.flow(source, target, size))
                         if cluster.node_of(source) != cluster.node_of(target):
-                            leaves, sharing = True, _sharing_of_flows(cluster, plan, ranks, at)
+                            leaves = True
+                            sharing = _sharing_of_flows(cluster, plan, ranks, at, other)
                 slowdown = cluster.disturbance.peer_slowdown(one.direction)
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 flows += seconds
@@ -245,10 +246,16 @@ def _here(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> int:
     return sum(cluster.node_of(plan.devices[rank]) == node for rank in group)
 
 
-def _sharing_of_flows(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> float:
-    """How much longer a flow out of a node takes, if all groups of the node have one at once."""
-    network = cluster.network
-    flows = min(cluster.node.ranks, plan.num_ranks) / _here(cluster, plan, group, at)
+def _sharing_of_flows(
+    cluster: Cluster, plan: Plan, group: Sequence[int], at: int, ends: tuple[int, int]
+) -> float:
+    """How much longer a flow out of a node takes, if all groups of the node have one at once; all
+    members there, where it goes to the place in another node that its sender has in its own."""
+    network, here = cluster.network, _here(cluster, plan, group, at)
+    flows = min(cluster.node.ranks, plan.num_ranks) / here
+    source, target = map(group.index, ends)
+    if (target - source) % here == 0:
+        flows *= here
     room = network.peer_node_gb_per_second / network.peer.gb_per_second
     if cluster.ranks_share_nics:
         each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
