@@ -135,8 +135,11 @@ def has_sizes(given: Mapping[str, Any]) -> bool:
 def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
     """With sizes of many models where none are said: enough to check all other arguments, and to
     choose a layout before the first call."""
-    heads = given.get("num_heads") or 32
-    kv_heads = given.get("num_kv_heads") or (8 if given.get("num_heads") is None else heads)
+    usual, kv_heads = 32, given.get("num_kv_heads")
+    if type(kv_heads) is int and kv_heads > 0:
+        usual = kv_heads * max(1, 32 // kv_heads)
+    heads = given.get("num_heads") or usual
+    kv_heads = kv_heads or (8 if given.get("num_heads") is None else heads)
     found = {"seq_len": USUAL_TOKENS, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
     return {**given, **{n: x for n, x in found.items() if given.get(n) is None}}
 

@@ -54,6 +54,14 @@ def sizes_of_calls(rank: int, world_size: int) -> tuple[list[float], list[str]]:
             found = sharing.unshard(out, 1)
             errors.append(float((found - truth(*tensors)).abs().max()))
             assert one.plan.problem.num_heads == 4
+        three = ContextParallel(num_kv_heads=3, causal=True)  # no number of heads is taken for it
+        for tensors in whole(64, 6, 3, 8), whole(64, 3, 3, 8):
+            q, k, v = (sharing.shard(x, 1) for x in tensors)
+            out = three.attention(q, k, v)
+            assert isinstance(out, Tensor)
+            found = sharing.unshard(out, 1)
+            errors.append(float((found - truth(*tensors)).abs().max()))
+        told.append(told_by(lambda: three.attention(*shards)))
         heads = ContextParallel(num_heads=8, causal=True)
         told.append(told_by(lambda: heads.attention(*shards)))
         return errors, told
@@ -64,7 +72,8 @@ def test_heads_come_from_tensors_and_the_length_from_the_batch(pool: WorkerPool)
         assert max(errors) < 1e-5
         assert "no call has said them yet" in told[0]
         assert "documents([0, tokens])" in told[1]
-        assert "num_heads=8 was given, but the tensors have 4" in told[2]
+        assert "num_kv_heads=3 was given, but the tensors have 2" in told[2]
+        assert "num_heads=8 was given, but the tensors have 4" in told[3]
 
 
 def without_a_mask(rank: int, world_size: int) -> str:

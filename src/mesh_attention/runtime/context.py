@@ -220,17 +220,8 @@ class Context:
             raise
 
     def _stated(self, words: str, options: CallOptions) -> Statement:
-        return {
-            "plan": words,
-            "softmax_scale": options.softmax_scale,
-            "softcap": options.softcap,
-            "differentiable_lse": options.differentiable_lse,
-            "transport": options.transport.value,
-            "cuda_graph": options.cuda_graph,
-            "deterministic": options.deterministic.value,
-            "timeout": options.timeout and options.timeout.total_seconds(),
-            "number of releases of this group": self.groups.releases,
-        }
+        releases = {"number of releases of this group": self.groups.releases}
+        return {"plan": words} | options.statement() | releases
 
     def _agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
         place, timeout = self.guard.place, self.groups.timeout(options.timeout)

@@ -22,7 +22,7 @@ from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
-from mesh_attention.runtime.identity import AgreedKind, current_stream
+from mesh_attention.runtime.identity import AgreedKind, Statement, current_stream
 from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
@@ -52,6 +52,18 @@ class CallOptions:
         if asked is self.deterministic or self.must_be_deterministic:
             return self
         return replace(self, deterministic=asked)
+
+    def statement(self) -> Statement:
+        """What must be the same on all ranks; kernels may differ, as devices may."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "differentiable_lse": self.differentiable_lse,
+            "transport": self.transport.value,
+            "cuda_graph": self.cuda_graph,
+            "deterministic": self.deterministic.value,
+            "timeout": self.timeout and self.timeout.total_seconds(),
+        }
 
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
