@@ -215,7 +215,8 @@ def test_in_a_place_what_turned_out_slow_does_not_keep_others_from_being_tried()
     every = [Candidate(n, {}, (False, s), (False, 0.1), place, 1) for n, s in seconds.items()]
     one: Any = object.__new__(auto._OnePass)
     one.candidates, one.simulated = every, [((False, 1.5), every[0], None)]
-    one.simulate = lambda other: ((False, seconds[other.name]), other, None)
+    taken = seconds | {"promising": 1.5}
+    one.simulate = lambda other: ((False, taken[other.name]), other, None)
     assert one.at(place)[1].name == "good"
 
 

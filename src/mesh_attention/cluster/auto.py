@@ -216,11 +216,12 @@ class _OnePass:
     def at(self, place: Place) -> tuple[Score, Candidate, Timeline]:
         """The best there, of what is known and of what may be better."""
         known = [s for s in self.simulated if s[1].place == place]
-        best = min(known, key=lambda one: one[0], default=None)
+        best = min(known, key=_in_order, default=None)
         here = [one for one in self.candidates if one.place == place]
         for one in sorted(here, key=lambda one: one.expected):
             if best is None or max(one.expected, one.least) < best[0]:
-                best = min(best or self.simulate(one), self.simulate(one), key=lambda one: one[0])
+                found = self.simulate(one)
+                best = found if best is None else min(best, found, key=_in_order)
         assert best is not None
         return best
 
