@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.context_arguments import (
-    SIZES,
-    USUAL_TOKENS,
-    has_sizes,
-    kept_source,
-    layer_of_batches,
-    read_arguments,
-    sizes_of,
-    usual_sizes,
-)
+from mesh_attention.context_arguments import kept_source, layer_of_batches, read_arguments
 from mesh_attention.context_report import Reports
+from mesh_attention.context_sizes import SIZES, USUAL_TOKENS, has_sizes, sizes_of, usual_sizes
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch

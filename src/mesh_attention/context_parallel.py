@@ -23,14 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
-from mesh_attention.context_arguments import (
-    has_sizes,
-    process_group,
-    read_arguments,
-    usual_sizes,
-)
+from mesh_attention.context_arguments import process_group, read_arguments
 from mesh_attention.context_auto import AutoChoice, choose, is_auto, told_of_calls
 from mesh_attention.context_batches import Batches
+from mesh_attention.context_sizes import has_sizes, usual_sizes
 from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_arguments import kept_source, process_group, sizes_of
+from mesh_attention.context_arguments import kept_source, process_group
+from mesh_attention.context_sizes import sizes_of
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of

@@ -34,7 +34,7 @@ LAYERS = (
         *("batch_documents", "compiled_attention", "losses", "sharded_batch", "sharded_buffers"),
         "whole_batch",
     ),
-    ("context_arguments", "context_report"),
+    ("context_arguments", "context_report", "context_sizes"),
     ("context_auto",),
     ("runtime",),
     ("tensor_faults",),
