@@ -1,6 +1,6 @@
-"""Writes docs/scaling.md: strong and weak scaling of the methods, simulated.
+"""Writes docs/scaling.md: strong and weak scaling of the methods, simulated, and draws some of it.
 
-    python docs/make_scaling.py                      all of it; minutes, with a progress bar
+    python docs/make_scaling.py                      all of it; an hour of a core, with a bar
     python docs/make_scaling.py --max-ranks 32       a part of the page, to try it
     python docs/make_scaling.py --jobs 8             on so many processes
 
@@ -28,8 +28,10 @@ from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plots import pyplot
 
 PAGE = Path(__file__).with_name("scaling.md")
+PICTURE = Path(__file__).with_name("pictures") / "scaling.png"
 METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", AUTO)
 LONG = ("ring", AUTO)  # as many steps as ranks, or a search of all methods: these begin first
 # What a column stands for, where that is not the best of everything the method has.
@@ -62,6 +64,8 @@ mesh-attention advise --cluster paper --ranks 16 --tokens 524288 --heads 64 --ca
 ```
 
 Written by `python docs/make_scaling.py`.
+
+![Modelled MFU of methods under a causal mask, strong scaling](pictures/scaling.png)
 """
 
 
@@ -162,7 +166,43 @@ def cell_text(result: Found, fastest: float) -> str:
     return f"**{text}**" if result.seconds == fastest else text
 
 
-def page(strong: dict[int, int], weak: dict[int, int], clusters: tuple[str, ...], jobs: int) -> str:
+def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str, ...]) -> None:
+    """MFU of strong scaling under a causal mask: a row for each cluster, a column for each pass."""
+    plt = pyplot()
+    size = (11, 3.4 * len(clusters) + 0.5)
+    figure, axes = plt.subplots(len(clusters), len(Direction), figsize=size, squeeze=False)
+    for row, cluster in zip(axes, clusters, strict=True):
+        for axis, direction in zip(row, Direction, strict=True):
+            for method in METHODS:
+                points = [
+                    Point(cluster, True, direction.value, n, strong[n], method) for n in strong
+                ]
+                mfu = [found[point].mfu_percent for point in points]
+                how = (
+                    {"color": "black", "lw": 2.2, "ls": "--"} if method == AUTO else {"marker": "o"}
+                )
+                axis.plot([*strong], mfu, label=method, **how)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([*strong], [*strong])
+            axis.set_ylim(0, None)
+            axis.set_title(f"{cluster}, {direction.value}")
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel("MFU, %, modelled")
+    for axis in axes[-1]:
+        axis.set_xlabel(f"GPUs, {max(strong.values()) // K}K tokens, {HEADS} heads, causal")
+    axes[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=100)
+
+
+def page(
+    strong: dict[int, int],
+    weak: dict[int, int],
+    clusters: tuple[str, ...],
+    jobs: int,
+    *,
+    picture: bool = False,
+) -> str:
     """The whole page."""
     sections = {
         "Strong scaling: a fixed sequence on more GPUs": strong,
@@ -176,6 +216,8 @@ def page(strong: dict[int, int], weak: dict[int, int], clusters: tuple[str, ...]
         for cell in cells(row)
     ]
     found = simulate_all(points, jobs)
+    if picture:
+        draw(found, strong, clusters)
     parts = [INTRODUCTION]
     for title, scaling in sections.items():
         parts.append(f"## {title}\n")
@@ -194,7 +236,8 @@ def main(arguments: list[str]) -> int:
         {ranks: tokens for ranks, tokens in scaling.items() if ranks <= args.max_ranks}
         for scaling in (STRONG, WEAK)
     )
-    args.output.write_text(page(strong, weak, tuple(args.clusters), args.jobs))
+    whole = args.output == PAGE
+    args.output.write_text(page(strong, weak, tuple(args.clusters), args.jobs, picture=whole))
     return 0
 
 
