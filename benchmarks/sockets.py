@@ -9,22 +9,14 @@ be tried out without a GPU. Neither root nor a network is needed.
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from links import Command, Links, NamespaceError, environment
+from mps import MpsDaemon, probe_gpu
 from rank_processes import Heard, RankProcesses
 
 INTERFACE = "lo"
-_DAEMON = "nvidia-cuda-mps-control"
-_DAEMON_SECONDS, _PROBE_SECONDS = 20.0, 60.0
-_PROBE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 
 
 def socket_environment(rank: int, num_ranks: int, backend: str, port: int) -> dict[str, str]:
@@ -50,8 +42,7 @@ class Sockets(RankProcesses):
     ) -> None:
         super().__init__(num_ranks, say)
         self._backend = backend
-        self._mps: dict[str, str] = {}  # what its clients have in their environment
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._mps: MpsDaemon | None = None
         self._port = 0
         self.shares_gpu = "on CPUs"
 
@@ -69,73 +60,21 @@ class Sockets(RankProcesses):
 
     def _started(self, rank: int, command: Sequence[str]) -> tuple[Command, dict[str, str]]:
         own = socket_environment(rank, len(self._ranks), self._backend, self._port)
-        return tuple(command), own | self._mps
+        return tuple(command), own | (self._mps.environment if self._mps else {})
 
     def _share_gpu(self) -> str:
-        if shutil.which(_DAEMON) is None:
-            why = f"there is no {_DAEMON}"
-        else:
-            why = self._start_mps()
-            if not why:
-                return "kernels of several ranks at once (MPS)"
-            self._release()
-        if told := _probe({}):
+        self._mps = MpsDaemon()
+        if not self._mps.why_not:
+            return "kernels of several ranks at once (MPS)"
+        if told := probe_gpu({}):
             raise NamespaceError(f"ranks over NCCL need a CUDA GPU: {told}")
-        return f"kernels of ranks take turns on the GPU (no MPS: {why})"
-
-    def _start_mps(self) -> str:
-        """Why not, or nothing where it runs."""
-        self._folder = tempfile.TemporaryDirectory(prefix="mps-")  # short: sockets lie there
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        for name, part in zip(names, ("pipe", "log"), strict=True):
-            path = Path(self._folder.name) / part
-            path.mkdir()
-            self._mps[name] = str(path)
-        return _control(("-d",), self._mps) or _probe(self._mps)
+        return f"kernels of ranks take turns on the GPU (no MPS: {self._mps.why_not})"
 
     def _release(self) -> None:
-        if self._folder is not None:
-            if told := _control((), self._mps, said="quit\n"):
+        if self._mps is not None:
+            if told := self._mps.close():
                 self._say(f"MPS does not end: {told}")
-            self._folder.cleanup()
-            self._folder = None
-        self._mps.clear()
-
-
-def _control(options: Sequence[str], mps: dict[str, str], said: str = "") -> str:
-    """Why the daemon did not do it, or nothing. It keeps what it inherits: no pipes of ours."""
-    try:
-        done = subprocess.run(
-            (_DAEMON, *options),
-            input=said,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | mps,
-            timeout=_DAEMON_SECONDS,
-            text=True,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{_DAEMON}: {type(error).__name__}"
-    return f"{_DAEMON} ended with {done.returncode}" if done.returncode else ""
-
-
-def _probe(mps: dict[str, str]) -> str:
-    """Why a process cannot use the GPU, or nothing."""
-    try:
-        done = subprocess.run(
-            (sys.executable, "-c", _PROBE),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=os.environ | mps,
-            timeout=_PROBE_SECONDS,
-            text=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer in {_PROBE_SECONDS:g} s"
-    last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
-    return last[0] if done.returncode else ""
+            self._mps = None
 
 
 def _free_port() -> int:

@@ -40,24 +40,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> object:
 
     class ByRanks(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.partition("::")[0]).stem
-            return _group_of_ranks(file) if file in RANKS_ON_A_GPU else nodeid
+            return _pool_of(Path(nodeid.partition("::")[0]).stem) or nodeid
 
     return ByRanks(config, log)
 
 
+# By the pool of processes that tests ask for: files, and the worker that has all of them.
 RANKS_ON_A_GPU = {
-    f"test_gpu_{name}"
-    for name in (
-        *("compile", "deterministic", "documents", "huggingface", "nccl", "nccl_faults"),
-        *("nccl_ranks", "ranks", "sinks", "symmetric"),
-    )
+    "gpu_pool": ("deterministic", "documents", "nccl", "nccl_ranks", "ranks", "sinks", "symmetric"),
+    "gpu_pool_in_turns": ("compile", "huggingface", "nccl_faults"),
 }
 
 
-def _group_of_ranks(file: str) -> str:
-    """Tests of whole models mostly keep the host busy, and run beside the others."""
-    return "models" if file in ("test_gpu_compile", "test_gpu_huggingface") else "ranks"
+def _pool_of(file: str) -> str | None:
+    name = file.removeprefix("test_gpu_")
+    return next((pool for pool, files in RANKS_ON_A_GPU.items() if name in files), None)
 
 
 def pytest_collection_finish() -> None:
@@ -146,32 +143,50 @@ def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
     alone = request.node.get_closest_marker("alone") is not None
-    in_ranks = "gpu_pool" in request.fixturenames
-    assert not in_ranks or request.path.stem in RANKS_ON_A_GPU, f"name {request.path.stem} there"
+    pools = [pool for pool in RANKS_ON_A_GPU if pool in request.fixturenames]
+    file = request.path.stem
+    assert pools in ([], [_pool_of(file)]), f"RANKS_ON_A_GPU does not have {file} under {pools}"
+    locks = [(pool, fcntl.LOCK_EX) for pool in pools]
+    locks.append(("tests", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
     with ExitStack() as held:
-        for name, wanted, kind in (
-            (_group_of_ranks(request.path.stem), in_ranks, fcntl.LOCK_EX),
-            ("tests", True, fcntl.LOCK_EX if alone else fcntl.LOCK_SH),
-        ):
-            path = Path(tempfile.gettempdir(), f"mesh_attention-gpu-{name}.lock")
-            if wanted:
-                fcntl.flock(held.enter_context(open(path, "w")), kind)
+        for name, kind in locks:
+            path = Path(tempfile.gettempdir(), f"mesh_attention-{name}.lock")
+            fcntl.flock(held.enter_context(open(path, "w")), kind)
         yield
 
 
 @pytest.fixture(scope="session")
 def gpu_pool() -> Iterator[WorkerPool]:
     """Processes that share one GPU: PyTorch lets them share its symmetric memory, and NCCL takes
-    them for nodes on a network, see `support.worker`."""
+    them for nodes on a network, see `support.worker`. Where there is CUDA's multi-process service
+    their kernels run at once, several times faster than in turns."""
+    from mps import MpsDaemon
+
+    mps = MpsDaemon()
+    workers = _ranks_on_a_gpu(mps.environment)
+    yield workers
+    workers.close()
+    mps.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_pool_in_turns() -> Iterator[WorkerPool]:
+    """The same without that service, in which ranks that are killed would take others with them;
+    and beside it, for tests of whole models, which mostly keep the host busy."""
+    workers = _ranks_on_a_gpu({})
+    yield workers
+    workers.close()
+
+
+def _ranks_on_a_gpu(environment: dict[str, str]) -> WorkerPool:
     from support.pool import WorkerPool
 
-    workers = WorkerPool(
+    return WorkerPool(
         {
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_IB_DISABLE": "1",
             "NCCL_MAX_NCHANNELS": "1",  # or kernels that wait for each other fill the GPU
         }
+        | environment
     )
-    yield workers
-    workers.close()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import method_steps
+import mps
 import pytest
 import sockets
 import torch
@@ -65,7 +66,10 @@ def test_mps_is_started_where_it_is_there_and_ended(
     program.write_text(f'#!/bin/sh\necho "$1 $(cat) $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sockets, "_probe", lambda mps: "no MPS here" if fails and mps else "")
+    for module in (mps, sockets):
+        monkeypatch.setattr(
+            module, "probe_gpu", lambda given: "no MPS here" if fails and given else ""
+        )
     with Sockets(2, "nccl", lambda line: None) as ranks:
         environment = ranks._started(0, ("true",))[1]
         pipe = Path(log.read_text().split()[1])
@@ -78,7 +82,7 @@ def test_mps_is_started_where_it_is_there_and_ended(
 
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_probe", lambda mps: "no NVIDIA driver")
+    monkeypatch.setattr(sockets, "probe_gpu", lambda mps: "no NVIDIA driver")
     monkeypatch.setenv("PATH", "")
     ranks = Sockets(2, "nccl", lambda line: None)
     with pytest.raises(NamespaceError, match="need a CUDA GPU: no NVIDIA driver"):

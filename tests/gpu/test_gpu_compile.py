@@ -22,6 +22,8 @@ def block(rank: int, world_size: int, mode: str) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_blocks_have_the_numbers_of_eager_ones(gpu_pool: WorkerPool, mode: str) -> None:
-    for errors in gpu_pool.run(block, 2, mode, seconds=300.0):
+def test_compiled_blocks_have_the_numbers_of_eager_ones(
+    gpu_pool_in_turns: WorkerPool, mode: str
+) -> None:
+    for errors in gpu_pool_in_turns.run(block, 2, mode, seconds=300.0):
         assert max(errors) < 1e-2

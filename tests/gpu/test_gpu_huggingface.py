@@ -55,9 +55,9 @@ def train(rank: int, world_size: int, name: str) -> tuple[float, float]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
 def test_models_train_over_nccl_as_on_one_process(
-    gpu_pool: WorkerPool, name: str, ranks: int
+    gpu_pool_in_turns: WorkerPool, name: str, ranks: int
 ) -> None:
     """Windows that alternate and softcap, padding on both sides and packed documents."""
-    for of_losses, of_parameters in gpu_pool.run(train, ranks, name, seconds=3 * SECONDS):
+    for of_losses, of_parameters in gpu_pool_in_turns.run(train, ranks, name, seconds=3 * SECONDS):
         assert of_losses < 1e-4
         assert of_parameters < 1e-4

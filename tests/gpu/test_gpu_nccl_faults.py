@@ -137,11 +137,13 @@ GRAPHS = {"cuda_graph": True}
     ids=lambda one: "-".join(one) if isinstance(one, list) else "graph" if one else "eager",
 )
 def test_every_rank_ends_with_an_error_that_names_the_odd_one(
-    gpu_pool: WorkerPool, tmp_path: Path, faults: list[str], options: dict[str, Any]
+    gpu_pool_in_turns: WorkerPool, tmp_path: Path, faults: list[str], options: dict[str, Any]
 ) -> None:
     """After a fault a new process group serves the next one."""
     everyone = tuple(range(RANKS))
-    gpu_pool.run(*(suffer_all, RANKS, faults, options, str(tmp_path)), seconds=75, may_end=everyone)
+    gpu_pool_in_turns.run(
+        *(suffer_all, RANKS, faults, options, str(tmp_path)), seconds=75, may_end=everyone
+    )
     for fault in faults:
         for rank in everyone:
             if rank == ODD and fault not in WORDS:
