@@ -205,7 +205,7 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
 
 @pytest.mark.parametrize("without", ["follow", "waits"])
 def test_what_is_not_waited_for_is_found(without: str) -> None:
-    ranks, options = SETTINGS["chunks"]
+    ranks, options = SETTINGS["ring-q on 4"]
     plan = Case(ranks, 509, 509, heads=(16, 8), mask=Mask(causal=True), options=options).plan()
     found = []
     for direction in Direction:
