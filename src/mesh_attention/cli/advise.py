@@ -141,8 +141,8 @@ def _bound_note(problem: Problem) -> list[str]:
     if problem.mask.is_full:
         return []
     return [
-        "least possible: by the visible area alone, as if it lay in full boxes; this mask hides "
-        "parts of every box, so no plan comes as near to it as under a full mask (docs/theory.md).",
+        "least possible: by the visible area alone, as if all of it lay in full boxes; plans come "
+        "near to it under a full mask only (docs/theory.md).",
     ]
 
 

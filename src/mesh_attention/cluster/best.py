@@ -17,6 +17,7 @@ from mesh_attention.cluster.explored import (
     Progress,
     Score,
     Search,
+    TriedSetting,
     a_search,
     key_of,
 )
@@ -29,6 +30,7 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
 NUM_SIMULATED = 4  # settings at most, besides the method's own choice
+NUM_SEEN_AGAIN = 3  # that more than one rank looks at, where not so many can be simulated
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
 
@@ -109,6 +111,11 @@ def finalists(
     own, uncut = key_of(search.given), False
     simulated = 0
     known = [one for one in explored.all_in_order() if one.stays or not in_place]
+    first = known[:NUM_SEEN_AGAIN]
+    if sum(one.num_operations for one in first) > MAX_SIMULATED_OPERATIONS:
+        known[:NUM_SEEN_AGAIN] = sorted(
+            (_seen_again(search, explored.name, one) for one in first), key=lambda one: one[0]
+        )
     for at, (expected, least, setting, operations, *_) in enumerate(known):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
@@ -118,6 +125,12 @@ def finalists(
         elif not much:
             yield expected, least, setting
         uncut = uncut or whole
+
+
+def _seen_again(search: Search, method: str, one: TriedSetting) -> TriedSetting:
+    """By the first and the last rank, too: under a mask a cut may leave them more work."""
+    found = candidate(search, method, one.setting)
+    return one._replace(expected=found.expected, least=found.least)
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:
