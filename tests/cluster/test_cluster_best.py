@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.cluster import Cluster, load_cluster, simulate
+from mesh_attention.cluster import Cluster, best, load_cluster, simulate
 from mesh_attention.cluster.best import Best, find_best
+from mesh_attention.cluster.explored import Explored, a_search
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS
@@ -61,6 +62,24 @@ def test_the_climb_finds_what_trying_everything_finds() -> None:
             everything.append(simulate(plan, SMALL).runtime_seconds)
     assert best.timeline.runtime_seconds <= 1.01 * min(everything)
     assert best.tried < len(everything) / 2
+
+
+@pytest.mark.parametrize(("most", "ranks_that_look"), [(0, 3), (10**9, 1)])
+def test_where_few_can_be_simulated_more_ranks_look_at_the_best(
+    most: int, ranks_that_look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a causal mask chunks leave ranks more work than the one in the middle has."""
+    monkeypatch.setattr(best, "MAX_SIMULATED_OPERATIONS", most)
+    search = a_search(problem_of(65536, heads=2), RANKS, SMALL, Direction.FORWARD, None)
+    explored = Explored(search, "mesh")
+    explored.try_shapes()
+    explored.try_cuts()
+    by_one = [one.setting for one in explored.all_in_order()[: best.NUM_SEEN_AGAIN]]
+    by_three = [best.candidate(search, "mesh", setting) for setting in by_one]
+    by_three.sort(key=lambda one: one.expected)
+    assert by_one != [one.options for one in by_three]
+    first = next(best.finalists(search, explored))
+    assert first[2] == (by_one[0] if ranks_that_look == 1 else by_three[0].options)
 
 
 def test_what_is_given_stays() -> None:
