@@ -95,6 +95,7 @@ def measure(
         all_seconds=tuple(replayed),
         compute_seconds=statistics.median(alone),
         peak_bytes=peak_bytes - there_before,
+        workspace_bytes=executor.workspace_bytes,
         planned_scratch_bytes=executor.scratch_bytes,
         stand_in_bytes=holder.num_bytes,
         kernels=tuple(sorted({choice.kernel.name for choice in executor.choices.values()})),

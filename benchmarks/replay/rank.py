@@ -102,6 +102,7 @@ class Replayed:
     all_seconds: tuple[float, ...]
     compute_seconds: float
     peak_bytes: int
+    workspace_bytes: int
     planned_scratch_bytes: int
     stand_in_bytes: int
     kernels: tuple[str, ...]
@@ -124,11 +125,20 @@ class Replayed:
 
     @property
     def planned_bytes(self) -> int:
-        """Workspace, shards and results by the program, and what kernel calls return at most."""
-        problem, program = self.given.plan.problem, self.given.program
-        kept = sum(b.num_bytes(problem) for b in program.buffers if b.role is not Role.WORKSPACE)
-        workspace = workspace_map(program, problem).total_bytes
-        return workspace + kept + self.planned_scratch_bytes
+        """Workspace, shards and results by the plan, and what kernel calls return at most."""
+        workspace = workspace_map(self.given.program, self.given.plan.problem).total_bytes
+        return workspace + self._other_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The same with the workspace of the executor, who leaves out copies where it can."""
+        return self.workspace_bytes + self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        problem, buffers = self.given.plan.problem, self.given.program.buffers
+        kept = sum(b.num_bytes(problem) for b in buffers if b.role is not Role.WORKSPACE)
+        return kept + self.planned_scratch_bytes
 
     def to_json(self) -> dict[str, Any]:
         given, predicted = self.given, self.given.predicted
@@ -154,6 +164,7 @@ class Replayed:
             "communication_seconds": sum(given.seconds),
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
+            "needed_bytes": self.needed_bytes,
             "stand_in_bytes": self.stand_in_bytes,
             "kernels": list(self.kernels),
             "predicted_kernels": list(predicted.get("kernels", ())),

@@ -23,7 +23,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication, writes
 from mesh_attention.runtime.transport.interface import Start
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 
@@ -47,6 +47,7 @@ def landing(megabytes: int) -> list[tuple[Buffer, Tensor]]:
     return [(buffer(), torch.empty(rows, 1, 64, 128, dtype=torch.bfloat16, device=DEVICE))]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sms", [0, 1, 16])
 @pytest.mark.parametrize("microseconds", [100, 1000, 20000])
 def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> None:
@@ -69,6 +70,7 @@ def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> N
     assert found == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("megabytes", [64])
 def test_bytes_are_written_at_the_speed_of_memory(megabytes: int) -> None:
     from replay.hold import CudaHolder
@@ -106,6 +108,7 @@ def seconds_alone(work: Callable[[], object]) -> float:
     return float(events[0].elapsed_time(events[1])) * 1e-3
 
 
+@pytest.mark.alone
 def test_attention_beside_a_stand_in_loses_its_sms() -> None:
     from replay.hold import CudaHolder
 
@@ -126,6 +129,7 @@ def test_attention_beside_a_stand_in_loses_its_sms() -> None:
         assert least <= ratio <= most
 
 
+@pytest.mark.alone
 def test_no_program_of_attention_fits_beside_a_stand_in_on_its_sm() -> None:
     """With a stand-in on every SM nothing that begins after it ends before it."""
     from replay.hold import CudaHolder
@@ -182,6 +186,7 @@ def test_every_byte_of_a_landing_is_written_and_no_other(
             assert 0.5 * (0.1 if kind.is_statistic else 1.0) < spread
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sms", [0, 16])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize(
@@ -211,5 +216,6 @@ def test_a_small_replay(
     ]
     host = 20e-6 * (5 * len(launches) + sum(launches))
     assert found.seconds < 1.2 * (found.compute_seconds + sum(given.seconds)) + host
-    assert found.peak_bytes - found.stand_in_bytes <= 1.03 * found.planned_bytes + 2**20
-    assert found.peak_bytes >= 0.9 * found.planned_bytes
+    assert found.peak_bytes - found.stand_in_bytes <= 1.03 * found.needed_bytes + 2**20
+    assert found.peak_bytes >= 0.9 * found.needed_bytes
+    assert found.needed_bytes <= found.planned_bytes
