@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
@@ -212,3 +214,35 @@ def after_the_group_was_destroyed(rank: int, world_size: int) -> str:
 def test_a_destroyed_process_group_is_named(pool: WorkerPool) -> None:
     for told in pool.run(after_the_group_was_destroyed, 2):
         assert "the process group of this call was destroyed" in told
+
+
+def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None, list[object]]:
+    """What groups of ours are split off, as PyTorch is told."""
+    default = c10d._get_default_group()
+    group = dist.new_group([0, 1])
+    default.bound_device_id = torch.device("cpu", 0)
+    helper, seen = c10d._new_process_group_helper, list[object]()
+
+    @functools.wraps(helper)
+    def noting(*given: Any, **named: Any) -> Any:
+        seen.append(default.bound_device_id)
+        return helper(*given, **named)
+
+    part = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_new_process_group_helper", noting)
+        if rank < 2:
+            with context(case, group) as cp:
+                part = attend(cp, case)
+    assert default.bound_device_id == torch.device("cpu", 0)
+    return part, seen
+
+
+def test_no_group_is_split_off_a_job_that_is_bound_to_a_device(pool: WorkerPool) -> None:
+    case = Case(2, 31, 31, mask=Mask(causal=True))
+    found = pool.run(on_a_bound_job, 3, case)
+    for part, seen in found[:2]:
+        assert part is not None
+        assert seen
+        assert set(seen) == {None}
+    assert found[2] == (None, [])
