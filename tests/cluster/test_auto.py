@@ -78,7 +78,7 @@ def is_never_slower(seed: int) -> None:
                 assert chosen.seconds <= best.timeline.runtime_seconds, (seed, method)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 234])  # the last: one whose best is in another layout
 def test_it_is_never_slower_than_any_method_at_its_best(seed: int) -> None:
     is_never_slower(seed)
 

@@ -137,6 +137,8 @@ class Explored:
         if not self.tried:
             assert self._refusal is not None
             raise self._refusal
+        if LayoutKind.CONTIGUOUS in _layouts_for(self._search.problem.mask):
+            self._try_layouts()  # where they decide what travels, and so what a method can reach
 
     @property
     def _uncut(self) -> dict[str, Any]:
@@ -165,19 +167,22 @@ class Explored:
         """The best in other layouts, and with other ways of combining what ranks of several nodes
         computed, where they can matter."""
         self._most = math.inf
-        best = self.all_in_order()[0]
-        problem, given = self._search.problem, self.given
-        # A kernel that was asked for is not to be dodged by a layout that it cannot do.
-        is_free = given.get("layout") is None and self._search.kernel is None
-        for layout in _layouts_for(problem.mask) if is_free else ():
-            if layout is not best.layout:
-                self.attempt(best.setting | {"layout": layout.value})
+        self._try_layouts()
         best, options = self.all_in_order()[0], METHODS[self.name].options()
         several = self._search.num_ranks > self._search.cluster.node.ranks
-        if several and "combine" in options and given.get("combine") is None:
-            for way in _ways_to_combine(problem):
+        if several and "combine" in options and self.given.get("combine") is None:
+            for way in _ways_to_combine(self._search.problem):
                 if way.value != best.combined:
                     self.attempt(best.setting | {"combine": way.value})
+
+    def _try_layouts(self) -> None:
+        """For the best setting so far."""
+        best, search = self.all_in_order()[0], self._search
+        # A kernel that was asked for is not to be dodged by a layout that it cannot do.
+        is_free = self.given.get("layout") is None and search.kernel is None
+        for layout in _layouts_for(search.problem.mask) if is_free else ():
+            if layout is not best.layout:
+                self.attempt(best.setting | {"layout": layout.value})
 
     def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
