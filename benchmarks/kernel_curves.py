@@ -11,6 +11,9 @@ time for one are left out of the fit.
 Whether a transfer can begin in the middle of a call: a kernel on 16 SMs, on a stream of high
 priority, is asked for at 20, 40 and 60 % of a long call, with and without a margin of SMs, and it
 is seen when it is done. Last line: all points as JSON.
+
+`--long-keys`: full calls as ranks with one head have them, beside slices of several heads, with and
+without a margin; no curve is fitted. Replays of such ranks were slower than the curves say.
 """
 
 from __future__ import annotations
@@ -90,6 +93,13 @@ def cases(kind: CallKind) -> Iterator[Case]:
             cuts = log_normal_pack(16 * K, mean, seed=mean)
             documents = Mask(causal=True, documents=cuts)
             yield Case(f"documents of {mean}, 16K, 16 heads", 16 * K, 16 * K, 16, documents)
+
+
+LONG_KEYS = (
+    *(Case(f"16K x 64K, {heads} heads", 16 * K, 64 * K, heads) for heads in (1, 7)),
+    *(Case(f"128K x {n}K, 1 head", 128 * K, n * K, 1) for n in (8, 16, 32, 64, 128)),
+    Case("512K x 128K, 1 head", 512 * K, 128 * K, 1),
+)
 
 
 def range_mask(case: Case, device: torch.device) -> tuple[RowRange, int]:
@@ -222,6 +232,18 @@ def measure(
     return found, usable, told
 
 
+def long_keys(kernel: Kernel, direction: Direction, device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for case in LONG_KEYS:
+        calls = kernel_call(kernel, direction, CallKind.FULL, case, device)
+        for margin in (0, MARGIN):
+            lasts = seconds(calls.work(margin), 6)
+            tflops = calls.flops / lasts * 1e-12
+            print(f"# {direction}, {case.what}, margin {margin}: {tflops:.0f} TFLOP/s", flush=True)
+            found.append({"what": case.what, "margin": margin, "tflops": tflops, "seconds": lasts})
+    return found
+
+
 def kinds_of(kernel: Kernel, direction: Direction, device: torch.device) -> list[CallKind]:
     """Row ranges where it takes them, since those serve causal calls too."""
     capability = torch.cuda.get_device_capability(device)
@@ -250,6 +272,7 @@ def main() -> None:
     parser.add_argument("--kernel", required=True, metavar="NAME", help=", ".join(kernel_names()))
     parser.add_argument("--pass", dest="direction", choices=[*Direction], help="default: both")
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--long-keys", action="store_true", help="one head, margins; no curve")
     parser.add_argument("--json", type=Path, help="write the points here too")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -267,6 +290,9 @@ def main() -> None:
         kinds = kinds_of(kernel, direction, device)
         if not kinds:
             print(f"# {kernel.name} has no {direction} pass here")
+            continue
+        if given.long_keys:
+            report[direction.value] = {"long keys": long_keys(kernel, direction, device)}
             continue
         rates, points, told = measure(kernel, kinds, direction, given.repeats, device)
         sections.append(
