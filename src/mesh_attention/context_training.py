@@ -102,8 +102,9 @@ class Training:
         `num_targets` in place of N: of several batches whose gradients are accumulated, on all
         ranks (`.num_targets` of their `shard_batch`, added up, over data-parallel ranks too).
 
-        Sums are float64, logits of 16 bits become float32. One all-reduce of two numbers over the
-        group, and one over `data_parallel`; ranks compare what they call, as for attention.
+        Sums are float64, logits of 16 bits become float32. One all-reduce of ten numbers over the
+        group, and one over `data_parallel`; ranks compare what they call, as for attention, and
+        those of other replicas with them: what differs is an error, on CUDA a loss of NaN.
         """
         return cross_entropy(
             *(self._share, self._options, logits, targets),

@@ -8,6 +8,8 @@ rank divides by that count.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,6 +61,7 @@ def cross_entropy(
         logits, targets = own_copies(context.groups.ranks, logits=logits, targets=targets)
         _refuse_wrong(logits, targets, reduce)
         assert targets is not None
+        _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
         context.groups.check_device(logits.device)
         ranks = _Ranks.of(context.groups.ranks, data_parallel)
         losses = _losses(logits, targets, ignore_index, label_smoothing)
@@ -67,7 +70,8 @@ def cross_entropy(
         raise
     own = losses.sum(dtype=torch.float64)
     counted = (targets != ignore_index).sum(dtype=torch.float64)
-    both = torch.stack([own.detach(), counted])
+    said = _Said(num_targets, (reduce, ignore_index, label_smoothing), logits.device)
+    sums = torch.cat([torch.stack([own.detach(), counted]), said.sums])
     kind = context.agree_on(
         {
             "cross_entropy": reduce,
@@ -84,13 +88,15 @@ def cross_entropy(
     share.begin(kind, "cross_entropy", options, logits.device)
     with context.guard.whole_or_broken():
         if ranks.within and len(context.groups.ranks) > 1:
-            _add_up(both, context.groups.everybody(options.timeout))
-        context.guard.settle((both,))
+            _add_up(sums, context.groups.everybody(options.timeout))
+        context.guard.settle((sums,))
     if ranks.group is not None:
-        dist.all_reduce(both, group=ranks.group)
-    total, count = both.unbind()
+        _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
+    total, count = sums[:2].unbind()
+    wrong = said.is_wrong(sums[2:], count, ranks.number)
     # Where nothing is counted sums are 0, and so is the loss, by whichever number.
     divisor = (count if num_targets is None else num_targets) + (count == 0)
+    divisor = divisor.masked_fill(wrong, torch.nan)
     scale = 1 if reduce == "sum" else ranks.number
     return TokenMean((own * scale / divisor).to(losses.dtype), total / divisor, count.long())
 
@@ -113,6 +119,12 @@ class _Ranks:
             return _Ranks(len(own), None, True)
         group = process_group(data_parallel)
         others = dist.get_process_group_ranks(group)
+        if {*own} == {*others} and len(own) < dist.get_world_size():
+            raise MeshAttentionError(
+                f"data_parallel has the ranks {others} of the context-parallel group itself: give "
+                "the group of the ranks that hold the same tokens of other batches, as in "
+                "mesh['dp'], or leave it out"
+            )
         if {*own} <= {*others}:
             return _Ranks(len(others), group, False)
         if {*own} & {*others} == {dist.get_rank()}:
@@ -132,12 +144,84 @@ def _refuse_wrong(logits: Any, targets: Any, reduce: Any) -> None:
     fault = fault_of_kind(logits=logits, targets=targets)
     if fault is not None:
         raise fault
+    if not logits.is_floating_point():
+        raise MeshAttentionError(f"logits are {logits.dtype}: must be floating-point numbers")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise MeshAttentionError(f"targets are {targets.dtype}: must be whole numbers")
     if logits.ndim < 2 or logits.shape[:-1] != targets.shape:
         raise MeshAttentionError(
             f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; expected "
             "(batch, local tokens, vocabulary) and (batch, local tokens), both of this rank: "
             "shard_batch gives such targets as labels"
         )
+
+
+def _refuse_wrong_numbers(num_targets: Any, ignore_index: Any, label_smoothing: Any) -> None:
+    if isinstance(num_targets, Tensor):
+        fits = num_targets.numel() == 1 and num_targets.dtype != torch.bool
+    else:
+        whole = isinstance(num_targets, Integral) and not isinstance(num_targets, bool)
+        fits = num_targets is None or (whole and num_targets >= 0)
+    if not fits:
+        raise MeshAttentionError(
+            f"num_targets={num_targets!r}: give how many targets all ranks have in all batches "
+            "whose gradients are accumulated, one number, or leave it out"
+        )
+    if type(ignore_index) is not int:
+        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, int | float):
+        raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be a number")
+    if not 0 <= label_smoothing <= 1:  # NaN neither
+        raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be from 0 to 1")
+
+
+class _Said:
+    """What all ranks must say alike, those of other replicas too. It travels with the sums of the
+    losses: numbers below 4,093 and their squares, which are exact when added up, and of which the
+    mean of the squares is the square of the mean only where all are equal."""
+
+    def __init__(
+        self, num_targets: int | Tensor | None, how: tuple[object, ...], device: torch.device
+    ) -> None:
+        self._num_targets = num_targets
+        found = int.from_bytes(blake2b(repr(how).encode(), digest_size=3).digest(), "big")
+        count = torch.as_tensor(-1 if num_targets is None else num_targets, device=device)
+        settings = torch.tensor(found, device=device)
+        both = torch.stack([count.reshape(()).round().long(), settings])
+        values = torch.stack([both % modulus for modulus in _MODULI], 1).flatten().double()
+        self.sums = torch.cat([values, values**2])
+
+    def is_wrong(self, sums: Tensor, count: Tensor, num_ranks: int) -> Tensor:
+        """Whether results must be NaN: on the CPU, where nobody waits for it, an error on all."""
+        total, squares = sums.chunk(2)
+        numbers, settings = (total**2 != num_ranks * squares).view(2, -1).any(1)
+        few = count > (count if self._num_targets is None else self._num_targets)
+        if sums.device.type == "cpu":
+            if bool(settings):
+                raise MeshAttentionError(
+                    "replicas call cross_entropy with another reduce, ignore_index or "
+                    "label_smoothing"
+                )
+            if bool(numbers):
+                raise MeshAttentionError(
+                    f"num_targets is {_number(self._num_targets)} here and another number on other "
+                    "ranks: it is the number of all ranks' targets, data-parallel ranks included, "
+                    "in all batches whose gradients are accumulated"
+                )
+            if bool(few):
+                raise MeshAttentionError(
+                    f"num_targets is {_number(self._num_targets)}, fewer than the {int(count)} "
+                    "targets of this batch"
+                )
+        wrong: Tensor = numbers | settings | few
+        return wrong
+
+
+_MODULI = (4093, 4091)
+
+
+def _number(given: int | Tensor | None) -> float | None:
+    return given.item() if isinstance(given, Tensor) else given
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -166,9 +250,9 @@ def _precise(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
-def _add_up(x: Tensor, group: dist.ProcessGroup) -> None:
+def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
     try:
         dist.all_reduce(x, group=group)
     except (RuntimeError, dist.DistBackendError) as error:
         told = str(error).splitlines()[0]
-        raise CommunicationError(f"the losses could not be added up ({told})") from error
+        raise CommunicationError(f"the losses {whose}could not be added up ({told})") from error

@@ -121,6 +121,8 @@ def shard_batch(
             "shift_labels is True or False: give labels that are targets already as labels, with "
             "shift_labels=False"
         )
+    if type(ignore_index) is not int:
+        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     if not whole.says_documents:
         _refuse_local_length(cp, whole)
     handle, shards, rows = _sharing(cp, whole, also)
@@ -193,9 +195,17 @@ def _sharing(
     return handle, cp._shards(handle), rows
 
 
+def _roomy(labels: Tensor, ignore_index: int) -> Tensor:
+    """Labels of bytes would take `ignore_index` for another token."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
+    range_of = torch.iinfo(labels.dtype)
+    return labels if range_of.min <= ignore_index <= range_of.max else labels.long()
+
+
 def _targets(whole: WholeBatch, rows: Rows, shift_labels: bool, ignore_index: int) -> Tensor:
     """What each token of the whole batch is to predict: nothing at the end of a document."""
-    targets = labels = whole.tensors["labels"]
+    targets = labels = _roomy(whole.tensors["labels"], ignore_index)
     if shift_labels:
         whole.refuse_next_tokens(ignore_index)
         targets = labels.new_full(labels.shape, ignore_index)

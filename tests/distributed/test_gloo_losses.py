@@ -1,0 +1,89 @@
+"""Numbers of a loss that cannot be meant, or that ranks do not say alike, are refused on all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from mesh_attention import ContextParallel
+from support.pool import WorkerPool
+from support.tiny_gpt import VOCABULARY
+from support.training import PLAIN, refusal, sharded
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "this rank's own": ({"num_targets": "own"}, "another number on other ranks"),
+    "few": ({"num_targets": 3}, "fewer than the"),
+    "none": ({"num_targets": 0}, "fewer than the"),
+    "negative": ({"num_targets": -3}, "num_targets=-3: give how many targets"),
+    "nan": ({"num_targets": torch.nan}, "num_targets=nan: give how many targets"),
+    "words": ({"num_targets": "19"}, "num_targets='19': give how many targets"),
+    "smoothing": ({"label_smoothing": 2.0}, "label_smoothing=2.0: must be from 0 to 1"),
+    "nan smoothing": ({"label_smoothing": torch.nan}, "must be from 0 to 1"),
+    "index": ({"ignore_index": None}, "ignore_index=None: must be a whole number"),
+    "its own group": ({"data_parallel": "cp"}, "of the context-parallel group itself"),
+}
+
+
+def wrong_numbers(rank: int, world_size: int) -> tuple[dict[str, str], list[float]]:
+    """On two of three ranks, so that the job has others; and bytes as labels."""
+    group = dist.new_group([0, 1])
+    told: dict[str, str] = {}
+    if rank == 2:
+        return told, []
+    with ContextParallel(group, causal=True) as cp:
+        batch = sharded(cp, PLAIN)
+        assert batch.labels is not None
+        chance = torch.Generator().manual_seed(rank)
+        logits = torch.randn(*batch.labels.shape, 256, generator=chance)
+        for name, (given, _) in WRONG.items():
+            changed = dict(given)
+            if changed.get("num_targets") == "own":
+                changed["num_targets"] = (batch.labels != -100).sum() + rank
+            if "data_parallel" in changed:
+                changed["data_parallel"] = group
+            told[name] = refusal(
+                partial(cp.cross_entropy, logits, batch.labels, reduce="sum", **changed)
+            )
+        whole = PLAIN.labels.clamp(min=0)
+        losses = [
+            cp.cross_entropy(logits, one.labels, reduce="sum").value.item()
+            for one in (sharded(cp, PLAIN, labels=x) for x in (whole, whole.to(torch.uint8)))
+        ]
+        told["labels"] = refusal(lambda: sharded(cp, PLAIN, labels=whole > 0))
+        return told, losses
+
+
+def test_numbers_that_cannot_be_meant_are_refused_on_all_ranks_and_bytes_are_labels(
+    pool: WorkerPool,
+) -> None:
+    for told, losses in pool.run(wrong_numbers, 3)[:2]:
+        for name, (_, words) in WRONG.items():
+            assert words in told[name], name
+        assert "labels are torch.bool: must be whole numbers" in told["labels"]
+        assert losses[0] == losses[1]
+
+
+def other_replica(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    replica = rank // 2
+    calls: list[dict[str, Any]] = [
+        {"reduce": "sum" if replica else "ddp"},
+        {"reduce": "sum", "label_smoothing": 0.1 * replica},
+        {"reduce": "sum", "num_targets": 100 + replica},
+    ]
+    with ContextParallel(mesh["cp"], causal=True) as cp:
+        batch = sharded(cp, PLAIN)
+        logits = torch.zeros(*batch.position_ids.shape, VOCABULARY)
+        loss = partial(cp.cross_entropy, logits, batch.labels, data_parallel=mesh["dp"])
+        return [refusal(partial(loss, **call)) for call in calls]
+
+
+def test_replicas_that_call_another_loss_are_told(pool: WorkerPool) -> None:
+    for reduce, smoothing, number in pool.run(other_replica, 4):
+        assert "another reduce, ignore_index or label_smoothing" in reduce
+        assert "another reduce, ignore_index or label_smoothing" in smoothing
+        assert "another number on other ranks" in number
