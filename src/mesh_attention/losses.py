@@ -62,6 +62,8 @@ def cross_entropy(
         _refuse_wrong(logits, targets, reduce)
         assert targets is not None
         _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
+        if isinstance(num_targets, Tensor):
+            num_targets = num_targets.detach().reshape(())
         context.groups.check_device(logits.device)
         ranks = _Ranks.of(context.groups.ranks, data_parallel)
         losses = _losses(logits, targets, ignore_index, label_smoothing)
@@ -95,7 +97,7 @@ def cross_entropy(
     total, count = sums[:2].unbind()
     wrong = said.is_wrong(sums[2:], count, ranks.number)
     # Where nothing is counted sums are 0, and so is the loss, by whichever number.
-    divisor = (count if num_targets is None else num_targets) + (count == 0)
+    divisor = (count if num_targets is None else count * 0 + num_targets) + (count == 0)
     divisor = divisor.masked_fill(wrong, torch.nan)
     scale = 1 if reduce == "sum" else ranks.number
     return TokenMean((own * scale / divisor).to(losses.dtype), total / divisor, count.long())
@@ -187,7 +189,7 @@ class _Said:
         found = int.from_bytes(blake2b(repr(how).encode(), digest_size=3).digest(), "big")
         count = torch.as_tensor(-1 if num_targets is None else num_targets, device=device)
         settings = torch.tensor(found, device=device)
-        both = torch.stack([count.reshape(()).round().long(), settings])
+        both = torch.stack([count.round().long(), settings])
         values = torch.stack([both % modulus for modulus in _MODULI], 1).flatten().double()
         self.sums = torch.cat([values, values**2])
 
