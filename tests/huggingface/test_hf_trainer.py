@@ -87,6 +87,36 @@ def test_data_parallel_by_context_parallel_ranks_train_as_one_process(
     check(model_pool.run(on_ranks, 4, folder, names, 2), wanted)
 
 
+def streams_of(rank: int, world_size: int, folder: str) -> None:
+    """The last batch of those evaluated is not full; a length, where one is said, may be wrong."""
+    from support.tiny_trainer import RUNS, SizedStream, Stream, Texts, launched, packed
+
+    texts = Texts(7)
+    streams = [Stream(texts), SizedStream(texts, 7), SizedStream(texts, 10)]
+    for cp_size in (2, 1):
+        with launched(rank, world_size):
+            trainer = RUNS["an epoch"].trainer(folder, cp_size, world_size // cp_size)
+            wanted, *found = [trainer.evaluate(x) for x in (texts, *streams)]
+            for name in ("eval_loss", "eval_rows", "eval_logits"):
+                assert [one[name] for one in found] == [wanted[name]] * 3, (cp_size, name)
+            trainer.data_collator = packed
+            trainer.args.prediction_loss_only = True  # packs differ in length
+            losses = [trainer.evaluate(x)["eval_loss"] for x in (texts, streams[0])]
+            assert losses[0] == losses[1], cp_size
+            if cp_size == 1:
+                trainer.train_dataset = streams[1]
+                trainer.train()
+                assert trainer.state.global_step == 2
+            trainer.close()
+
+
+def test_streams_are_evaluated_as_sets_and_train_for_epochs_where_they_have_a_length(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """On one data-parallel rank and on two."""
+    model_pool.run(streams_of, 2, str(tmp_path))
+
+
 def saved(rank: int, world_size: int, folder: str) -> bool:
     """A training that goes on from a checkpoint ends as if it had not been interrupted."""
     import torch

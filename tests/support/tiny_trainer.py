@@ -48,6 +48,17 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (self.texts[at] for at in range(len(self.texts)))
 
 
+class SizedStream(Stream):
+    """One that says a length, right or not."""
+
+    def __init__(self, texts: Texts, length: int) -> None:
+        super().__init__(texts)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     most = max(len(row["input_ids"]) for row in rows)
 
@@ -191,6 +202,9 @@ RUNS = {
         num_evaluated=5,
         stream=True,
         arguments={"max_steps": 2},
+    ),
+    "an epoch": Run(
+        "llama", batch_size=4, num_examples=4, arguments={"max_steps": -1, "num_train_epochs": 1}
     ),
     "saved": Run(
         "llama",

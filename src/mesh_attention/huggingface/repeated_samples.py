@@ -1,8 +1,9 @@
-"""Samples that accelerate repeats to fill the last batch of data-parallel ranks.
+"""How many samples of the last batch are new: accelerate repeats some to fill the batch of every
+data-parallel rank, and without that the batch is shorter than others.
 
-Evaluation must count none twice. How many of the last batch are new follows from the length of a
-set; of one that is read as a stream from the number of samples that came, which every rank sees,
-since each reads the whole stream and keeps its part.
+Evaluation must count each sample once. Of a set the number follows from its length; of one that is
+read as a stream from the number of samples that came, whatever length it says. Every rank sees
+them, since each reads the whole stream and keeps its part.
 """
 
 from __future__ import annotations
@@ -32,23 +33,39 @@ class CountedStream(IterableDataset[Any]):
             self.num_samples += 1
             yield sample
 
+    def __len__(self) -> int:
+        return len(self._stream)  # a TypeError, as of any stream, where it has none
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)  # set_epoch, generator
 
 
-def count_samples(loader: Any) -> None:
+def count_samples(loader: Any, dp: DeviceMesh) -> None:
     """Of a prepared loader, where it reads a stream in this process: workers do not tell."""
-    shard = getattr(loader, "dataset", None)
-    if isinstance(shard, IterableDatasetShard) and loader.num_workers == 0:
-        shard.dataset = CountedStream(shard.dataset)
+    dataset = getattr(loader, "dataset", None)
+    base = getattr(loader, "base_dataloader", None)
+    if base is None or not isinstance(dataset, IterableDataset) or loader.num_workers > 0:
+        return
+    if isinstance(dataset, IterableDatasetShard):
+        if not isinstance(dataset.dataset, CountedStream):
+            dataset.dataset = CountedStream(dataset.dataset)
+    elif dp.size() == 1 and not isinstance(dataset, CountedStream):
+        # A DataLoader refuses another data set for its sampler's sake; streams have none.
+        vars(base)["dataset"] = CountedStream(dataset)
 
 
-def note_remainder(loader: Any) -> None:
+def note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
     """At the end of a stream: how many samples of the last batch are new, where accelerate looks
     for it."""
-    stream = getattr(getattr(loader, "dataset", None), "dataset", None)
-    if isinstance(stream, CountedStream) and loader.end_of_dataloader:
-        loader.remainder = stream.num_samples % _samples_of_step(loader)
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or not loader.end_of_dataloader:
+        return
+    stream = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    if isinstance(stream, CountedStream):
+        if not loader._drop_last:
+            loader.remainder = stream.num_samples % _samples_of_step(loader)
+    elif dp.size() == 1 and isinstance(whole, Mapping) and "input_ids" in whole:
+        loader.remainder = len(whole["input_ids"])  # of a worker, whatever length the stream says
 
 
 def without_repeated(loader: Any, dp: DeviceMesh, whole: Any) -> Any:

@@ -99,7 +99,6 @@ class ContextParallelTrainer(Trainer):
                 data_seed=accelerator.dataloader_config.data_seed,
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
-            count_samples(loader)
         if not any(loader is known for known in accelerator._dataloaders):
             accelerator._dataloaders.append(loader)
         return loader
@@ -204,7 +203,7 @@ class ContextParallelTrainer(Trainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of a whole batch; logits are whole and in order on all ranks of the group."""
         loader = self.accelerator.gradient_state.active_dataloader
-        note_remainder(loader)
+        note_remainder(loader, self.mesh["dp"], inputs)
         whole = without_repeated(loader, self.mesh["dp"], inputs)
         part = self._prepare_inputs(self._shard(whole))
         labels, loss = whole.get("labels"), None
@@ -222,9 +221,10 @@ class ContextParallelTrainer(Trainer):
             logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
         return loss, logits, None if labels is None else labels.to(self.args.device)
 
-    def evaluation_loop(self, *args: Any, **more: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
+        count_samples(dataloader, self.mesh["dp"])
         self.gather_function = self._gather
-        return super().evaluation_loop(*args, **more)
+        return super().evaluation_loop(dataloader, *args, **more)
 
     def _gather(self, x: Tensor) -> Tensor:
         """From one rank of each context-parallel group, without what the last batch repeats."""
