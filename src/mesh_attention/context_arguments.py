@@ -95,7 +95,8 @@ def layer_of_batches(
     if asked.problem.mask.slices is not None:
         raise MeshAttentionError(
             "the mask of this object is made of slices, which say all that is seen; make an object "
-            "for the slices of each batch: on one group a new mask costs a plan and nothing else"
+            "with the slices and the seq_len of each batch: on one group a new mask costs a plan "
+            "and nothing else"
         )
     if options.cuda_graph:
         raise MeshAttentionError(

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from mesh_attention.context_arguments import kept_source, layer_of_batches, read_arguments
 from mesh_attention.context_report import Reports
-from mesh_attention.context_sizes import SIZES, USUAL_TOKENS, has_sizes, sizes_of, usual_sizes
+from mesh_attention.context_sizes import (
+    SIZES,
+    USUAL_TOKENS,
+    fault_of_length,
+    has_sizes,
+    sizes_of,
+    usual_sizes,
+)
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
@@ -131,6 +138,7 @@ class Batches(Reports):
             if self._fixed is None:
                 sizes = sizes_of(context, given, q, k, v)
                 self._latest = kept_source(context, given | sizes)[0]
+            self._batch = None
             return self._source, self._options
         layer = self._layer()
         if self._fixed is None:
@@ -140,7 +148,9 @@ class Batches(Reports):
             }
             layer = self._layer(sizes)
         plans = documents if isinstance(documents, BatchPlans) else _handle(documents).plans
-        return plans.source(context, layer), self._options.of_batch()
+        source = plans.source(context, layer)
+        self._batch = source.first.plan, plans.pack, layer
+        return source, self._options.of_batch()
 
     # Sharding.
 
@@ -213,10 +223,7 @@ class Batches(Reports):
     def _mine_of_length(self) -> PlanOnRank:
         """A plan for heads of the usual size: it lays out tokens as any other of this length."""
         if self._given.get("seq_len") is None:
-            raise MeshAttentionError(
-                "this object was made without seq_len: give it there, or the documents of the "
-                "batch here; documents([0, tokens]) is a batch without any boundary"
-            )
+            raise fault_of_length(self._given)
         return kept_source(self._share.context, usual_sizes(self._given))[0].first
 
 

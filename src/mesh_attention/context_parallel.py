@@ -26,7 +26,7 @@ from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attentio
 from mesh_attention.context_arguments import process_group, read_arguments
 from mesh_attention.context_auto import AutoChoice, choose, is_auto, told_of_calls
 from mesh_attention.context_batches import Batches
-from mesh_attention.context_sizes import has_sizes, usual_sizes
+from mesh_attention.context_sizes import has_sizes, usual_sizes, with_lengths
 from mesh_attention.context_training import Training
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
@@ -129,7 +129,7 @@ class ContextParallel(Batches, Training):
         self._options = CallOptions()
         mine = error = choice = None
         try:
-            self._given = given | options
+            self._given = with_lengths(given | options)
             known = has_sizes(self._given)
             sizes = self._given if known else usual_sizes(self._given)
             asked, self._options = read_arguments(group, sizes, tried=False)

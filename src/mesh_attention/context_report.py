@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.count import PassCount, count
+from mesh_attention.plan.pack import Layer, Pack
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
@@ -16,7 +17,8 @@ class Reports:
     _share: Share
     _options: CallOptions
     _fixed: PlanSource | None = None  # where the sizes are known from the start
-    _latest: PlanSource | None = None  # where calls say them
+    _latest: PlanSource | None = None  # where calls say them, without documents
+    _batch: tuple[Plan, Pack, Layer] | None = None  # of the latest call, if it has documents
     _chosen_by: str | None = None  # where method and setting were chosen here
 
     @property
@@ -25,9 +27,7 @@ class Reports:
         if found is None:
             raise MeshAttentionError(
                 "this object was made without sizes, and no call has said them yet: there is no "
-                "plan; give seq_len, num_heads and head_dim, or make a call first. Calls with "
-                "documents, as those of shard_batch, do not count: each batch has its own plan; "
-                "printing its documents says what was chosen"
+                "plan; give seq_len, num_heads and head_dim, or make a call first"
             )
         return found
 
@@ -38,15 +38,25 @@ class Reports:
     @property
     def plan(self) -> Plan:
         """The plan that was given, or that for the dtype given at the start; of an object without
-        sizes that of the latest call without documents."""
+        sizes that of the latest call, with documents or without."""
+        if self._fixed is None and self._batch is not None:
+            return self._batch[0]
         return self._mine.plan
 
     @property
     def choice(self) -> str:
-        """Method and setting of the plan, and how they were chosen, in a line."""
-        plan = self.plan
+        """Method and setting of the latest call, with documents or without, and how they were
+        chosen, in a line; before the first call those of `plan`, where there is one."""
+        why = self._chosen_by or "as asked for"
+        if self._batch is not None:
+            plan, pack, layer = self._batch
+            why = f"for the documents of the latest call, {pack.reason_for(layer)}"
+        elif self._fixed is None and self._latest is None:
+            return f"nothing yet, for no call has said the sizes: {why}"
+        else:
+            plan = self.plan
         setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
-        return f"{plan.method} ({setting}): {self._chosen_by or 'as asked for'}"
+        return f"{plan.method} ({setting}): {why}"
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.context import Context
 from mesh_attention.tensor_faults import fault_of_kind
 
@@ -24,6 +25,41 @@ def has_sizes(given: Mapping[str, Any]) -> bool:
     return all(given.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
 
 
+def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With the lengths that the documents of the mask say, where none are given. Slices say none:
+    tokens that see nothing may follow them."""
+    mask, said = given.get("mask"), {}
+    if isinstance(mask, Mask) and mask.documents is not None and given.get("plan") is None:
+        said["seq_len"] = mask.documents[-1]
+        if mask.kv_documents is not None:
+            said["kv_seq_len"] = mask.kv_documents[-1]
+    return {**given, **{n: x for n, x in said.items() if given.get(n) is None}}
+
+
+def fault_of_length(given: Mapping[str, Any]) -> MeshAttentionError:
+    """Of an object without seq_len, asked for what only a length can answer."""
+    queries, keys = _reach(given.get("mask"))
+    if not queries:
+        return MeshAttentionError(
+            "this object was made without seq_len: give it there, or the documents of the batch "
+            "here; documents([0, tokens]) is a batch without any boundary"
+        )
+    way = f"give seq_len={max(queries, keys)} there, or more if tokens follow that see nothing"
+    if queries != keys:
+        way += f" (seq_len={queries}, kv_seq_len={keys} if queries and keys differ in number)"
+    return MeshAttentionError(
+        f"this object was made without seq_len, with a mask of slices that end at query {queries} "
+        f"and key {keys}: {way}"
+    )
+
+
+def _reach(mask: Any) -> tuple[int, int]:
+    """How many queries, and how many keys, the slices of a mask need."""
+    slices = mask.slices if isinstance(mask, Mask) else None
+    stops = [(q_stop, k_stop) for (_, q_stop), (_, k_stop), _ in slices or ()]
+    return max((q for q, _ in stops), default=0), max((k for _, k in stops), default=0)
+
+
 def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
     """With sizes of many models where none are said: enough to check all other arguments, and to
     choose a layout before the first call."""
@@ -32,7 +68,8 @@ def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
         usual = int(kv_heads) * max(1, 32 // int(kv_heads))
     heads = given.get("num_heads") or usual
     kv_heads = kv_heads or (8 if given.get("num_heads") is None else heads)
-    found = {"seq_len": USUAL_TOKENS, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
+    tokens = max(USUAL_TOKENS, *_reach(given.get("mask")))  # a mask that fits is not refused
+    found = {"seq_len": tokens, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
     return {**given, **{n: x for n, x in found.items() if given.get(n) is None}}
 
 

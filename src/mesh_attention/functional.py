@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.context_arguments import kept_source, process_group
-from mesh_attention.context_sizes import sizes_of
+from mesh_attention.context_sizes import sizes_of, with_lengths
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
@@ -56,7 +56,8 @@ def mesh_attention(
 
     The shards lie in `layout`: by default zigzag under a mask and contiguous without one, as
     `ContextParallel.shard` cuts them; with `relayout=True` contiguous. `seq_len` is needed only if
-    the last shard holds padding; otherwise it is local_seq times the number of ranks. `sinks`,
+    the last shard holds padding and the mask has no documents, whose end it is; otherwise it is
+    local_seq times the number of ranks. `sinks`,
     `label`, and what takes the place of `dropout_p` and `alibi_slopes`: see
     `ContextParallel.attention`.
     """
@@ -84,6 +85,7 @@ def mesh_attention(
         if spread.fault is not None:
             raise spread.fault
         q, k, v = as_under_autocast(q, k, v)
+        given = with_lengths(given)
         source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
         plan = source.first.plan
         error = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention import ContextParallel, MeshAttentionError
+from mesh_attention import ContextParallel, Mask, MeshAttentionError, mesh_attention
 from support.pool import WorkerPool
 
 
@@ -74,6 +76,75 @@ def test_heads_come_from_tensors_and_the_length_from_the_batch(pool: WorkerPool)
         assert "documents([0, tokens])" in told[1]
         assert "num_kv_heads=3 was given, but the tensors have 2" in told[2]
         assert "num_heads=8 was given, but the tensors have 4" in told[3]
+
+
+def lengths_of_masks(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
+    """Documents say the length; slices say where they end, and what is advised is enough."""
+    documents, tree = Mask(causal=True, documents=(0, 5, 21)), Mask.tree([None, 0], [5, 15])
+    ids = torch.arange(21)[None]
+    q, k, v = whole(21, 4, 2, 8)
+    with ContextParallel(mask=documents) as cp:
+        found: list[Any] = [cp.shard_batch(input_ids=ids).documents]
+        shards = [cp.shard(x, 1) for x in (q, k, v)]
+        wanted = torch.cat(
+            [truth(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in ((0, 5), (5, 21))], 1
+        )
+        for out in cp.attention(*shards), mesh_attention(*shards, mask=documents):
+            assert isinstance(out, Tensor)
+            found.append(float((cp.unshard(out, 1) - wanted).abs().max()) < 1e-5)
+        both = ContextParallel(mask=Mask(documents=(0, 5), kv_documents=(0, 9)))
+        found.append([len(both.positions(side=side)) for side in ("q", "kv")])
+        long = ContextParallel(mask=Mask.tree([None], [1 << 21]))  # longer than any usual length
+        apart = ContextParallel(mask=Mask(slices=(((0, 4), (0, 9), "full"),)))
+        short = ContextParallel(mask=tree)
+        told = [told_by(one.positions) for one in (long, apart, short)]
+        told.append(told_by(lambda: short.shard_batch(input_ids=ids[:, :20])))
+        told.append(told_by(lambda: short.documents([0, 20])))
+        told.append(told_by(lambda: ContextParallel(mask=documents, seq_len=20)))
+        advised = ContextParallel(mask=tree, seq_len=20)
+        found.append(advised.shard_batch(input_ids=ids[:, :20]).input_ids is not None)
+        out = advised.attention(*(advised.shard(x[:, :20], 1) for x in (q, k, v)))
+        assert isinstance(out, Tensor)
+        found.append(out.shape[1])
+    return found, told
+
+
+def test_a_mask_says_the_length_or_what_to_give(pool: WorkerPool) -> None:
+    for found, told in pool.run(lengths_of_masks, 2):
+        assert found == [None, True, True, [4, 6], True, 10]
+        assert "give seq_len=2097152 there" in told[0]
+        assert "seq_len=9 there" in told[1]
+        assert "(seq_len=4, kv_seq_len=9 if" in told[1]
+        assert "give seq_len=20 there" in told[2]
+        assert told[3] == told[2]
+        assert "the slices and the seq_len of each batch" in told[4]
+        assert "documents end at 21 but there are 20 tokens" in told[5]
+        assert not any("1048576" in one or "documents([" in one for one in told)
+
+
+def choices(rank: int, world_size: int) -> list[Any]:
+    """Before any call, after a call with documents, and after one without."""
+    with ContextParallel(causal=True, relayout=True) as cp:
+        found: list[Any] = [cp.choice]
+        docs = cp.documents([0, 7, 20])
+        x = cp.shard(whole(20, 4, 4, 8)[0], 1, documents=docs)
+        cp.attention(x, x, x, documents=docs)
+        found += [repr(docs), cp.choice, cp.plan.method, cp.plan.problem.mask.documents]
+        found.append(cp.volume()["forward"].ranks[0].total.sent_bytes > 0)
+        cp.verify()
+        cp.attention(x, x, x)
+        return [*found, cp.choice]
+
+
+def test_the_choice_is_told_of_the_latest_call_with_documents_too(pool: WorkerPool) -> None:
+    for before, chosen, told, method, documents, sends, after in pool.run(choices, 2):
+        assert before.startswith("nothing yet, for no call has said the sizes: first answer of")
+        assert "only what is seen on contiguous shards" in chosen  # for heads of the usual size
+        # The heads of the call are others, and so is what was chosen for them: in both parts.
+        assert told.startswith("mesh (tile 1x2"), told
+        assert "for the documents of the latest call, a mesh 1x2 on contiguous shards: " in told
+        assert (method, documents, sends) == ("mesh", (0, 7, 20), True)
+        assert "to the sizes of the call" in after
 
 
 def without_a_mask(rank: int, world_size: int) -> str:

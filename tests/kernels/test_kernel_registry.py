@@ -131,6 +131,25 @@ def test_a_forced_kernel_that_refuses_gives_its_reason() -> None:
         choose(ON_CPU, force="cudnn")
 
 
+def test_what_was_asked_for_is_told_in_words() -> None:
+    with pytest.raises(KernelRefusedError) as info:
+        choose(ON_CPU, force="cudnn")
+    assert str(info.value) == (
+        "kernel 'cudnn' cannot do the backward pass on cpu in float32, 8 heads of 64, 2 KV heads, "
+        "with no mask: runs on cuda, not on cpu"
+    )
+    odd = replace(ON_HOPPER, v_head_dim=32, mask=MaskKind.RANGE, intervals=3, softcap=True)
+    odd = replace(odd, padded=True, scattered=True, deterministic=True, lse_gradient=True)
+    assert str(odd) == (
+        "the backward pass on cuda (compute capability 9.0) in bfloat16, 8 heads of 64 (those of "
+        "V of 32), 2 KV heads, with a mask by which each query sees up to 3 intervals of keys, "
+        "keys that lie one by one, padding, softcap, a gradient of lse, the same bits every time"
+    )
+    one = replace(ON_CPU, mask=MaskKind.RANGE)
+    assert str(one).endswith("with a mask by which each query sees an interval of keys")
+    assert str(replace(one, mask=MaskKind.CAUSAL)).endswith("with a causal mask")
+
+
 def test_when_no_kernel_can_do_it_all_reasons_are_told() -> None:
     with pytest.raises(KernelRefusedError, match=r"cpu_flash: takes .*reference: takes floating"):
         choose(replace(ON_CPU, dtype=torch.int8))

@@ -95,6 +95,13 @@ class MaskKind(StrEnum):
 _KINDS = {Full: MaskKind.FULL, Causal: MaskKind.CAUSAL, RowRange: MaskKind.RANGE}
 
 
+_SEEN = {
+    MaskKind.FULL: "no mask",
+    MaskKind.CAUSAL: "a causal mask",
+    MaskKind.RANGE: "a mask by which each query sees an interval of keys",
+}
+
+
 def kind_of(mask: BlockMask) -> MaskKind:
     return _KINDS[type(mask)]
 
@@ -118,6 +125,31 @@ class Request:
     intervals: int = 1  # row ranges: of keys that a query may see, at most
     deterministic: bool = False
     lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
+
+    def __str__(self) -> str:
+        """In words, for those whose request is refused."""
+        where = self.device_type
+        if self.capability is not None:
+            where += f" (compute capability {'.'.join(map(str, self.capability))})"
+        dims = f"{self.head_dim}"
+        if self.v_head_dim != self.head_dim:
+            dims += f" (those of V of {self.v_head_dim})"
+        parts = [_SEEN[self.mask]]
+        if self.mask is MaskKind.RANGE and self.intervals > 1:
+            parts = [f"a mask by which each query sees up to {self.intervals} intervals of keys"]
+        marks = {
+            "keys that lie one by one": self.scattered,
+            "padding": self.padded,
+            "softcap": self.softcap,
+            "a gradient of lse": self.lse_gradient,
+            "the same bits every time": self.deterministic,
+        }
+        parts += [words for words, asked in marks.items() if asked]
+        return (
+            f"the {self.direction} pass on {where} in {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.num_heads} heads of {dims}, {self.num_kv_heads} KV heads, with "
+            f"{', '.join(parts)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

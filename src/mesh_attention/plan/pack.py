@@ -98,17 +98,28 @@ class Pack:
         problem = layer.problem.with_documents(self.documents, self.kv_documents)
         if layer.given is not None:
             return layer.given.for_batch(problem, self.layout_kind, self.stretches)
-        way = dict(self.ways).get(layer)
-        if way is None:
-            chosen = choose_ways(
-                *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
-                layout=(self.layout_kind, self.stretches),
-                relayout=self.relayout,
-                rates=_rates([layer]),
-            )
-            (way,) = chosen.ways
+        way, _ = self._way(layer)
         layout = {"layout": self.layout_kind, "stretches": self.stretches, "one_call": True}
         return way.ask(problem, self.num_ranks, relayout=self.relayout, **layout)
+
+    def reason_for(self, layer: Layer) -> str:
+        """Why a layer is done as `question` says, in a line: also one of other sizes than those
+        that the layout was chosen for."""
+        if layer.given is not None:
+            return f"as given: {layer.given.method}"
+        return self._way(layer)[1]
+
+    def _way(self, layer: Layer) -> tuple[Way, str]:
+        known = dict(self.ways).get(layer)
+        if known is not None:
+            return known, self.reason
+        chosen = choose_ways(
+            *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
+            layout=(self.layout_kind, self.stretches),
+            relayout=self.relayout,
+            rates=_rates([layer]),
+        )
+        return chosen.ways[0], chosen.reason
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class BatchPlans:
     def __init__(self, context: Context, pack: Pack) -> None:
         self.contents = ""  # of the tensors of the batch, in words that calls compare
         self._context = context
-        self._pack = pack
+        self.pack = pack
         self._sources: dict[Layer, PlanSource] = {}
         self._releases = context.groups.releases
 
@@ -46,7 +46,7 @@ class BatchPlans:
             self._sources.clear()
             self._releases = context.groups.releases
         if layer not in self._sources:
-            question = self._pack.question(layer)
+            question = self.pack.question(layer)
             self._sources[layer] = self._context.source_of_batch(question)
         self._sources[layer].contents = self.contents
         return self._sources[layer]
