@@ -185,10 +185,13 @@ def test_a_plan_of_rings_says_how_keys_and_gradients_travel() -> None:
     assert double.backward.setting["gradients"] == "direct"
 
 
-def test_of_the_degrees_beyond_a_node_only_the_largest_is_tried_with_double_rings() -> None:
+def test_degrees_that_leave_one_unit_in_a_node_are_not_tried_with_double_rings() -> None:
+    """Their inner rings have one member: that is USP, which tries them."""
     problem = Problem(256, 32, 4)
     settings = METHODS["double-ring"].candidates(problem, 32, 4)
-    assert [setting["ulysses"] for setting in settings] == [1, 2, 4, 32]
+    assert [setting["ulysses"] for setting in settings] == [1, 2]
+    of_usp = METHODS["usp"].candidates(problem, 32, 4)
+    assert {4, 32} <= {setting["ulysses"] for setting in of_usp}
 
 
 @pytest.mark.parametrize("method", METHODS)

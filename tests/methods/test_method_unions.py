@@ -176,7 +176,9 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity() -> None:
 
 def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
     asked = ask(Problem(38, 4, 4, mask=UNIONS["video"].mask), 2, method="mesh")
-    with pytest.raises(MeshAttentionError, match="make an object for the slices of each batch"):
+    with pytest.raises(
+        MeshAttentionError, match="make an object with the slices and the seq_len of each batch"
+    ):
         layer_of_batches(asked, {}, CallOptions())
 
 
