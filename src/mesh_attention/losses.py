@@ -97,7 +97,9 @@ def cross_entropy(
     total, count = sums[:2].unbind()
     wrong = said.is_wrong(sums[2:], count, ranks.number)
     # Where nothing is counted sums are 0, and so is the loss, by whichever number.
-    divisor = (count if num_targets is None else count * 0 + num_targets) + (count == 0)
+    divisor = (count if num_targets is None else torch.zeros_like(count) + num_targets) + (
+        count == 0
+    )
     divisor = divisor.masked_fill(wrong, torch.nan)
     scale = 1 if reduce == "sum" else ranks.number
     return TokenMean((own * scale / divisor).to(losses.dtype), total / divisor, count.long())

@@ -35,7 +35,7 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.workspace import WorkspaceMap
 from mesh_attention.runtime.accumulate import Stretch, coverage
 from mesh_attention.runtime.attend_calls import faster_calls
-from mesh_attention.runtime.executor import _placed
+from mesh_attention.runtime.fuse import placed
 from mesh_attention.runtime.streams import must_follow
 from support.cases import Case
 
@@ -199,8 +199,8 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
             program = plan.program(rank, direction)
             whole = faster_calls(program, plan, RANGES, direction).program
             for one in (program, whole):
-                placed, memory = _placed(one, plan.problem, shown=shown)
-                assert races(Launched(placed, memory).streams, memory) == []
+                fused, memory = placed(one, plan.problem, shown=shown)
+                assert races(Launched(fused, memory).streams, memory) == []
 
 
 @pytest.mark.parametrize("without", ["follow", "waits"])
@@ -210,6 +210,6 @@ def test_what_is_not_waited_for_is_found(without: str) -> None:
     found = []
     for direction in Direction:
         program = faster_calls(plan.program(0, direction), plan, RANGES, direction).program
-        placed, memory = _placed(program, plan.problem, shown=False)
-        found += races(Launched(placed, memory, without=(without,)).streams, memory)
+        fused, memory = placed(program, plan.problem, shown=False)
+        found += races(Launched(fused, memory, without=(without,)).streams, memory)
     assert found

@@ -33,16 +33,13 @@ from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.kernels.speed import lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     AttendBackward,
     Attention,
     Communication,
     Operation,
-    Program,
 )
 from mesh_attention.plan.split_calls import split_long_calls
-from mesh_attention.plan.workspace import WorkspaceMap, workspace_map
 from mesh_attention.runtime.attend_calls import (
     call_size,
     choose_kernels,
@@ -53,7 +50,7 @@ from mesh_attention.runtime.attend_calls import (
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.compute import ComputeOperations, Scores
-from mesh_attention.runtime.fuse import without_copies
+from mesh_attention.runtime.fuse import placed
 from mesh_attention.runtime.program_steps import ProgramStep, beside_transfers, program_steps
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams
@@ -121,7 +118,7 @@ class Executor:
         program = self.faster.program
         if self._streams.two and not lets_transfers_begin(kernels, one.direction):
             program = split_long_calls(program)
-        program, self._memory = _placed(program, plan.problem, shown=transport.shows_workspace)
+        program, self._memory = placed(program, plan.problem, shown=transport.shows_workspace)
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace
@@ -275,15 +272,3 @@ def run_to_end(
         except StopIteration as end:
             result: dict[str, Tensor] = end.value
             return result
-
-
-def _placed(program: Program, problem: Problem, *, shown: bool) -> tuple[Program, WorkspaceMap]:
-    """Without copies that need not be made, and where its buffers lie: in no more memory than the
-    plan says. `shown`: others know where they lie."""
-    planned = workspace_map(program, problem)
-    if not shown:
-        fused = without_copies(program)
-        memory = planned if fused is program else workspace_map(fused, problem)
-        if memory.total_bytes <= planned.total_bytes:
-            return fused, memory
-    return without_copies(program, planned), planned

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mesh_attention.plan.buffers import Piece, Role
+from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
@@ -28,7 +29,19 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.workspace import WorkspaceMap, lifetimes
+from mesh_attention.plan.workspace import WorkspaceMap, lifetimes, workspace_map
+
+
+def placed(program: Program, problem: Problem, *, shown: bool) -> tuple[Program, WorkspaceMap]:
+    """Without copies that need not be made, and where its buffers lie: in no more memory than the
+    plan says. `shown`: others know where they lie."""
+    planned = workspace_map(program, problem)
+    if not shown:
+        fused = without_copies(program)
+        memory = planned if fused is program else workspace_map(fused, problem)
+        if memory.total_bytes <= planned.total_bytes:
+            return fused, memory
+    return without_copies(program, planned), planned
 
 
 def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
