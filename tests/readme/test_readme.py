@@ -80,7 +80,7 @@ def test_the_torchrun_example_runs_on_every_rank(tmp_path: Path, ranks: int) -> 
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert len([line for line in run.stdout.splitlines() if "torch.Size" in line]) == ranks
+    assert run.stdout.count("torch.Size") == ranks  # lines of two ranks may come as one
 
 
 def test_the_planning_example_runs_without_torch() -> None:
