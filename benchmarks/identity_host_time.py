@@ -8,7 +8,8 @@ both, and the whole pass; medians over warm calls, forward and backward, eager a
 
 Two processes on one GPU hold up each other's CUDA calls, so the comparison is also timed by itself
 in a process that has the GPU alone, as on a cluster, with a group of one rank: all that a call does
-on the host for it is the same there.
+on the host for it is the same there. An addition to one number is timed beside it: hosts differ by
+a factor of three, and PyTorch's own calls with them. `--alone` leaves out all but this part.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ def measure_alone(_rank: int, port: int, path: str) -> None:
     identity = Identity(AgreedKind({"what": "a benchmark"}), "forward", 1)
     results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device) for _ in range(3)]
     found: Times = {}
+    number = torch.zeros((), device=device)
     for place in range(1, CALLS + 21):
+        torch.cuda.synchronize()
+        timed("one addition", number.add_, found)(1)
         torch.cuda.synchronize()
         begun = time.perf_counter()
         watch.begin(identity, place, timedelta(seconds=60))
@@ -154,10 +158,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--port", type=int, default=29655)
+    parser.add_argument("--alone", action="store_true", help="one process on the GPU only")
     given = parser.parse_args()
     rows_path = Path(given.json or "identity_host_time.json").with_suffix(".rows")
-    spawn(measure, (given.port, str(rows_path)), RANKS)  # type: ignore[no-untyped-call]
-    rows = json.loads(rows_path.read_text())
+    rows = []
+    if not given.alone:
+        spawn(measure, (given.port, str(rows_path)), RANKS)  # type: ignore[no-untyped-call]
+        rows = json.loads(rows_path.read_text())
     spawn(measure_alone, (given.port + 1, str(rows_path)), 1)  # type: ignore[no-untyped-call]
     alone = json.loads(rows_path.read_text())
     rows_path.unlink()
@@ -172,7 +179,7 @@ def main() -> None:
     }
     print(
         f"one process on the GPU: {alone['both']} us ({alone['begin']} begin, "
-        f"{alone['settle']} settle)"
+        f"{alone['settle']} settle), one addition {alone['one addition']} us"
     )
     for row in rows:
         for direction in ("forward", "backward"):
