@@ -1,7 +1,8 @@
 """Runs one rank of a plan on the GPU at hand and measures it.
 
 The program runs in turns with stand-ins in place of its communications, and alone: the same
-kernels in the same order with silent communications, which no network could beat.
+kernels in the same order with silent communications, which no network could beat. It is queued
+behind a pause of the GPU, so that the host is ahead of it, as where layers follow each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.planning import rates_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.workspace import Workspace
@@ -21,6 +24,7 @@ from replay.stand_in_data import inputs_of
 from replay.transport import ReplayTransport
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_PAUSE_CYCLES = 10_000_000  # 5 ms: what the host needs to queue a program, and more
 
 
 def check_device(sms: int) -> torch.device:
@@ -67,6 +71,7 @@ def measure(
         call_shape,
         softmax_scale=float(given.plan.problem.head_dim) ** -0.5,
         kernel=kernel,
+        rates=rates_of(load_cluster(given.predicted["cluster"])),
     )
 
     def seconds(mode: Mode) -> float:
@@ -105,6 +110,7 @@ def measure(
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
+    torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]
     events[0].record()
     work()
     events[1].record()

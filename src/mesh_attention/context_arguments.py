@@ -7,6 +7,7 @@ Whatever is wrong is raised here as an error that the caller must tell all ranks
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import cache
@@ -60,6 +61,8 @@ def read_arguments(
     rates = rates_for(options.get("method"), options.pop("cluster", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
+    if rates is not None:
+        calls = replace(calls, rates=rates)
     if "plan" in given:
         plan = a_plan(given.pop("plan"))
         if given or options:

@@ -15,11 +15,10 @@ from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.kernels import Block
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import AllToAll, Free, Merge, MergeRule, Operation, Task
+from mesh_attention.plan.program import Free, Merge, Operation
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import ComputeOperations, Work
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.program_steps import beside_transfers
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -133,16 +132,6 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
     run_to_end(traced.run(inputs(plan, one)))
     operations = one.programs[0].operations
     assert seen == [op.name for op in operations if not isinstance(op, Free)]
-
-
-def test_what_is_computed_while_a_transfer_is_in_flight_is_beside_it() -> None:
-    """A transfer is in flight until somebody has waited for it."""
-    transfer = AllToAll(Task("EX"), "U", (), ())
-    computation = Merge(Task("end"), MergeRule.SUM, (), ())
-    operations: list[Operation] = [computation, transfer, computation, transfer]
-    operations += [computation, computation]
-    waits: list[tuple[int, ...]] = [(), (), (), (), (1,), (3,)]
-    assert beside_transfers(operations, waits) == {2, 4}
 
 
 def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:

@@ -29,6 +29,7 @@ _TFLOPS: Mapping[str, Mapping[Direction, tuple[float, float, float]]] = {  # ful
 # These take any mask too, but not at a rate that would make up for the pairs that nobody sees.
 _NEVER_WHOLE = frozenset({"blockwise", "reference"})
 _GIVE_WAY = frozenset({"flash_attn3", "triton"})  # of the kernels for rectangles, forward
+_LEAVE_SMS = frozenset({"flash_attn3"})  # of those, for as long as a call lasts
 _CALL_SECONDS = 12e-6  # between the ends of two short calls, their merges included
 _BYTES_PER_SECOND = 3.5e12  # of merging
 _FULL, _CAUSAL, _RANGE = range(3)
@@ -52,6 +53,12 @@ def lets_transfers_begin(kernels: Mapping[MaskKind, Kernel], direction: Directio
     kernels hold every multiprocessor until a call is over."""
     kernel = kernels.get(MaskKind.FULL)
     return direction is Direction.FORWARD and kernel is not None and kernel.name in _GIVE_WAY
+
+
+def leaves_sms(kernels: Mapping[MaskKind, Kernel], direction: Direction) -> bool:
+    """Whether full calls heed `Block.leave_sms`, and so are slower to their end."""
+    kernel = kernels.get(MaskKind.FULL)
+    return direction is Direction.FORWARD and kernel is not None and kernel.name in _LEAVE_SMS
 
 
 def _one_call(

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from mesh_attention.plan.program import Attend, Call, CallKind, Communication, Program
 
-_ROWS = 128  # of a kernel's own tiles
+TILE_ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a call: fewer would not fill a GPU twice
 
 
@@ -56,9 +56,9 @@ def _area(call: Call) -> int:
 
 
 def _split(call: Call, heads: int, wanted: int) -> list[Call]:
-    tiles = -(-(call.q_stop - call.q_start) // _ROWS)
+    tiles = -(-(call.q_stop - call.q_start) // TILE_ROWS)
     count = min(wanted, tiles * heads // _LEAST_TILES)
     if call.kind is not CallKind.FULL or count < 2:
         return [call]
-    bounds = [call.q_start + i * tiles // count * _ROWS for i in range(count)] + [call.q_stop]
+    bounds = [call.q_start + i * tiles // count * TILE_ROWS for i in range(count)] + [call.q_stop]
     return [replace(call, q_start=a, q_stop=b) for a, b in pairwise(bounds)]

@@ -50,6 +50,13 @@ class Rates:
     call: float = 20e-6
     ranks_per_node: int = 8
 
+    def transfer(self, inside: float, between: float, peers: int) -> float:
+        """Seconds of bytes on both kinds of links at once, and something for each message."""
+        if inside + between == 0:
+            return 0.0
+        moved = max(inside / self.inside_bytes, between / self.between_bytes)
+        return moved + self.latency + peers * self.peer
+
 
 class Cost(NamedTuple):
     """Of one layer, forward and backward: seconds, bytes that the worst rank receives forward, and
@@ -103,7 +110,7 @@ class LayerCosts:
         seconds, open_part = 0.0, 1 / self._exchanges()
         for at, volume in enumerate((forward, backward)):
             outside = self._outside * volume
-            moved = self._transfer(
+            moved = self._rates.transfer(
                 (volume - outside) * p.element_bytes, outside * p.element_bytes, n - 1
             )
             attention = self._attention(self._all_pairs, p.q_tokens, heads, at)
@@ -123,7 +130,7 @@ class LayerCosts:
         inside, every = (np.maximum(x.sum(0), x.sum(1)) for x in (near, tokens))
         received = float(tokens.sum(1).max()) * self._kv_bytes
         peers = int((tokens > 0).sum(1).max())
-        moved = self._transfer(
+        moved = self._rates.transfer(
             float(inside.max()) * self._kv_bytes,
             float((every - inside).max()) * self._kv_bytes,
             peers,
@@ -154,7 +161,7 @@ class LayerCosts:
         for q_side, kv_side in ((head + v_head, kv), (2 * head + v_head, 2 * kv)):
             inside = near[0] * q_side + near[1] * kv_side
             outside = (a - 1) * q_side + (b - 1) * kv_side - inside
-            seconds.append(self._transfer(inside, outside, a + b - 2))
+            seconds.append(self._rates.transfer(inside, outside, a + b - 2))
         received = (a - 1) * (head + v_head) + (b - 1) * kv
         return self._overlapped(
             (pairs, a * self._slots), (seconds[0], seconds[1]), received, unevenness
@@ -181,7 +188,7 @@ class LayerCosts:
         seconds = 0.0
         for volume in (forward, backward):
             outside = self._outside * volume
-            seconds += self._transfer(volume - outside, outside, 4)
+            seconds += self._rates.transfer(volume - outside, outside, 4)
         return seconds
 
     def _exchanges(self) -> int:
@@ -199,14 +206,6 @@ class LayerCosts:
         """The part of a rank's peers that are on other nodes."""
         n = self._ranks
         return max(n - self._rates.ranks_per_node, 0) / (n - 1) if n > 1 else 0.0
-
-    def _transfer(self, inside: float, between: float, peers: int) -> float:
-        """Both kinds of links at once, and something for each message."""
-        if inside + between == 0:
-            return 0.0
-        rates = self._rates
-        moved = max(inside / rates.inside_bytes, between / rates.between_bytes)
-        return moved + rates.latency + peers * rates.peer
 
     def _attention(self, pairs: float, rows: int, heads: int, backward: int) -> float:
         if not pairs:

@@ -11,7 +11,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -30,10 +30,11 @@ from mesh_attention.kernels import (
     kind_of,
 )
 from mesh_attention.kernels.results import check_forward
+from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
-    Call,
+    Attention,
     Merge,
     MergeRule,
     Operation,
@@ -54,8 +55,6 @@ from mesh_attention.runtime.call_masks import Masks
 from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 Work = Callable[[], None]
-# What a transfer in flight would like of a GPU: NCCL's channels hold a multiprocessor each.
-_SMS_OF_TRANSFERS = 16
 
 
 class Scores(NamedTuple):
@@ -75,11 +74,11 @@ class ComputeOperations:
         rows: RowKernels,
         scores: Scores,
         streams: ComputeStreams,
-        beside_transfers: Set[int],
+        leaves: Mapping[int, tuple[bool, ...]],
         *,
         deterministic: bool = False,
     ) -> None:
-        """`beside_transfers`: the places of operations during which a transfer is in flight."""
+        """`leaves`: the calls that leave multiprocessors to transfers (`plan/leave_sms.py`)."""
         self.operations = program.operations
         self._follow = must_follow(program.operations, memory) if streams.two else set()
         self.masks = masks
@@ -88,7 +87,7 @@ class ComputeOperations:
         self._kernels = kernels
         self._rows = rows
         self._scores = scores
-        self._beside_transfers = beside_transfers
+        self._leaves = leaves
         self._deterministic = deterministic
         self._streams = streams
 
@@ -115,20 +114,22 @@ class ComputeOperations:
         lse = views.statistics(op.lse)
         (covered,) = self._coverage[at]
         calls = []
-        for call, mask, stretches in zip(op.calls, self.masks[at], covered.stretches, strict=True):
-            target = MergedRows(self._rows, out, lse, stretches)
-            block = self._block(at, call, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
+        for i, mask in enumerate(self.masks[at]):
+            target = MergedRows(self._rows, out, lse, covered.stretches[i])
+            block = self._block(at, i, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
             kernel = self._kernels[kind_of(mask)]
             calls.append((partial(_checked_forward, kernel, block), target))
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
         return partial(_forward, self._streams, at in self._follow, untouched, calls)
 
-    def _block(
-        self, at: int, call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask
-    ) -> Block:
+    def _block(self, at: int, i: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Block:
+        """Of a call of an attention."""
+        op = self.operations[at]
+        assert isinstance(op, Attention)
+        call = op.calls[i]
         queries = cut(q, 1, call.q_start, call.q_stop)
         keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
-        leave = _SMS_OF_TRANSFERS if at in self._beside_transfers else 0
+        leave = SMS_OF_TRANSFERS if at in self._leaves and self._leaves[at][i] else 0
         block = Block(queries, keys, values, mask, *self._scores, leave)
         return block._replace(deterministic=self._deterministic)
 
@@ -150,7 +151,7 @@ class ComputeOperations:
         for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
             targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
             into = tuple(wanted(target, q.dtype) for target in targets)
-            block = self._block(at, call, q, k, v, mask)._replace(into=into)
+            block = self._block(at, i, q, k, v, mask)._replace(into=into)
             rows = call.q_start, call.q_stop
             calls.append(BackwardCall(self._kernels[kind_of(mask)], block, rows, targets))
         return BackwardCalls(

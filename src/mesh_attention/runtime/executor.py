@@ -30,8 +30,9 @@ from mesh_attention.kernels import (
     kind_of,
 )
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
-from mesh_attention.kernels.speed import lets_transfers_begin
+from mesh_attention.kernels.speed import leaves_sms, lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
+from mesh_attention.plan.leave_sms import leave_sms
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import (
     AttendBackward,
@@ -40,6 +41,7 @@ from mesh_attention.plan.program import (
     Operation,
 )
 from mesh_attention.plan.split_calls import split_long_calls
+from mesh_attention.plan.way_costs import Rates
 from mesh_attention.runtime.attend_calls import (
     call_size,
     choose_kernels,
@@ -51,7 +53,7 @@ from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.compute import ComputeOperations, Scores
 from mesh_attention.runtime.fuse import placed
-from mesh_attention.runtime.program_steps import ProgramStep, beside_transfers, program_steps
+from mesh_attention.runtime.program_steps import ProgramStep, program_steps
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams
 from mesh_attention.runtime.transport.interface import Handle, Transport
@@ -83,9 +85,10 @@ class Executor:
         trace: Trace | None = None,
         two_streams: bool | None = None,
         known_ranges: KnownRanges | None = None,
+        rates: Rates = Rates(),  # noqa: B008
     ) -> None:
         """`known_ranges`: masks made so far, by the pass that came before. `deterministic`: left
-        out, as PyTorch is asked."""
+        out, as PyTorch is asked. `rates`: how long transfers last."""
         known_ranges = {} if known_ranges is None else known_ranges
         program = one.programs[rank]
         # Communications without a stream of their own follow the compute stream: then it is one.
@@ -119,6 +122,17 @@ class Executor:
         if self._streams.two and not lets_transfers_begin(kernels, one.direction):
             program = split_long_calls(program)
         program, self._memory = placed(program, plan.problem, shown=transport.shows_workspace)
+        waits = dependencies(program, self._memory)
+        leaves: Mapping[int, tuple[bool, ...]] = {}
+        if self._streams.two:
+            sms = torch.cuda.get_device_properties(call_shape.device).multi_processor_count
+            found = leave_sms(
+                *(program, plan, one, waits),
+                sms=sms,
+                rates=rates,
+                split=leaves_sms(kernels, one.direction),
+            )
+            program, leaves = found.program, found.calls
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
         self._transport = transport
         self._workspace = workspace
@@ -140,10 +154,8 @@ class Executor:
         # What kernel calls take on top of the workspace, at most: results, libraries' own.
         self.scratch_bytes = scratch * call_shape.batch
         row_kernels = rows or self.row_choice.rows
-        waits = dependencies(program, self._memory)
-        beside = beside_transfers(program.operations, waits) if self._streams.two else set()
         self._compute = ComputeOperations(
-            *(program, self._memory, masks, kernels, row_kernels, scores, self._streams, beside),
+            *(program, self._memory, masks, kernels, row_kernels, scores, self._streams, leaves),
             deterministic=deterministic is not Determinism.ANY,
         )
         self._steps = program_steps(

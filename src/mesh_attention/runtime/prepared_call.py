@@ -20,6 +20,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.way_costs import Rates
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, Statement, current_stream
@@ -45,6 +46,7 @@ class CallOptions:
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
     must_be_deterministic: bool = False  # whatever PyTorch is asked for
     deterministic: Determinism = field(default_factory=asked_of_torch)
+    rates: Rates = field(default_factory=Rates)  # by which calls make room for transfers
 
     def now(self) -> CallOptions:
         """With what PyTorch is asked for at this time, unless the caller asks for more."""
@@ -168,6 +170,7 @@ class PreparedCall:
             deterministic=self.options.deterministic,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
+            rates=self.options.rates,
         )
         return executor, meter
 

@@ -1,7 +1,7 @@
 """The steps of a program: its operations with all that is known of them before any tensor is there.
 
-What each waits for, what it marks for others, and beside which communications it runs follows from
-the program alone, so it is worked out once.
+What each waits for and what it marks for others follows from the program alone, so it is worked out
+once.
 """
 
 from __future__ import annotations
@@ -57,17 +57,3 @@ def program_steps(
             )
         )
     return tuple(steps)
-
-
-def beside_transfers(operations: Sequence[Operation], waits: Sequence[tuple[int, ...]]) -> set[int]:
-    """Places of the attentions during which a communication is in flight."""
-    in_flight: set[int] = set()
-    found = set()
-    for at, op in enumerate(operations):
-        if isinstance(op, Communication):
-            in_flight.add(at)
-            continue
-        in_flight -= set(waits[at])
-        if in_flight:
-            found.add(at)
-    return found

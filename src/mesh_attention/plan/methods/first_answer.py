@@ -178,7 +178,8 @@ class _Boxes:
         if u == 1:
             return 0.0
         far = max(u - self._rates.ranks_per_node, 0) / (u - 1)
-        return 2 * self._transfer(num_bytes * (1 - far), num_bytes * far, u - 1, halves=True)
+        there = num_bytes / 2  # and as much back
+        return 2 * self._rates.transfer(there * (1 - far), there * far, u - 1)
 
     def _gather(self, q_side: float, kv_side: float, tile: tuple[int, int], u: int) -> float:
         a, b = tile
@@ -186,23 +187,12 @@ class _Boxes:
         near = min(a, units) - 1, min(b, max(1, units // a)) - 1
         inside = near[0] * q_side + near[1] * kv_side
         between = (a - 1) * q_side + (b - 1) * kv_side - inside
-        return self._transfer(inside, between, a + b - 2)
+        return self._rates.transfer(inside, between, a + b - 2)
 
     def _ring(self, block: float, steps: int, u: int) -> float:
         """As fast as its slowest link."""
         one = block if self._n > self._rates.ranks_per_node else 0.0
-        return (steps - 1) * self._transfer(block - one, one, 1)
-
-    def _transfer(
-        self, inside: float, between: float, peers: int, *, halves: bool = False
-    ) -> float:
-        """Both kinds of links at once, and something for each message. An exchange goes there and
-        back, half of the bytes each."""
-        if inside + between == 0:
-            return 0.0
-        rates, part = self._rates, 0.5 if halves else 1.0
-        moved = part * max(inside / rates.inside_bytes, between / rates.between_bytes)
-        return moved + rates.latency + peers * rates.peer
+        return (steps - 1) * self._rates.transfer(block - one, one, 1)
 
     def _attention(
         self, u: int, a: int, heads: int, steps: int, backward: bool, slices: int = 1

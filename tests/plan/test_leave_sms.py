@@ -1,0 +1,125 @@
+"""Which calls leave multiprocessors to transfers, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.dependencies import dependencies
+from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS, Leaving, leave_sms
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Attend, AttendBackward, CallKind
+from mesh_attention.plan.verify import verify
+from mesh_attention.plan.way_costs import Rates
+from mesh_attention.plan.workspace import workspace_map
+
+SMS = 132
+K = 1024
+
+
+def leaving(
+    plan: Plan, *, rates: Rates | None = None, backward: bool = False, split: bool = True
+) -> Leaving:
+    one = plan.direction(Direction.BACKWARD if backward else Direction.FORWARD)
+    program = one.programs[0]
+    waits = dependencies(program, workspace_map(program, plan.problem))
+    return leave_sms(*(program, plan, one, waits), sms=SMS, rates=rates or Rates(), split=split)
+
+
+def attends(found: Leaving) -> dict[int, Attend]:
+    return {at: op for at, op in enumerate(found.program.operations) if isinstance(op, Attend)}
+
+
+def ring(tokens: int, heads: int = 8, *, causal: bool = False) -> Plan:
+    return make_plan(Problem(tokens, heads, 128, mask=Mask(causal=causal)), 4, method="ring")
+
+
+def test_a_long_call_leaves_sms_at_its_end_for_as_long_as_a_transfer_lasts() -> None:
+    plan = ring(256 * K)
+    found = leaving(plan)
+    *beside, last = attends(found)
+    assert set(found.calls) == {*beside}  # nothing is in flight beside the last
+    for at in beside:
+        first, rest = attends(found)[at].calls
+        assert found.calls[at] == (False, True)
+        assert first.q_stop == rest.q_start
+        assert (rest.q_stop - rest.q_start) * 8 % (SMS - SMS_OF_TRANSFERS) == 0  # whole rounds
+        # 64K rows of K and V on NVLink, 8 heads: 0.9 ms of the 26 that a call lasts.
+        assert rest.q_stop - rest.q_start < 0.06 * rest.q_stop
+    assert len(attends(found)[last].calls) == 1
+    slower = leaving(plan, rates=replace(Rates(), inside_bytes=Rates().inside_bytes / 8))
+    at = beside[0]
+    parts = [attends(one)[at].calls[1] for one in (found, slower)]
+    assert parts[1].q_start < parts[0].q_start  # longer transfers, more rows
+    far = leaving(plan, rates=replace(Rates(), ranks_per_node=1))
+    assert attends(far)[at].calls[1].q_start < parts[0].q_start  # between nodes
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_split_is_still_proven(causal: bool) -> None:
+    plan = ring(256 * K, causal=causal)
+    one = plan.forward
+    programs = []
+    for program in one.programs:
+        waits = dependencies(program, workspace_map(program, plan.problem))
+        programs.append(leave_sms(program, plan, one, waits, sms=SMS, rates=Rates()).program)
+    assert programs != list(one.programs)
+    passes = (replace(one, programs=tuple(programs)), plan.backward)
+    assert verify(replace(plan, passes=passes)) == []
+
+
+def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin() -> None:
+    found = leaving(ring(256 * K), rates=replace(Rates(), inside_bytes=1e9))
+    for at, leaves in found.calls.items():
+        assert leaves == (True,)
+        assert len(attends(found)[at].calls) == 1
+
+
+def test_a_call_of_a_round_stays_whole() -> None:
+    found = leaving(ring(8 * K))
+    assert found.program == ring(8 * K).forward.programs[0]
+    assert all(leaves == (True,) for leaves in found.calls.values())
+
+
+def test_causal_calls_leave_sms_where_a_transfer_lasts_half_as_long() -> None:
+    plan = ring(256 * K, causal=True)
+    for rates, expected in ((Rates(), False), (replace(Rates(), inside_bytes=5e9), True)):
+        found = leaving(plan, rates=rates)
+        at, op = next(iter(attends(found).items()))
+        causal = [i for i, call in enumerate(op.calls) if call.kind is CallKind.CAUSAL]
+        assert causal
+        assert found.calls[at][causal[-1]] is expected
+
+
+def test_backward_calls_and_kernels_that_leave_nothing_stay_whole() -> None:
+    plan = ring(256 * K)
+    backward = leaving(plan, backward=True)
+    assert backward.program == plan.backward.programs[0]
+    places = [
+        at for at, op in enumerate(backward.program.operations) if isinstance(op, AttendBackward)
+    ]
+    assert set(backward.calls) <= set(places)
+    assert leaving(plan, split=False).program == plan.forward.programs[0]
+
+
+def test_gathers_and_exchanges_are_timed_by_the_links_that_they_take() -> None:
+    """Where all ranks are nodes of their own, more rows leave SMs than inside one node."""
+    problem = Problem(256 * K, 32, 128)
+    for plan in (
+        make_plan(problem, 8, method="mesh", tile=(2, 4), head_slices=(8, 8)),
+        make_plan(problem, 8, method="usp"),
+    ):
+        rows = []
+        for per_node in (8, 1):
+            found = leaving(plan, rates=replace(Rates(), ranks_per_node=per_node))
+            rows.append(
+                sum(
+                    call.q_stop - call.q_start
+                    for at, leaves in found.calls.items()
+                    for call, one in zip(attends(found)[at].calls, leaves, strict=True)
+                    if one
+                )
+            )
+        assert 0 < rows[0] < rows[1], plan.method
