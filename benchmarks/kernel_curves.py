@@ -12,8 +12,9 @@ Whether a transfer can begin in the middle of a call: a kernel on 16 SMs, on a s
 priority, is asked for at 20, 40 and 60 % of a long call, with and without a margin of SMs, and it
 is seen when it is done. Last line: all points as JSON.
 
-`--long-keys`: full calls as ranks with one head have them, beside slices of several heads, with and
-without a margin; no curve is fitted. Replays of such ranks were slower than the curves say.
+`--sustained`: as in a model, calls follow each other for so long that the power limit has brought
+the clock down, a tenth below that of short measurements; calls as ranks with one head have them,
+beside several heads, with and without a margin. No curve is fitted: the shipped ones are, by hand.
 """
 
 from __future__ import annotations
@@ -95,11 +96,27 @@ def cases(kind: CallKind) -> Iterator[Case]:
             yield Case(f"documents of {mean}, 16K, 16 heads", 16 * K, 16 * K, 16, documents)
 
 
-LONG_KEYS = (
-    *(Case(f"16K x 64K, {heads} heads", 16 * K, 64 * K, heads) for heads in (1, 7)),
-    *(Case(f"128K x {n}K, 1 head", 128 * K, n * K, 1) for n in (8, 16, 32, 64, 128)),
-    Case("512K x 128K, 1 head", 512 * K, 128 * K, 1),
-)
+SUSTAINED: dict[CallKind, tuple[Case, ...]] = {
+    CallKind.FULL: tuple(
+        Case(f"{rows}K x {keys}K, {heads} heads", rows * K, keys * K, heads)
+        for rows, keys, heads in (
+            *((16, 64, 7), (64, 64, 2), (128, 64, 1), (32, 64, 1), (128, 16, 1)),
+            *((512, 128, 1), (8, 8, 64), (32, 32, 16)),
+        )
+    ),
+    CallKind.CAUSAL: tuple(
+        Case(f"causal {n}K, {heads} heads", n * K, n * K, heads, Mask(causal=True))
+        for n, heads in ((8, 64), (16, 16), (32, 1), (64, 1), (128, 1))
+    ),
+    CallKind.RANGE: tuple(
+        Case(
+            f"{'zigzag tile' if tile else 'causal'} {n}K, {heads} heads",
+            *(n * K, n * K, heads, Mask(causal=True), tile),
+        )
+        for n, heads, tile in ((8, 64, False), (16, 16, False), (64, 1, False), (64, 1, True))
+    ),
+}
+SETTLES = 0.2  # seconds until a clock has come down
 
 
 def range_mask(case: Case, device: torch.device) -> tuple[RowRange, int]:
@@ -232,15 +249,22 @@ def measure(
     return found, usable, told
 
 
-def long_keys(kernel: Kernel, direction: Direction, device: torch.device) -> list[dict[str, Any]]:
+def sustained(
+    kernel: Kernel, kinds: list[CallKind], direction: Direction, device: torch.device
+) -> list[dict[str, Any]]:
     found = []
-    for case in LONG_KEYS:
-        calls = kernel_call(kernel, direction, CallKind.FULL, case, device)
+    cases_of_kinds = [(kind, case) for kind in kinds for case in SUSTAINED[kind]]
+    for kind, case in cases_of_kinds:
+        calls = kernel_call(kernel, direction, kind, case, device)
         for margin in (0, MARGIN):
-            lasts = seconds(calls.work(margin), 6)
-            tflops = calls.flops / lasts * 1e-12
-            print(f"# {direction}, {case.what}, margin {margin}: {tflops:.0f} TFLOP/s", flush=True)
-            found.append({"what": case.what, "margin": margin, "tflops": tflops, "seconds": lasts})
+            work = calls.work(margin)
+            once = seconds(work, 3)
+            lasts = seconds(work, max(4, round(SETTLES / once)))
+            lasts = seconds(work, max(4, round(SETTLES / lasts)))
+            first, then = (calls.flops / x * 1e-12 for x in (once, lasts))
+            told = f"{direction} {kind}, {case.what}, margin {margin}"
+            print(f"# {told}: {then:.0f} TFLOP/s, at first {first:.0f}", flush=True)
+            found.append({"what": told, "tflops": then, "tflops at first": first})
     return found
 
 
@@ -272,7 +296,7 @@ def main() -> None:
     parser.add_argument("--kernel", required=True, metavar="NAME", help=", ".join(kernel_names()))
     parser.add_argument("--pass", dest="direction", choices=[*Direction], help="default: both")
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--long-keys", action="store_true", help="one head, margins; no curve")
+    parser.add_argument("--sustained", action="store_true", help="clocks settled; no curve")
     parser.add_argument("--json", type=Path, help="write the points here too")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -291,8 +315,8 @@ def main() -> None:
         if not kinds:
             print(f"# {kernel.name} has no {direction} pass here")
             continue
-        if given.long_keys:
-            report[direction.value] = {"long keys": long_keys(kernel, direction, device)}
+        if given.sustained:
+            report[direction.value] = sustained(kernel, kinds, direction, device)
             continue
         rates, points, told = measure(kernel, kinds, direction, given.repeats, device)
         sections.append(

@@ -151,7 +151,7 @@ def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
     only = {"directions": (Direction.FORWARD,)}
     found = find_best_of_all(problem, 32, "hgx-h100", **only)  # type: ignore[arg-type]
     seconds = {one.name: one.seconds for one in found.standings[Direction.FORWARD]}
-    assert found.seconds < 0.97 * seconds["mesh"]
+    assert found.seconds < 0.98 * seconds["mesh"]
     assert "beats" in found.reason or "as fast as" in found.reason
     assert "from other nodes" in found.reason
 
