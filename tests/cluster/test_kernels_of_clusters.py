@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+import torch
 from fixed_costs import undisturbed
 
 from mesh_attention import Mask, Problem
@@ -14,9 +15,10 @@ from mesh_attention.cli.main import main
 from mesh_attention.cluster import Cluster, load_cluster, simulate
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
-from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
+from mesh_attention.cluster.compute_cost import KEYS_IN_RUNS, ComputeCosts, TimedCall
 from mesh_attention.cluster.load import ClusterError, parse_cluster
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward
 from mesh_attention.plan.question import make_plan
@@ -222,3 +224,30 @@ def test_a_kernel_may_be_as_fast_as_the_gpu_and_no_faster() -> None:
     assert parse_cluster(text.replace("tflops = 700 ", "tflops = 989 "), "mine")
     with pytest.raises(ClusterError, match=r"is faster than gpu\.peak_tflops = 989"):
         parse_cluster(text.replace("tflops = 700 ", "tflops = 990 "), "mine")
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_keys_one_by_one_and_padded_rows_go_to_the_kernels_that_the_runtime_would_use(
+    direction: Direction,
+) -> None:
+    cluster = load_cluster("hgx-h100")
+    refusing = {}
+    for tokens, layout in ((1 << 16, "zigzag"), (1 << 16, "striped"), ((1 << 16) - 3, "zigzag")):
+        problem = replace(CAUSAL, q_tokens=tokens, kv_tokens=tokens)
+        plan = make_plan(problem, 8, method="ring", layout=layout, directions=(direction,))
+        used = simulate(plan, cluster, direction).kernel_seconds
+        request = Request(
+            *(direction, "cuda", (9, 0), torch.bfloat16, 128, 128, 64, 64, MaskKind.RANGE),
+            scattered=layout == "striped",
+            padded=plan.q_layout.padded_tokens > tokens,
+        )
+        for name in KEYS_IN_RUNS:
+            with pytest.raises(KernelRefusedError) as refused:  # there is no GPU, or no package
+                choose(request, force=name)
+            told = str(refused.value)
+            refusing[tokens, layout] = "in runs" in told or "reads padded rows" in told
+            assert not refusing[tokens, layout] or name not in used
+    assert [*refusing.values()] == [False, True, True]
+    alone = without(cluster, *(name for name in cluster.kernels if name not in KEYS_IN_RUNS))
+    if direction is Direction.BACKWARD:  # with nothing else to be had, it is counted with
+        assert set(simulate(plan, alone, direction).kernel_seconds) == KEYS_IN_RUNS

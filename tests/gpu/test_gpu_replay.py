@@ -173,6 +173,7 @@ def test_every_byte_of_a_landing_is_written_and_no_other(
     ]
     for together in (shapes[:1], shapes[1:2], shapes):
         wholes = [torch.full(s, torch.nan, dtype=d, device=DEVICE) for _, d, s in together]
+        torch.cuda.synchronize()  # what is written on the holder's stream waits for nothing else
         cuts = [w if heads is None else w[:, :, heads[0] : heads[1]] for w in wholes]
         landings = [(buffer(k), cut) for (k, _, _), cut in zip(together, cuts, strict=True)]
         holder.prepare(landings, 1e-5)(()).wait()

@@ -18,6 +18,7 @@ from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster, PassRates
 from mesh_attention.cluster.load import ClusterError
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
+from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import (
     Attend,
@@ -60,6 +61,20 @@ class _CallSize(NamedTuple):
     pairs: int
 
 
+# Of kernels that take any mask: keys that lie one by one are refused, and rows that hold nothing.
+KEYS_IN_RUNS = frozenset({"cudnn_ranges"})
+
+
+def _that_take(plan: Plan, kernels: dict[str, PassRates]) -> dict[str, PassRates]:
+    """Those that the runtime would use; all, where nothing else takes any mask."""
+    layouts = (plan.q_layout, plan.kv_layout)
+    in_runs = plan.kv_layout.kind is not LayoutKind.STRIPED
+    if in_runs and all(one.padded_tokens == one.num_tokens for one in layouts):
+        return kernels
+    others = {name: one for name, one in kernels.items() if name not in KEYS_IN_RUNS}
+    return others if any(one.ranges for one in others.values()) else kernels
+
+
 class ComputeCosts:
     def __init__(
         self, cluster: Cluster, plan: Plan, direction: Direction, kernel: str | None = None
@@ -71,7 +86,7 @@ class ComputeCosts:
         self._cluster = cluster
         self._problem = plan.problem
         self._direction = direction
-        self._kernels = cluster.passes(direction)
+        self._kernels = _that_take(plan, cluster.passes(direction))
         self._communicates = plan.num_ranks > 1
         forced = None if kernel is None else self._kernels.get(kernel)
         only = [] if kernel is None or forced is None else [{kernel: forced}]
