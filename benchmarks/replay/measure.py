@@ -1,8 +1,9 @@
 """Runs one rank of a plan on the GPU at hand and measures it.
 
 The program runs in turns with stand-ins in place of its communications, and alone: the same
-kernels in the same order with silent communications, which no network could beat. It is queued
-behind a pause of the GPU, so that the host is ahead of it, as where layers follow each other.
+kernels in the same order with silent communications, which no network could beat. A run that is
+timed is queued behind one that is not: the host is ahead of it, and the clock is that of a busy
+GPU, as where layers follow each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from replay.stand_in_data import inputs_of
 from replay.transport import ReplayTransport
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-_PAUSE_CYCLES = 10_000_000  # 5 ms: what the host needs to queue a program, and more
 
 
 def check_device(sms: int) -> torch.device:
@@ -110,7 +110,7 @@ def measure(
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+    work()
     events[0].record()
     work()
     events[1].record()
