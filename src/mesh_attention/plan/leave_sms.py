@@ -134,7 +134,9 @@ def _parts(calls: Sequence[Call], heads: int, sms: int, needed: float) -> list[t
 
 
 def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, bool]]:
-    if call.kind is not CallKind.FULL:  # of causal rows the first see less than the last
+    if call.kind is CallKind.RANGE:  # who knows how little its rows see
+        return [(call, True)]
+    if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
         return [(call, needed > _pairs(call) / 2)]
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
     tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - SMS_OF_TRANSFERS
