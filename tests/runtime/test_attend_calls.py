@@ -100,6 +100,25 @@ def test_the_masks_of_a_program_are_made_once_for_the_same_rows(any_mask: AnyMas
         assert by_rows.setdefault(rows, mask) is mask
 
 
+def test_without_a_mask_all_calls_of_a_size_share_one_wherever_their_rows_lie(
+    any_mask: AnyMask,
+) -> None:
+    """What kernels make of a mask can take megabytes, and is not in the count of a plan."""
+    case = Case(4, 64, 64, mask=Mask(), dtype=torch.float32, options={"chunks": (2, 2)})
+    plan = case.plan()
+    kernels = {MaskKind.RANGE: any_mask, MaskKind.FULL: Reference(), MaskKind.CAUSAL: Reference()}
+    for direction in Direction:
+        program = faster_calls(plan.program(2, direction), plan, kernels, direction).program
+        masks = [mask for (mask,) in masks_of(plan, program, kernels, CPU, {}).values()]
+        by_size = {(len(m.lo), len(m.key_position)): m for m in masks if isinstance(m, RowRange)}
+        assert len(masks) > len(by_size)
+        assert {id(mask) for mask in masks} == {id(mask) for mask in by_size.values()}
+        for mask in by_size.values():
+            assert not mask.lo.any()
+            assert int(mask.hi.min()) > int(mask.key_position.max())
+            assert mask.ascending
+
+
 def test_rectangles_stay_where_they_are_predicted_to_be_faster(any_mask: AnyMask) -> None:
     """The reference is slow enough here that a kernel nobody knows is preferred to it; a dense one
     of the same rate is not given up for one call."""

@@ -72,9 +72,18 @@ class _Ranges:
         queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
         keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
         key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
+        if self._all_see_all(*key):  # wherever they lie: one mask for all calls of a size
+            key = _from_first(key[0]), _from_first(key[1])
         if key not in self._known:
             self._known[key] = row_range(self._rows, *key, self._device)
         return self._known[key]
+
+    def _all_see_all(self, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> bool:
+        problem = self._plan.problem
+        tokens = (problem.q_tokens, queries), (problem.keys, keys)
+        return problem.mask.is_full and all(
+            run.stop <= real for real, runs in tokens for run in runs
+        )
 
 
 @lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
@@ -93,6 +102,11 @@ def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]
         run == Run(first.start + at * step, first.block) for at, run in enumerate(found)
     )
     return (Run(first.start, first.block, step, len(found)),) if even else tuple(found)
+
+
+def _from_first(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """As many rows, from the first position on."""
+    return (Run(0, sum(run.num_tokens for run in runs)),)
 
 
 _MANY_RUNS = 4  # few are looked at faster one by one
