@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.dependencies import dependencies
@@ -14,8 +15,10 @@ from mesh_attention.plan.program import Attend, AttendBackward, CallKind
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.way_costs import Rates
 from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.testing import run_local
 
 SMS = 132
+FAST = replace(Rates(), latency=0.0, peer=0.0, inside_bytes=1e15)  # next to no time for transfers
 K = 1024
 
 
@@ -68,6 +71,22 @@ def test_what_is_split_is_still_proven(causal: bool) -> None:
     assert programs != list(one.programs)
     passes = (replace(one, programs=tuple(programs)), plan.backward)
     assert verify(replace(plan, passes=passes)) == []
+
+
+def test_what_is_split_computes_the_same() -> None:
+    plan = make_plan(Problem(4 * K, 1, 8, element_bytes=8), 2, method="ring")
+    one = plan.forward
+    programs = []
+    for program in one.programs:
+        waits = dependencies(program, workspace_map(program, plan.problem))
+        few = leave_sms(program, plan, one, waits, sms=SMS_OF_TRANSFERS + 2, rates=FAST)
+        assert (False, True) in few.calls.values()
+        programs.append(few.program)
+    split = replace(plan, passes=(replace(one, programs=tuple(programs)), plan.backward))
+    q, k, v, grad = torch.randn(4, 1, 4 * K, 1, 8, dtype=torch.float64).unbind()
+    found, wanted = (run_local(which, q, k, v, grad) for which in (split, plan))
+    for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name))
 
 
 def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin() -> None:
