@@ -117,9 +117,32 @@ def test_json_ranks_methods_and_says_what_is_kept(
             assert one["passes"][direction]["received_bytes"] >= 0.999 * bound
         assert 0 < one["mfu_percent"] < 100
         assert one["peak_bytes"] > 0
+        assert one["fits_gpu"]
+    assert found["fits_gpu"]
     assert Path(found["kept_in"]).is_file()
     problem = Problem(8192, 8, 128, num_kv_heads=2, mask=Mask())
     assert ask_auto(problem, 4, "hgx-h100").plan().method == found["plan"]
+
+
+def test_what_does_not_fit_a_gpu_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    file = tmp_path / "small.toml"
+    file.write_text(text.replace("memory_gib = 80 ", "memory_gib = 0.0001 "))
+    words = ["advise", "--cluster", str(file), "--ranks", "2", "--tokens", "512", "--heads", "4"]
+    words += ["--pass", "forward"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "It does not fit: a rank needs " in out
+    assert "more than the 104.86 KiB of a GPU" in out
+    (ulysses,) = (line for line in out.splitlines() if line.startswith("ulysses  "))
+    assert " !" in ulysses
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits_gpu"]
+    assert found["peak_bytes"] > found["gpu_bytes"] == 107374
+    assert not any(one["fits_gpu"] for one in found["methods"])
 
 
 def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:

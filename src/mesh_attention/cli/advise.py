@@ -33,7 +33,7 @@ from mesh_attention.cluster.found import (
     nic_gbits,
 )
 from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.ranking import RankedMethod, python_line, ranked_methods
+from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     for one in told:
         print(f"mesh-attention advise: {one.message}", file=sys.stderr)
     rows = ranked_methods(found, problem, ranks, cluster)
+    chosen = RankedMethod(found.chosen, problem, ranks, cluster)
     least = {one: least_bytes(problem, ranks, one) for one in asked.directions}
     python = python_line(found, problem, cluster, asked.options, asked.named)
     return show(
@@ -108,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
                 d.value: {"method": s.name, "options": s.options} for d, s in found.chosen.items()
             },
             "plan": found.plan().method,
+            "peak_bytes": chosen.peak_bytes,
+            "gpu_bytes": gpu_bytes(cluster),
+            "fits_gpu": chosen.fits_gpu,
             "place": found.place,
             "kept_in": None if kept is None else str(kept),
             "methods": [row.to_json() for row in rows],
@@ -118,10 +122,12 @@ def run(args: argparse.Namespace) -> int:
             [
                 _head(problem, ranks, cluster),
                 _table(rows, least),
+                *_memory_note(rows, cluster),
                 *_bound_note(problem),
                 *(f"{name}: {reason}" for name, reason in found.refused.items()),
                 "",
                 f"{found.reason}.",
+                *chosen.too_large(),
                 "",
                 python,
                 "",
@@ -134,6 +140,15 @@ def run(args: argparse.Namespace) -> int:
             ]
         ),
     )
+
+
+_TOO_MUCH = "!"  # beside what needs more memory than there is
+
+
+def _memory_note(rows: Sequence[RankedMethod], cluster: Cluster) -> list[str]:
+    if all(row.fits_gpu for row in rows):
+        return []
+    return [f"{_TOO_MUCH} needs more than the {bytes_text(gpu_bytes(cluster))} of a GPU."]
 
 
 def _bound_note(problem: Problem) -> list[str]:
@@ -198,7 +213,7 @@ def _table(rows: Sequence[RankedMethod], least: dict[Direction, float]) -> str:
         cells.append(f"{row.mfu_percent:.1f} %")
         cells += [bytes_text(row.received[one][0]) for one in directions]
         cells.append(bytes_text(sum(between for _, between in row.received.values())))
-        cells.append(bytes_text(row.peak_bytes))
+        cells.append(f"{'' if row.fits_gpu else _TOO_MUCH}{bytes_text(row.peak_bytes)}")
         cells += [row.setting(one) for one in directions]
         lines.append(cells)
     empty = [""] * (2 if len(directions) > 1 else 1)

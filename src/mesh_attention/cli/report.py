@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         facts = facts_of(asked, tell, args.scaling_ranks)
     if output is not None:
         write_page(facts, output, library)
-    return show(args, facts.to_json, lambda: f"{facts.reason}.\nThe page is in {output}.")
+    told = [f"{facts.reason}.", *facts.warnings, f"The page is in {output}."]
+    return show(args, facts.to_json, lambda: "\n".join(told))
 
 
 def facts_of(asked: Asked, tell: Progress | None, most_ranks: int) -> ReportFacts:

@@ -11,6 +11,7 @@ from mesh_attention.cluster.auto import BestOfAll, Standing
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.draw.summary import bytes_text
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
@@ -87,6 +88,22 @@ class RankedMethod:
     def peak_bytes(self) -> int:
         return max(self.peaks.values())
 
+    @property
+    def fits_gpu(self) -> bool:
+        return self.peak_bytes <= gpu_bytes(self.cluster)
+
+    def too_large(self) -> list[str]:
+        """A line where it does not fit. Nothing that does was found then: it would be before it."""
+        limit = gpu_bytes(self.cluster)
+        much = [(d, size) for d, size in self.peaks.items() if size > limit]
+        if not much:
+            return []
+        needs = " and ".join(f"{bytes_text(size)} {direction}" for direction, size in much)
+        return [
+            f"It does not fit: a rank needs {needs}, more than the {bytes_text(limit)} of a GPU, "
+            "and nothing that fits was found; take more ranks, fewer tokens or fewer heads."
+        ]
+
     def setting(self, direction: Direction) -> str:
         """As the method takes it, in Python and on a command line; what it takes not is left out
         (a ring has a shape, but no choice of it)."""
@@ -103,17 +120,23 @@ class RankedMethod:
             "seconds": self.seconds,
             "mfu_percent": self.mfu_percent,
             "peak_bytes": self.peak_bytes,
+            "fits_gpu": self.fits_gpu,
             "passes": {
                 direction.value: {
                     "seconds": one.seconds,
                     "simulated": one.timeline is not None,
                     "options": one.options,
+                    "peak_bytes": self.peaks[direction],
                     "received_bytes": self.received[direction][0],
                     "received_bytes_from_other_nodes": self.received[direction][1],
                 }
                 for direction, one in self.passes.items()
             },
         }
+
+
+def gpu_bytes(cluster: Cluster) -> int:
+    return int(cluster.gpu.memory_gib * 2**30)
 
 
 def received_in_nodes(plan: Plan, one: Pass) -> tuple[int, int]:
@@ -165,7 +188,7 @@ def ranked_methods(
         for one in standings:
             by_name.setdefault(one.name, {})[direction] = one
     rows = [RankedMethod(passes, problem, ranks, cluster) for passes in by_name.values()]
-    return sorted(rows, key=lambda row: row.seconds)
+    return sorted(rows, key=lambda row: (not row.fits_gpu, row.seconds))
 
 
 def python_line(

@@ -12,7 +12,7 @@ from typing import Any
 from mesh_attention.cluster.auto import BestOfAll, Standing
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import Search, a_search
-from mesh_attention.cluster.ranking import RankedMethod, python_line, ranked_methods
+from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
 from mesh_attention.cluster.timeline import Event, Timeline
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import problem_text
@@ -98,6 +98,8 @@ class ReportFacts:
     mfu_percent: float
     received_bytes: dict[Direction, int]
     peak_bytes: int
+    fits_gpu: bool
+    warnings: tuple[str, ...]  # about the choice
     kernels: dict[Direction, dict[str, float]]
     reason: str
     python: str
@@ -161,7 +163,7 @@ def report_facts(
         cluster_description=cluster.description,
         cluster_found=cluster_found,
         gpu=cluster.gpu.name,
-        gpu_bytes=int(cluster.gpu.memory_gib * 2**30),
+        gpu_bytes=gpu_bytes(cluster),
         directions=directions,
         given=", ".join(f"{name}={value}" for name, value in given.items()),
         chosen={d: one.name for d, one in found.chosen.items()},
@@ -170,6 +172,8 @@ def report_facts(
         mfu_percent=chosen.mfu_percent,
         received_bytes={d: total for d, (total, _) in chosen.received.items()},
         peak_bytes=chosen.peak_bytes,
+        fits_gpu=chosen.fits_gpu,
+        warnings=tuple(chosen.too_large()),
         kernels={d: _timeline(one).kernels for d, one in found.chosen.items()},
         reason=found.reason,
         python=python_line(found, problem, cluster, given, cluster_named or cluster.name),

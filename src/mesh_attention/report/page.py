@@ -147,6 +147,7 @@ def _choice(facts: ReportFacts) -> str:
     return f"""<section id="choice">
 <h2>The choice</h2>
 <p class="reason">{escape(facts.reason)}.</p>
+{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in facts.warnings)}
 <dl class="cards">{cards}</dl>
 <ul>{passes}</ul>
 <pre tabindex="0" aria-label="A line of Python to paste"><code>{escape(facts.python)}</code></pre>
