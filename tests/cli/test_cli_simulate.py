@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,21 @@ def test_ranks_of_a_file_that_is_not_written_are_refused(
 ) -> None:
     assert main(["simulate", f"--{option}-ranks", "3"]) == 2
     assert f"--{option}-ranks does nothing without --{option}" in capsys.readouterr().err
+
+
+def test_waiting_for_slower_ranks_is_no_communication(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cuts = ",".join(map(str, (0, *range(8192, 32769, 1024))))  # a long one, and short ones
+    uneven = ["--ranks", "4", "--tokens", "32768", "--layout", "contiguous", "--heads", "4"]
+    words = ["simulate", *uneven, "--documents", cuts, "--pass", "forward", "--method", "seen"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["communication_busy_seconds"]["max"] == 0
+    assert found["open_communication_seconds"] == 0
+    idle = found["exposed_communication_seconds"]  # all of it
+    assert found["waiting_for_ranks_seconds"] == idle > 0
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^exposed communication +0.000 ms \(0%\)$", out, re.MULTILINE)
+    assert re.search(r"^waiting for other ranks +[0-9.]+ ms \([1-9]", out, re.MULTILINE)

@@ -42,6 +42,8 @@ def test_a_ring_bound_by_communication_takes_its_hops_and_the_last_computation(r
     assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + 1.0)
     idle = 4.0 * (ranks - 1) + 1.0 - ranks
     assert timeline.exposed_communication_seconds == pytest.approx(idle)
+    assert timeline.open_communication_seconds == pytest.approx(idle)
+    assert timeline.waiting_for_ranks_seconds == pytest.approx(0.0)
     for busy in timeline.busy_seconds:
         assert busy[Stream.COMPUTE] == pytest.approx(ranks)
         assert busy[Stream.COMMUNICATION] == pytest.approx(4.0 * (ranks - 1))

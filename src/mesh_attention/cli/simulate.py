@@ -176,7 +176,8 @@ def _for_people(found: Sequence[Simulated]) -> str:
         ["", *(one.direction.value for one in found)],
         ["runtime", *(_seconds_text(n["runtime_seconds"]) for n in numbers)],
         ["MFU", *(f"{n['mfu_percent']:.1f} %" for n in numbers)],
-        ["exposed communication", *map(_exposed_text, numbers)],
+        ["exposed communication", *(_part_text(n, "open_communication") for n in numbers)],
+        ["waiting for other ranks", *(_part_text(n, "waiting_for_ranks") for n in numbers)],
         [
             "communication busy, mean",
             *(_seconds_text(n["communication_busy_seconds"]["mean"]) for n in numbers),
@@ -220,10 +221,10 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 10 else f"{seconds * 1e3:.3f} ms"
 
 
-def _exposed_text(numbers: dict[str, Any]) -> str:
-    exposed, runtime = numbers["exposed_communication_seconds"], numbers["runtime_seconds"]
-    share = exposed / runtime if runtime else 0.0
-    return f"{_seconds_text(exposed)} ({share:.0%})"
+def _part_text(numbers: dict[str, Any], name: str) -> str:
+    seconds, runtime = numbers[f"{name}_seconds"], numbers["runtime_seconds"]
+    share = seconds / runtime if runtime else 0.0
+    return f"{_seconds_text(seconds)} ({share:.0%})"
 
 
 COMMAND = Command(

@@ -105,5 +105,6 @@ def _title(timeline: Timeline, shown: int) -> str:
     return (
         f"{plan.method} {timeline.one.direction} on {timeline.cluster.name}, {ranks}: "
         f"{timeline.runtime_seconds * 1e3:.3f} ms, MFU {timeline.mfu_percent:.1f} %, "
-        f"exposed communication {timeline.exposed_communication_seconds * 1e3:.3f} ms"
+        f"exposed communication {timeline.open_communication_seconds * 1e3:.3f} ms, waiting for "
+        f"other ranks {timeline.waiting_for_ranks_seconds * 1e3:.3f} ms"
     )

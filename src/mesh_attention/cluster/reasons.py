@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mesh_attention.cluster.auto import Standing
 
 
+_LITTLE = 1e-3  # of the time: not worth a word
 _ALIKE = 1.0005  # methods that make the same plan in other words are no rivals
 
 
@@ -27,10 +28,10 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
     whole = {name: found for name, found in totals.items() if len(found) == len(chosen)}
     mine = {one.name for one in chosen}
     others = [name for name in whole if mine != {name}]
-    told = _told([one.timeline for one in chosen if one.timeline])
-    open_ = sum(one.timeline.exposed_communication_seconds for one in chosen if one.timeline)
+    mine_told = [one.timeline for one in chosen if one.timeline]
+    told, idle = _told(mine_told), _idle(mine_told)
     if not others:
-        return f"{names}: {told}, and {open_ * 1e3:.3g} ms of communication stay open"
+        return f"{names}: a rank receives {told}, and {idle}"
     seconds = {name: sum(one.seconds for one in whole[name]) for name in others}
     total = sum(one.seconds for one in chosen)
     slower = {name: time for name, time in seconds.items() if time > _ALIKE * total}
@@ -40,13 +41,22 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
     timelines = [one.timeline for one in whole[second] if one.timeline]
     if len(timelines) == len(chosen):
         against = f" ({second}: {_told(timelines)})"
-        rest = sum(one.exposed_communication_seconds for one in timelines)
-        left = f" ({second}: {rest * 1e3:.3g} ms)"
+        left = f" ({second}: {_idle(timelines)})"
     beats = f"beats {second} by {lead:.2g} %" if lead >= 0.05 else f"is as fast as {second}"
-    return (
-        f"{names} {beats}: a rank receives {told}{against}, and {open_ * 1e3:.3g} ms of "
-        f"communication stay open{left}"
-    )
+    return f"{names} {beats}: a rank receives {told}{against}, and {idle}{left}"
+
+
+def _idle(timelines: Sequence[Timeline]) -> str:
+    """What a rank does not compute in, in the mean: its own transfers, and others' work."""
+    waiting = sum(one.waiting_for_ranks_seconds for one in timelines)
+    stays_open = sum(one.open_communication_seconds for one in timelines)
+    total = sum(one.runtime_seconds for one in timelines)
+    if waiting < _LITTLE * total:
+        return f"{stays_open * 1e3:.3g} ms of communication stay open"
+    waits = f"it waits {waiting * 1e3:.3g} ms for slower ranks"
+    if stays_open < _LITTLE * total:
+        return waits
+    return f"{stays_open * 1e3:.3g} ms of communication stay open, while {waits}"
 
 
 def _told(timelines: Sequence[Timeline]) -> str:

@@ -115,8 +115,26 @@ class Timeline:
 
     @property
     def exposed_communication_seconds(self) -> float:
-        """Idle time, as a mean over ranks."""
+        """Idle time, as a mean over ranks: communication and other ranks that a rank waits for."""
         return sum(self.idle_seconds) / len(self.ranks)
+
+    @cached_property
+    def waiting_for_ranks_seconds(self) -> float:
+        """The part of it in which nothing of the rank is in flight either: others have not come to
+        what it needs of them, or still compute when it is done."""
+        busy = 0.0
+        for rank in range(len(self.ranks)):
+            until = 0.0
+            for event in sorted(self.events(rank), key=lambda event: event.start):
+                busy += max(0.0, event.end - max(event.start, until))
+                until = max(until, event.end)
+        waiting = self.runtime_seconds - busy / len(self.ranks)
+        return min(max(waiting, 0.0), self.exposed_communication_seconds)
+
+    @property
+    def open_communication_seconds(self) -> float:
+        """The other part: something is in flight, and nothing is computed beside it."""
+        return self.exposed_communication_seconds - self.waiting_for_ranks_seconds
 
     @property
     def kernels(self) -> dict[str, float]:
@@ -162,6 +180,8 @@ class Timeline:
             "runtime_seconds": self.runtime_seconds,
             "mfu_percent": self.mfu_percent,
             "exposed_communication_seconds": self.exposed_communication_seconds,
+            "open_communication_seconds": self.open_communication_seconds,
+            "waiting_for_ranks_seconds": self.waiting_for_ranks_seconds,
             "longest_idle_seconds": max(self.idle_seconds),
             "communication_busy_seconds": {"mean": sum(busy) / len(busy), "max": max(busy)},
             "peak_bytes": self.peak_bytes,

@@ -72,6 +72,7 @@ class GanttFacts:
     seconds: float
     mfu_percent: float
     open_seconds: float  # in which a rank computes nothing, in the mean
+    waiting_seconds: float  # the part of it in which it waits for other ranks
     num_ranks: int
     events: tuple[Event, ...]
 
@@ -267,6 +268,7 @@ def _gantt(name: str, timeline: Timeline) -> GanttFacts:
         timeline.runtime_seconds,
         timeline.mfu_percent,
         timeline.exposed_communication_seconds,
+        timeline.waiting_for_ranks_seconds,
         shown,
         tuple(events),
     )

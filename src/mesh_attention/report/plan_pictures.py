@@ -161,6 +161,7 @@ def _chart(chart: GanttFacts, longest: float) -> Variant:
     caption = (
         f"{chart.method} {chart.direction}, {ranks}: {ms(chart.seconds):.4g} ms, MFU "
         f"{chart.mfu_percent:.1f} %; a rank computes nothing for {ms(chart.open_seconds):.3g} ms "
-        "in the mean. All plans of a pass have the same scale."
+        f"in the mean, {ms(chart.waiting_seconds):.3g} ms of it waiting for other "
+        "ranks. All plans of a pass have the same scale."
     )
     return Variant(caption, data, layout)
