@@ -14,7 +14,7 @@ from plan_cases import random_layouts, random_mask, random_sizes
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.chunks import chunks_between
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
-from mesh_attention.plan.runs import Run, clip_run, visible_pairs
+from mesh_attention.plan.runs import Run, clip_run, join_runs, visible_pairs
 from mesh_attention.plan.spans import joined
 from support.listed import stretches_for
 
@@ -293,3 +293,9 @@ def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride() -> Non
             for q in queries
         ]
         assert counted.tolist() == dense, (mask, queries, keys)
+
+    assert join_runs(Run(10 * at, 3) for at in range(5)) == (Run(0, 3, 10, 5),)
+    uneven = [Run(0, 3), Run(10, 3), Run(20, 3), Run(31, 3)]
+    assert join_runs(uneven) == tuple(uneven)
+    falling = [Run(10 * at, 3) for at in reversed(range(5))]
+    assert join_runs(falling) == tuple(falling)

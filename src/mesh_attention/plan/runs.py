@@ -13,7 +13,7 @@ staircase (`_staircase`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from mesh_attention.plan.row_ranges import RowRanges
 
 Array = NDArray[np.int64]
 _ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
+_MANY_RUNS = 4  # few are looked at faster one by one
 _MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 
@@ -47,6 +48,23 @@ class Run:
             (self.start + m * self.stride, self.start + m * self.stride + self.block)
             for m in range(self.count)
         ]
+
+
+def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """In the same order. Consecutive ones are made one, since a rank may hold the tokens of many;
+    and so are those at equal distances, as the same chunk of all ranks is."""
+    found: list[Run] = []
+    for run in runs:
+        before = found[-1] if found else None
+        if before and before.count == run.count == 1 and before.stop == run.start:
+            found[-1] = Run(before.start, before.block + run.block)
+        else:
+            found.append(run)
+    first, step = found[0], found[-1].start - found[-2].start if len(found) >= _MANY_RUNS else 0
+    even = step >= first.block and all(
+        run == Run(first.start + at * step, first.block) for at, run in enumerate(found)
+    )
+    return (Run(first.start, first.block, step, len(found)),) if even else tuple(found)
 
 
 def clip_run(run: Run, start: int, stop: int) -> list[Run]:

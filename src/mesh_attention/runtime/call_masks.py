@@ -27,7 +27,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run
+from mesh_attention.plan.runs import Run, join_runs
 from mesh_attention.plan.spans import slice_spans
 from mesh_attention.runtime.attend_calls import Kernels
 
@@ -88,28 +88,12 @@ class _Ranges:
 
 @lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
 def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
-    """Consecutive ones made one, since a rank may hold the tokens of many; and so are those at
-    equal distances, as the same chunk of all ranks is."""
-    found: list[Run] = []
-    for run in (run for span in spans for run in layout.runs(*span)):
-        before = found[-1] if found else None
-        if before and before.count == run.count == 1 and before.stop == run.start:
-            found[-1] = Run(before.start, before.block + run.block)
-        else:
-            found.append(run)
-    first, step = found[0], found[-1].start - found[-2].start if len(found) >= _MANY_RUNS else 0
-    even = step >= first.block and all(
-        run == Run(first.start + at * step, first.block) for at, run in enumerate(found)
-    )
-    return (Run(first.start, first.block, step, len(found)),) if even else tuple(found)
+    return join_runs(run for span in spans for run in layout.runs(*span))
 
 
 def _from_first(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """As many rows, from the first position on."""
     return (Run(0, sum(run.num_tokens for run in runs)),)
-
-
-_MANY_RUNS = 4  # few are looked at faster one by one
 
 
 def row_range(

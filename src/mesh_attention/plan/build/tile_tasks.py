@@ -18,7 +18,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.runs import Run, join_runs, visible_pairs
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.memory import (
     MemoryCapError,
@@ -117,19 +117,20 @@ def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     return {key: count for key, count in pairs.items() if count}
 
 
-def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> list[Run]:
+def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:
     """Positions of a chunk of all units, as a set."""
     layout = head_group.layout(kind)
     if chunk.size == head_group.size(kind):
         return [Run(0, layout.padded_tokens)]
     if head_group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
-    return [
+    found = [
         run
         for unit in range(head_group.num_units)
         for span in slice_spans(head_group.rows(kind, unit), chunk.start, chunk.stop)
         for run in layout.runs(*span)
     ]
+    return join_runs(sorted(found, key=lambda run: run.start))
 
 
 def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
