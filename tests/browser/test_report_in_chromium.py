@@ -65,6 +65,11 @@ def test_every_picture_is_drawn_and_nothing_of_a_hostile_name_ran(browser: Brows
             section,
         )
         assert min(shown) > 200
+        texts = browser.run(
+            "return [...arguments[0].querySelectorAll('svg text')].map(one => one.textContent)",
+            section,
+        )
+        assert not {"null", "NaN", "undefined"} & {*texts}
     assert HOSTILE in browser.run("return document.querySelector('h1').textContent")
     assert browser.run("return document.images.length") == 0
 

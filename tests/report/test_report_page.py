@@ -181,12 +181,18 @@ def test_pictures_show_the_numbers_of_the_facts(
             (trace,) = variants["assignment"][key]["data"]
             ranks = [[None if r is None else of_rank[r] for r in row] for row in matrix.ranks]
             assert trace["z"] == ranks
+            # Some versions of plotly.js write null where there is no text.
+            texts = [["" if r is None else str(r) for r in row] for row in matrix.ranks]
+            assert trace["text"] == texts
     for one in report_facts.shapes:
         (trace,) = variants["shapes"][f"{one.name}|{one.direction}"]["data"]
         expected = [
             [t and pytest.approx(1e3 * t.seconds, rel=1e-3) for t in row] for row in one.times
         ]
         assert trace["z"] == expected
+        assert [[bool(x) for x in row] for row in trace["text"]] == [
+            [t is not None for t in row] for row in one.times
+        ]
     for line in report_facts.scaling:
         for measure in ("mfu", "time"):
             data = variants["scaling"][f"{line.scaling}|{measure}"]["data"]

@@ -60,7 +60,8 @@ def _heat_map(found: ShapeTimes) -> Variant:
         "y": list(found.shapes),
         "z": z,
         "customdata": memory,
-        "texttemplate": "%{z:.3~g}",
+        "text": [["" if x is None else f"{x:.3g}" for x in row] for row in z],
+        "texttemplate": "%{text}",
         "hovertemplate": "tile %{y}, %{x} slices: %{z:.4~g} ms, %{customdata:.3~g} GiB"
         "<extra></extra>",
         "hoverongaps": False,

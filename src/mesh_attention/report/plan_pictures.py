@@ -63,7 +63,9 @@ def assignment_picture(facts: ReportFacts) -> Picture:
             **_category_colours(number, what),
         }
         if size <= _MOST_NUMBERED:
-            trace |= {"text": matrix, "texttemplate": "%{text}"}
+            # Newer versions of plotly.js write the word null where there is no text.
+            text = [["" if r is None else str(r) for r in row] for row in matrix]
+            trace |= {"text": text, "texttemplate": "%{text}"}
         missing = "" if known else f" There are no {colour} groups in this pass."
         caption = (
             f"{facts.chosen[Direction(direction)]} {direction}, head {head}{part}: each "
