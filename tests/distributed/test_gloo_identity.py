@@ -1,13 +1,18 @@
 """Ranks that are out of step: no result is made from another call's data.
 
 Every kind of call here was agreed on before. Ranks that then differ raise, all of them, before any
-data moves, and name the odd one; the right call works afterwards.
+data moves, and name the odd one. If they differ in what they call with, the right call works
+afterwards; if they are at different points of their programs nothing does, since they would stay
+so, and calls of different batches would look alike.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,10 +141,15 @@ MIXED: dict[str, tuple[Callable[[ContextParallel], Callable[[bool], Any]], str]]
 }
 
 
+OF_ORDER = ("objects", "label", "pass", "backward", "unshard")
+
+
 def mix(rank: int, world_size: int, name: str) -> tuple[Raised, Any]:
     with context(CASE) as cp:
         call = MIXED[name][0](cp)
         raised = raised_by(lambda: call(rank == ODD))
+        if name in OF_ORDER:
+            return raised, raised_by(lambda: attend(cp, CASE)).error
         return raised, attend(cp, CASE)
 
 
@@ -148,14 +158,81 @@ def test_ranks_at_different_calls_raise_on_all_and_name_the_odd_one(
     pool: WorkerPool, name: str
 ) -> None:
     raised, parts = zip(*pool.run(mix, RANKS, name), strict=True)
+    if name in OF_ORDER:  # all groups were given up, and none was made
+        assert all(one.groups < 0 for one in raised)
+        raised = tuple(replace(one, groups=0) for one in raised)
     all_raised(list(raised))
     for one in raised:
         assert one.kind == "DisagreementError"
         assert f"rank {ODD} of the group [0, 1, 2, 3] disagrees" in one.error
         assert MIXED[name][1] in one.error
         assert one.seconds < 5
+    if name in OF_ORDER:
+        for said in parts:
+            assert "the ranks of this process group are out of step since an earlier call" in said
+            assert MIXED[name][1] in said
+            assert "everything on this group is refused" in said
+        return
     distances = errors(whole(list(parts), CASE), attention(*CASE.tensors(), CASE.mask))
     assert max(distances.values()) <= 1e-5
+
+
+def one_batch_ahead(rank: int, world_size: int) -> list[str]:
+    """A rank skips one backward pass; every rank catches what it is told and goes on with the next
+    batch. What each batch came to."""
+    cp, found = context(CASE), []
+    for batch in range(4):
+        given = [x * (batch + 1) for x in leaves(cp)]
+        try:
+            out = out_of(cp, given, label=0)
+            if rank != ODD or batch != 1:
+                torch.autograd.grad(out, given, torch.ones_like(out))
+            found.append("made")
+        except MeshAttentionError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_ranks_that_are_out_of_step_by_a_batch_never_get_back_in_step_in_silence(
+    pool: WorkerPool,
+) -> None:
+    for rank, (first, *others) in enumerate(pool.run(one_batch_ahead, RANKS)):
+        assert first == "made"
+        told = others[1:] if rank == ODD else others
+        assert told[0].startswith(f"DisagreementError: rank {ODD} of the group")
+        assert all("out of step since an earlier call" in one for one in told[1:])
+
+
+def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
+    """The odd rank ends as soon as it is told; the others are told when it has ended."""
+    cp = context(CASE)
+    given = leaves(cp)
+    faults = cp._share.context.guard._faults
+    statements = faults.statements
+
+    def slowly(*call: Any) -> Any:
+        said = statements(*call)
+        while not faults._has_ended(ODD):
+            time.sleep(0.01)
+        return said
+
+    if rank != ODD:
+        faults.statements = slowly  # type: ignore[method-assign,assignment]
+    said = raised_by(lambda: out_of(cp, given, label=1 + (rank == ODD)))
+    if rank == ODD:
+        Path(folder, "told").write_text(said.error)
+        os._exit(1)
+    return f"{said.kind}: {said.error}"
+
+
+def test_a_difference_is_told_although_the_odd_rank_ends_with_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    told = pool.run(end_with_the_error, RANKS, str(tmp_path), may_end=(ODD,))
+    del told[ODD]
+    assert len({*told}) == 1
+    assert told[0].startswith(f"DisagreementError: rank {ODD} of the group [0, 1, 2, 3] disagrees")
+    assert (tmp_path / "told").read_text() in told[0]
 
 
 def out_of_step(rank: int, world_size: int) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -124,12 +125,9 @@ class Faults:
         with asking_the_store():
             return [r for r in self._ranks if not self._store.check([key.format(r)])]
 
-    def compare(
-        self, place: int, identity: Identity, verdict: Callable[[dict[int, dict[str, object]]], str]
-    ) -> str:
-        """In what the calls of the ranks differ, where they are known to differ.
-
-        `place`: of the call, the same on all ranks.
+    def statements(self, place: int, identity: Identity) -> dict[int, dict[str, Any]]:
+        """What ranks say of their calls, where these are known to differ; not of those that are
+        silent. `place`: of the call, the same on all ranks.
         """
         key = f"call{place}/{{}}"
         with asking_the_store():
@@ -143,8 +141,7 @@ class Faults:
                 time.sleep(_PAUSE_SECONDS)
             silent = self._silent(key)
             heard = [rank for rank in self._ranks if rank not in silent]
-            told = {rank: json.loads(self._store.get(key.format(rank))) for rank in heard}
-        return verdict(told) or f"{_named(silent or self._ranks)} disagrees on the call"
+            return {rank: json.loads(self._store.get(key.format(rank))) for rank in heard}
 
     def _has_ended(self, rank: int) -> bool:
         with asking_the_store():

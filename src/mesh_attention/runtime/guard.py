@@ -20,12 +20,22 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.faults import ANSWER_SECONDS, Faults, LostStoreError
-from mesh_attention.runtime.handshake import DisagreementError, Handshake, verdict_on
+from mesh_attention.runtime.handshake import (
+    DisagreementError,
+    Handshake,
+    is_of_order,
+    verdict_on,
+)
 from mesh_attention.runtime.identity import DeviceComparison, HostComparison, Identity
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.watch import Watch
 
+# In the cause, where ranks differ in the order of their calls; all of them read it there.
+OUT_OF_STEP = (
+    "the ranks are at different points of their programs, and this process group is refused from "
+    "now on"
+)
 _OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 
 
@@ -68,11 +78,12 @@ class Guard:
             agreed = self._compare(identity, timeout, stream)
         if not agreed:  # nothing has moved, and all ranks know it
             told = self._difference(self.place, identity)
-            ended = self._faults.find_ended()
-            if ended is not None:
-                with self.whole_or_broken():
-                    raise CommunicationError(ended)
-            raise DisagreementError(told)
+            if told and OUT_OF_STEP not in told:
+                raise DisagreementError(told)
+            with self.whole_or_broken():
+                if told:
+                    raise DisagreementError(told)
+                raise CommunicationError("the ranks could not compare calls")
 
     def _compare(
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
@@ -100,12 +111,16 @@ class Guard:
         return self._watch
 
     def _difference(self, place: int, identity: Identity) -> str:
+        """In words, with those of `OUT_OF_STEP` unless all ranks are at the same point of their
+        programs, as far as anybody can tell, and differ in what they call with. Empty where those
+        that answer are at the same call: then another has ended."""
         try:
-            return self._faults.compare(
-                place, identity, lambda said: verdict_on(said, complete=False)
-            )
+            said = self._faults.statements(place, identity)
         except LostStoreError as lost:
-            return f"the ranks are at different calls; {lost}"
+            return f"{OUT_OF_STEP}; {lost}"
+        told = verdict_on(said, complete=False)
+        unsure = len(said) < len(self._groups.ranks) or is_of_order(said)
+        return f"{told}; {OUT_OF_STEP}" if told and unsure else told
 
     def _look_around(self, waited: float) -> None:
         """Asked during a long wait. Another rank may be at something else, and wait for an
@@ -124,7 +139,7 @@ class Guard:
     # On a device nobody waits: these are called by the thread that watches.
 
     def _find_difference(self, place: int, identity: Identity) -> None:
-        self._break_off(self._difference(place, identity))
+        self._break_off(self._difference(place, identity) or "the ranks are at different calls")
 
     def _find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
         """Whether there is one."""
@@ -177,14 +192,25 @@ class Guard:
     def refuse_if_broken(self) -> None:
         if self._watch is not None:
             self._watch.wait_for_verdict(ANSWER_SECONDS)
-        if self._cause is not None:
-            raise MeshAttentionError(
-                "an earlier call on this process group was broken off while transfers were in "
-                f"flight, which a new call could take for its own ({self._cause}); everything on "
-                "this group is refused, also for other ContextParallel objects and "
-                "mesh_attention(): start the processes anew, or make new process groups "
-                "(torch.distributed.new_group)"
+        if self._cause is None:
+            return
+        if OUT_OF_STEP in self._cause:
+            found = (
+                "the ranks of this process group are out of step since an earlier call, and would "
+                f"take each other's next calls for their own ({self._cause})"
             )
+            way_out = "go back to a point that all ranks have in common, a checkpoint say, and "
+        else:
+            found = (
+                "an earlier call on this process group was broken off while transfers were in "
+                f"flight, which a new call could take for its own ({self._cause})"
+            )
+            way_out = ""
+        raise MeshAttentionError(
+            f"{found}; everything on this group is refused, also for other ContextParallel objects "
+            f"and mesh_attention(): {way_out}start the processes anew, or make new process groups "
+            "(torch.distributed.new_group)"
+        )
 
     def rest(self) -> None:
         """Nobody uses the context now."""

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.agreement import Meetings, disagreements
 from mesh_attention.runtime.faults import asking_the_store
-from mesh_attention.runtime.identity import Statement
+from mesh_attention.runtime.identity import ORDER, Statement
 from mesh_attention.runtime.plan_on_rank import AS_MADE
 from mesh_attention.runtime.transport.groups import Groups, default_store, forget
 
@@ -202,6 +202,13 @@ def verdict_on(said: Said, *, complete: bool) -> str:
     if mixed:
         return _COMPARE_PROGRAMS
     return _odd_meetings(meetings)
+
+
+def is_of_order(said: Said) -> bool:
+    """Whether ranks are at different points of their programs: each will take its next call for
+    that of the others."""
+    places = [[one["statement"].get(name) for name in ORDER] for one in said.values()]
+    return any(place != places[0] for place in places)
 
 
 def _odd_statement(said: dict[int, Statement]) -> str:

@@ -30,6 +30,9 @@ from mesh_attention.errors import MeshAttentionError
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
+# Of what ranks state: where they are in their programs, and not with what they call.
+ORDER = ("pass", "number of the object", "label", "number of its forward call")
+
 _SPOILT = -1  # in place of the first call that differs
 _SLOTS = 1024  # more calls than a host can be ahead of its device
 _TURN = timedelta(seconds=1)  # then whoever waits looks what became of the others
