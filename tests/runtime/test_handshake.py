@@ -204,6 +204,17 @@ def test_half_against_half_says_that_either_may_be_right() -> None:
     )
 
 
+def test_three_values_are_told_with_the_ranks_that_have_them() -> None:
+    times = {
+        rank: {"statement": {"timeout": seconds, "heads": 2}, "error": None}
+        for rank, seconds in ((0, 4.0), (1, 5.0), (2, 6.0), (3, 4.0), (4, 5.0))
+    }
+    assert verdict_on(times, complete=True) == (
+        "ranks [1, 2, 4] of the group [0, 1, 2, 3, 4] disagrees: "
+        "timeout is 5.0 on ranks [1, 4], 6.0 on ranks [2], 4.0 elsewhere"
+    )
+
+
 def test_a_rank_inside_a_call_and_one_with_a_new_plan_are_told_apart() -> None:
     inside = {"plan": "old", "batch": 1}
     new = {"plan": "new", "programs": AS_MADE}

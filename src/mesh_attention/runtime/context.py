@@ -4,7 +4,7 @@ Process groups, workspaces, shared memory and communication streams are made onc
 long as somebody uses the context. Plans, executors and captured graphs come and go: the latest are
 kept. So documents that change with every batch make new plans and nothing else.
 
-All ranks make the same calls in the same order, so they keep and let go of the same kinds of call;
+All ranks are at the same calls in the same order, and so keep and let go of the same kinds of call;
 nothing that ranks do together depends on when an object is garbage collected.
 """
 
@@ -26,9 +26,10 @@ from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.guard import Guard
 from mesh_attention.runtime.handshake import DisagreementError, Handshake
 from mesh_attention.runtime.identity import AgreedKind, Statement
-from mesh_attention.runtime.latest import Latest
+from mesh_attention.runtime.latest import Latest, LatestAgreed
+from mesh_attention.runtime.latest_calls import CallKey, LatestCalls
 from mesh_attention.runtime.plan_on_rank import AS_MADE, PlanOnRank, PlanSource
-from mesh_attention.runtime.prepared_call import CallOptions, LatestCalls, PreparedCall
+from mesh_attention.runtime.prepared_call import CallOptions, PreparedCall
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transports import TransportName, Transports
@@ -61,9 +62,12 @@ class Context:
         self._function: Share | None = None
         # By whether they are captured.
         self._calls = {False: LatestCalls(NUM_CALLS), True: LatestCalls(NUM_CAPTURED_CALLS)}
-        self._bases = LatestCalls(NUM_BASES)  # of plans whose programs serve any mask
+        # Of plans whose programs serve any mask.
+        self._bases: Latest[CallKey, PreparedCall] = Latest(NUM_BASES)
         self._living_calls: WeakSet[PreparedCall] = WeakSet()  # also those that only autograd holds
-        self._agreed: Latest[str, AgreedKind] = Latest(NUM_CALLS)  # on what is no attention
+        # On what is no attention.
+        self._agreed: LatestAgreed[str, AgreedKind] = LatestAgreed(NUM_CALLS)
+        self.num_begun = 0  # calls that all ranks were at together
         self.num_shares = 0  # that are open
         self._num_users = 0  # that ever were, besides the function
 
@@ -134,7 +138,8 @@ class Context:
         """
         self.guard.refuse_if_broken()
         statement: Statement = {}
-        ahead = False  # of the others, without a word
+        ahead = known = False  # `ahead`: of the others, without a word
+        meetings: Statement = {}
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         try:
             if error is not None or source is None:
@@ -144,7 +149,8 @@ class Context:
             mine = source.of(call_shape.dtype.itemsize)
             key = (mine.key, options, call_shape)
             call = kept.find(key) or self._new_call(mine, options, call_shape)
-            if needs_grad in call.kinds:
+            known = needs_grad in kept.kinds(key)
+            if known and call.is_ready(directions):
                 return call
             kind = self._stated(mine.words, options) | {
                 "batch": call_shape.batch,
@@ -162,17 +168,20 @@ class Context:
             if options.cuda_graph:
                 call.reserve()
             ahead = source.calls is not None and call.transport.is_connected(directions)
-            statement = kind if ahead else kind | {"meetings": mine.meetings(directions)}
+            if not ahead and not known:
+                meetings = mine.meetings(directions)
+            statement = kind | {"meetings": meetings}
         except Exception as found:
             error = found
         except BaseException as ended:  # the others would wait for us in vain
             rank = self.groups.global_rank_of_self
             self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
             raise
-        if error is not None or not ahead:
+        if error is not None or not (ahead or known):
             self._agree(statement, options, error)
             self._connect(call, directions)
-        call.kinds[needs_grad] = AgreedKind(kind)
+        if not known:
+            call.kinds[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
         kept.keep(key, call)
         self._living_calls.add(call)
         return call
@@ -246,7 +255,7 @@ class Context:
         with self.guard.whole_or_broken():
             self.groups.everybody(None)
             # Where memory is shared no longer, older calls need groups as well.
-            for other in (one for kept in self._calls.values() for one in kept.values()):
+            for other in (one for kept in self._calls.values() for one in kept.one_of_each()):
                 other.transport.make_groups(other.directions)
             call.transport.make_groups(directions)
 
@@ -264,13 +273,13 @@ class Context:
         if ahead and error is None and self.groups.has_everybody(options.timeout):
             return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
-        known = self._agreed.find(key)
+        known = self._agreed.get(key)
         if known is None or error is not None:
             self._agree(statement, options, error)
             with self.guard.whole_or_broken():
                 self.groups.everybody(None)
                 self.groups.everybody(options.timeout)
-            known = self._agreed.keep(key, AgreedKind(statement))
+            known = self._agreed.keep(key, AgreedKind(statement, last_call=self.num_begun))
         return known
 
     # Users.

@@ -126,7 +126,7 @@ class Guard:
         """Asked during a long wait. Another rank may be at something else, and wait for an
         agreement that we took for made: then all of us make it, and learn who is odd."""
         if self._handshake.is_called_for(self.place) and self._current is not None:
-            statement = self._current.kind.statement
+            statement = self._current.kind.agreed_statement
             timeout = self._timeout
             self._handshake.agree(statement, call=self.place, timeout=timeout, in_flight=True)
         told = self._faults.find_cause(self._groups.releases)

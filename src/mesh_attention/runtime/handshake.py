@@ -183,7 +183,7 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         others = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
         return f"rank {rank}{others}: {error}"
     statements = {rank: dict(one["statement"]) for rank, one in said.items()}
-    meetings = {rank: one.pop("meetings", {}) for rank, one in statements.items()}
+    meetings = {rank: one.pop("meetings", None) for rank, one in statements.items()}
     programs = {one.get("programs") for one in statements.values()}
     mixed = AS_MADE in programs and len(programs) > 1
     if mixed:
@@ -201,7 +201,8 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         return f"{_FOLLOW}{chosen_by[min(chosen_by)]}"
     if mixed:
         return _COMPARE_PROGRAMS
-    return _odd_meetings(meetings)
+    # A rank that is inside a call may know nothing of them any more.
+    return _odd_meetings({rank: own for rank, own in meetings.items() if own is not None})
 
 
 def is_of_order(said: Said) -> bool:
@@ -217,15 +218,27 @@ def _odd_statement(said: dict[int, Statement]) -> str:
     odd = [rank for rank, text in texts.items() if text != usual]
     if not odd:
         return ""
-    expected, found = json.loads(usual), said[odd[0]]
-    fields = [n for n in {**expected, **found} if expected.get(n) != found.get(n)]
+    expected = json.loads(usual)
     differ = "; ".join(
-        f"{name} is {found.get(name)!r} there, {expected.get(name)!r} elsewhere" for name in fields
+        f"{name} is {_by_ranks(name, {rank: said[rank] for rank in odd}, expected)}"
+        for name in {**expected, **{name: None for rank in odd for name in said[rank]}}
+        if any(said[rank].get(name) != expected.get(name) for rank in odd)
     )
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if 2 * len(odd) == len(said):  # no majority says who is right
         who += f" (or {[rank for rank in said if rank not in odd]})"
     return f"{who} of the group {sorted(said)} disagrees: {differ}"
+
+
+def _by_ranks(name: str, odd: dict[int, Statement], expected: Statement) -> str:
+    """The values of something that differs, with the ranks that have them."""
+    usual, ranks = repr(expected.get(name)), dict[str, list[int]]()
+    for rank, one in odd.items():
+        ranks.setdefault(repr(one.get(name)), []).append(rank)
+    if len(ranks) == 1:
+        return f"{next(iter(ranks))} there, {usual} elsewhere"
+    values = [f"{value} on ranks {on}" for value, on in ranks.items()]
+    return f"{', '.join(values)}, {usual} elsewhere"
 
 
 def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -38,11 +38,19 @@ _SLOTS = 1024  # more calls than a host can be ahead of its device
 _TURN = timedelta(seconds=1)  # then whoever waits looks what became of the others
 
 
-@dataclass(frozen=True)
+@dataclass
 class AgreedKind:
-    """A kind of call that all ranks have agreed on."""
+    """A kind of call that all ranks have agreed on, and with which collectives, where they said
+    so. `last_call`: how many calls all ranks had been at together when they were at such a one."""
 
     statement: Statement
+    meetings: Statement = field(default_factory=dict)
+    last_call: int = 0
+
+    @property
+    def agreed_statement(self) -> Statement:
+        """As it was compared."""
+        return self.statement | ({"meetings": self.meetings} if self.meetings else {})
 
     @cached_property
     def digest(self) -> str:

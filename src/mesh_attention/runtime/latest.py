@@ -1,14 +1,24 @@
-"""A small cache by age: all ranks make the same calls in the same order, so it holds the same on
-each of them."""
+"""Small caches by age.
+
+What ranks have agreed on must be the same on each of them, also after one of them was told of a
+mistake: it goes by the last call that all ranks were at, not by what a rank was about to do."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+
+
+class Used(Protocol):
+    @property
+    def last_call(self) -> int: ...
+
+
+Agreed = TypeVar("Agreed", bound=Used)
 
 
 class Latest(OrderedDict[Key, Value]):
@@ -29,4 +39,19 @@ class Latest(OrderedDict[Key, Value]):
         self.move_to_end(key)
         if len(self) > self._limit:
             self.popitem(last=False)
+        return value
+
+
+class LatestAgreed(dict[Key, Agreed]):
+    """At most `limit` values that all ranks have agreed on. The one goes first whose last call is
+    the longest ago; of several without one the first that was kept."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def keep(self, key: Key, value: Agreed) -> Agreed:
+        self[key] = value
+        if len(self) > self._limit:
+            del self[min(self, key=lambda one: self[one].last_call)]
         return value

@@ -20,7 +20,8 @@ from mesh_attention.plan.text import digest
 
 if TYPE_CHECKING:
     from mesh_attention.runtime.binding import CallShape
-    from mesh_attention.runtime.prepared_call import CallOptions, LatestCalls
+    from mesh_attention.runtime.latest_calls import LatestCalls
+    from mesh_attention.runtime.prepared_call import CallOptions
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from weakref import finalize
 
 import torch
@@ -24,7 +25,6 @@ from mesh_attention.plan.way_costs import Rates
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, Statement, current_stream
-from mesh_attention.runtime.latest import Latest
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
@@ -65,7 +65,23 @@ class CallOptions:
             "cuda_graph": self.cuda_graph,
             "deterministic": self.deterministic.value,
             "timeout": self.timeout and self.timeout.total_seconds(),
+        } | (self._of_graphs() if self.cuda_graph else {})
+
+    def _of_graphs(self) -> Statement:
+        """Ranks capture a graph together, so all of them must see that one is missing."""
+        return {
+            "kernel": self.kernel,
+            "nvtx": self.nvtx,
+            "kernels registered": self.kernels,
+            "rates": str(self.rates),
         }
+
+    @cached_property
+    def compared(self) -> CallOptions:
+        """Equal on all ranks where their statements are: without what only this rank chooses."""
+        if self.cuda_graph:
+            return self
+        return replace(self, kernel=None, nvtx=False, kernels=0, rates=Rates())
 
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
@@ -101,7 +117,8 @@ class PreparedCall:
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
-        self.kinds: dict[bool, AgreedKind] = {}  # by needs_grad, once agreed on
+        # By needs_grad, once agreed on; the same for all calls of a kind.
+        self.kinds: dict[bool, AgreedKind] = {}
         self.options = options
         self.reports: dict[Direction, PassReport] = {}
         self._mine = mine
@@ -127,6 +144,9 @@ class PreparedCall:
     @property
     def executors(self) -> dict[Direction, Executor]:
         return {direction: executor for direction, (executor, _) in self._executors.items()}
+
+    def is_ready(self, directions: Iterable[Direction]) -> bool:
+        return all(direction in self._executors for direction in directions)
 
     def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
@@ -229,10 +249,6 @@ def _retire(retired: Retired, ranges: KnownRanges, last_stream: list[torch.cuda.
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         retired.append((event, ranges))
-
-
-# By the key of a plan.
-LatestCalls = Latest[tuple[tuple[str, str], CallOptions, CallShape], PreparedCall]
 
 
 class CapturedCall:

@@ -45,6 +45,8 @@ class Share:
         context = self.context
         identity = Identity(kind, name, self._number, repr(label), of, sinks)
         context.guard.begin(identity, options.timeout, context.transports.stream(device))
+        context.num_begun += 1
+        kind.last_call = context.num_begun
 
     def run(
         self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]

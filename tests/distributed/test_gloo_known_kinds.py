@@ -1,0 +1,73 @@
+"""Which kinds of call are known is the same on all ranks, whatever one of them chooses alone or has
+been told of: a correct program is never refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mesh_attention import ContextParallel, Mask
+from mesh_attention.runtime.handshake import DisagreementError
+from support.cases import Case
+from support.gloo_case import context
+from support.pool import WorkerPool
+from support.reference import attention
+
+RANKS, ODD = 3, 1
+CASE = Case(RANKS, 12, 12, heads=(2, 2), head_dims=(4, 4), mask=Mask(causal=True))
+
+
+def is_right(cp: ContextParallel, case: Case) -> bool:
+    q, k, v, grad_out = case.tensors()
+    leaves = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*leaves)
+    assert isinstance(out, Tensor)
+    grads = torch.autograd.grad(out, leaves, cp.shard(grad_out, 1))
+    truth = attention(q, k, v, grad_out, case.mask).named()
+    found = zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads), strict=True)
+    return all(torch.allclose(cp.unshard(x, 1), truth[name]) for name, x in found)
+
+
+def chosen_by_one_rank(rank: int, world_size: int) -> list[bool]:
+    found = []
+    for choice in ({"kernel": "reference"}, {"nvtx": True}, {}):
+        with context(CASE), context(CASE, **(choice if rank == ODD else {})) as cp:
+            found += [is_right(cp, CASE), is_right(context(CASE), CASE)]
+    return found
+
+
+def test_what_one_rank_chooses_alone_makes_no_other_kind_of_call(pool: WorkerPool) -> None:
+    assert pool.run(chosen_by_one_rank, RANKS) == [[True] * 6] * RANKS
+
+
+def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
+    """More kinds than are kept, and mistakes in between."""
+    cases = [replace(CASE, q_tokens=n, kv_tokens=n) for n in (12, 13, 14, 15)]
+    used = [context(case) for case in cases]
+    shared = used[0]._share.context
+    shared._calls[False]._kept._limit = 3
+    shared._agreed._limit = 3
+    found = [is_right(cp, case) for cp, case in zip(used[:3], cases, strict=False)]
+    for one, other in ((0, 1), (1, 2)):
+        at = one if rank == ODD else other
+        tensors = [used[at].shard(x, 1).requires_grad_() for x in cases[at].tensors()[:3]]
+        try:
+            used[at].attention(*tensors)
+        except DisagreementError:
+            found.append(True)
+        try:
+            used[at].unshard(tensors[0].detach(), 1)
+        except DisagreementError:
+            found.append(True)
+    for at in (3, 0, 1, 2, 3):
+        found.append(is_right(used[at], cases[at]))
+    if rank == ODD:  # by whatever fault: it asks again, and the others answer
+        shared._calls[False].clear()
+    found.append(is_right(used[3], cases[3]))
+    return found
+
+
+def test_a_mistake_that_was_told_leaves_the_same_kinds_known_on_all_ranks(pool: WorkerPool) -> None:
+    assert pool.run(kinds_that_come_and_go, RANKS) == [[True] * 13] * RANKS
