@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mesh_attention.cluster.auto import Standing
+from mesh_attention.cluster.auto import Standing, find_best_of_all
+from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.reasons import why
@@ -29,3 +30,29 @@ def test_waiting_for_slower_ranks_is_no_communication() -> None:
     assert "ms for slower ranks" in why([seen], [[seen]])
     assert "of communication stay open" not in why([seen], [[seen]])
     assert "ms of communication stay open" in why([ring], [[ring]])
+
+
+def test_times_are_simulated_or_bounds_of_what_a_search_of_the_method_finds() -> None:
+    problem = Problem(65536, 8, 64, mask=Mask(causal=True))
+    found = find_best_of_all(problem, 8, "paper", directions=(Direction.FORWARD,))
+    standings = found.standings[Direction.FORWARD]
+    bounds = [one for one in standings if one.is_bound]
+    assert [*standings[len(standings) - len(bounds) :]] == bounds
+    for one in standings:
+        assert one.timeline is None or one.seconds == one.timeline.runtime_seconds
+    assert {one.name for one in bounds} >= {"ring", "startrail"}
+    for one in bounds:
+        assert one.seconds >= found.seconds
+        if one.name in ("ring", "startrail"):
+            best = find_best(problem, 8, "paper", method=one.name)
+            assert one.seconds <= best.timeline.runtime_seconds
+
+
+def test_the_sentence_compares_with_what_is_known() -> None:
+    ring, mesh = (standing(name, Problem(512, 4, 64)) for name in ("ring", "mesh"))
+    best, second = sorted((ring, mesh), key=lambda one: one.seconds)
+    bound = Standing("usp", {}, 1.01 * best.seconds)
+    assert f"{best.name} beats {second.name} by " in why([best], [[best, second, bound]])
+    assert f"{best.name} is at least 0.99 % before all other" in why([best], [[best, bound]])
+    near = Standing("ulysses", {}, best.seconds)
+    assert f"{best.name} is not slower than all other" in why([best], [[best, bound, near]])

@@ -134,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
                 *_moved_note(found),
                 *([] if kept is None else [f"Kept in {kept}: where that file is, auto uses it."]),
                 f"Cluster: {asked.found_by}.",
-                f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1; ~ is "
-                "expected by one rank, not simulated.",
+                f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1.",
+                *_simulated_note(rows),
                 *missing_kernels_note([one.timeline for one in found.chosen.values()]),
             ]
         ),
@@ -149,6 +149,15 @@ def _memory_note(rows: Sequence[RankedMethod], cluster: Cluster) -> list[str]:
     if all(row.fits_gpu for row in rows):
         return []
     return [f"{_TOO_MUCH} needs more than the {bytes_text(gpu_bytes(cluster))} of a GPU."]
+
+
+def _simulated_note(rows: Sequence[RankedMethod]) -> list[str]:
+    if all(row.is_simulated for row in rows):
+        return []
+    return [
+        ">= was not simulated, since no setting tried can be faster than that; simulate --best "
+        "--method NAME says how long it takes."
+    ]
 
 
 def _bound_note(problem: Problem) -> list[str]:
@@ -206,11 +215,10 @@ def _table(rows: Sequence[RankedMethod], least: dict[Direction, float]) -> str:
         cells = [row.name]
         for direction in directions:
             one = row.passes[direction]
-            about = "" if one.timeline is not None else "~"
-            cells.append(f"{about}{one.seconds * 1e3:.2f} ms")
+            cells.append(f"{'>= ' if one.is_bound else ''}{one.seconds * 1e3:.2f} ms")
         if len(directions) > 1:
-            cells.append(f"{'' if row.is_simulated else '~'}{row.seconds * 1e3:.2f} ms")
-        cells.append(f"{row.mfu_percent:.1f} %")
+            cells.append(f"{'' if row.is_simulated else '>= '}{row.seconds * 1e3:.2f} ms")
+        cells.append(f"{'' if row.is_simulated else '<= '}{row.mfu_percent:.1f} %")
         cells += [bytes_text(row.received[one][0]) for one in directions]
         cells.append(bytes_text(sum(between for _, between in row.received.values())))
         cells.append(f"{'' if row.fits_gpu else _TOO_MUCH}{bytes_text(row.peak_bytes)}")

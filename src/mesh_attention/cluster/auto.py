@@ -35,18 +35,23 @@ from mesh_attention.plan.runs import Run, visible_pairs
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A method at its best in one pass. `timeline` where it was simulated; `seconds` otherwise is
-    what one rank expects, and is not below what was found for the best."""
+    """A method at its best in one pass. `timeline` where it was simulated; otherwise no setting of
+    it that was tried takes less than `seconds`, and `options` is the one that promised most."""
 
     name: str  # of the method
     options: dict[str, Any]
     seconds: float
     timeline: Timeline | None = None
 
+    @property
+    def is_bound(self) -> bool:
+        return self.timeline is None
+
 
 @dataclass(frozen=True, slots=True)
 class BestOfAll:
-    """`chosen` for each pass, `standings` of all methods in each, best first; methods that take no
+    """`chosen` for each pass, `standings` of all methods in each, best first, and what
+    is not known but bounded after what is; methods that take no
     setting are in `refused`, with the reason. `tried` counts settings. `unmoved`: the best with
     tokens where they are by default, which `chosen` may not have."""
 
@@ -133,6 +138,7 @@ class _OnePass:
         self.simulated: list[tuple[Score, Candidate, Timeline]] = []
         self.candidates: list[Candidate] = []
         self._known: list[Explored] = []
+        self._at_least: dict[str, float] = {}  # seconds of a method, at its best
         for name in methods:
             explored = Explored(search, name)
             try:
@@ -145,7 +151,8 @@ class _OnePass:
             name, text = next(iter(self.refused.items()))
             raise PlanError(text if len(methods) == 1 else f"no method fits; {name}: {text}")
         for explored in sorted(self._known, key=lambda one: one.all_in_order()[0].expected):
-            if not self.simulated or (False, self._least(explored)) < self.best[0]:
+            least = self._at_least[explored.name] = self._least(explored)
+            if not self.simulated or (False, least) < self.best[0]:
                 self._search(explored)
             told()
 
@@ -173,15 +180,22 @@ class _OnePass:
         if not self.simulated or seconds <= _OTHER_WAYS * self.best[0][1]:
             explored.try_other_ways()
         best: Score | None = None  # of this method
+        passed: list[Score] = []  # bounds of settings that cannot be the best of all
         for expected, least, setting in finalists(self.search, explored):
             hopeless = best is not None and expected >= best
             if hopeless or (self.simulated and least >= self.best[0]):
+                passed.append(least)
                 continue
             one = candidate(self.search, explored.name, setting)
             self.candidates.append(one)
             if not self.simulated or one.least < self.best[0]:
                 score, _, _ = self.simulate(one)
                 best = score if best is None else min(best, score)
+            else:
+                passed.append(one.least)
+        if passed:
+            _, seconds = min(passed)
+            self._at_least[explored.name] = max(self._at_least[explored.name], seconds)
 
     @property
     def tried(self) -> int:
@@ -250,11 +264,11 @@ class _OnePass:
             simulated = [one for one in self.simulated if one[1].name == name]
             if simulated:
                 score, one, timeline = min(simulated, key=_in_order)
-                found.append((score, Standing(name, one.options, score[1], timeline)))
+                found.append((False, score, Standing(name, one.options, score[1], timeline)))
             else:
-                seen = method.all_in_order()[0]
-                found.append((seen.expected, Standing(name, seen.setting, seen.expected[1])))
-        return tuple(standing for _, standing in sorted(found, key=lambda pair: pair[0]))
+                seen, least = method.all_in_order()[0], self._at_least[name]
+                found.append((True, (seen.expected[0], least), Standing(name, seen.setting, least)))
+        return tuple(standing for *_, standing in sorted(found, key=lambda one: one[:2]))
 
 
 def _in_order(simulated: tuple[Score, Candidate, Timeline]) -> tuple[Score, int]:

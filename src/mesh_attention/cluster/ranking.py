@@ -40,7 +40,8 @@ class RankedMethod:
 
     @property
     def is_simulated(self) -> bool:
-        return all(one.timeline is not None for one in self.passes.values())
+        """Otherwise `seconds` is a bound: the method takes at least so long."""
+        return not any(one.is_bound for one in self.passes.values())
 
     @cached_property
     def plans(self) -> dict[Direction, Plan]:
@@ -118,13 +119,15 @@ class RankedMethod:
         return {
             "method": self.name,
             "seconds": self.seconds,
+            "at_least": not self.is_simulated,
             "mfu_percent": self.mfu_percent,
             "peak_bytes": self.peak_bytes,
             "fits_gpu": self.fits_gpu,
             "passes": {
                 direction.value: {
                     "seconds": one.seconds,
-                    "simulated": one.timeline is not None,
+                    "at_least": one.is_bound,
+                    "simulated": not one.is_bound,
                     "options": one.options,
                     "peak_bytes": self.peaks[direction],
                     "received_bytes": self.received[direction][0],
@@ -188,7 +191,8 @@ def ranked_methods(
         for one in standings:
             by_name.setdefault(one.name, {})[direction] = one
     rows = [RankedMethod(passes, problem, ranks, cluster) for passes in by_name.values()]
-    return sorted(rows, key=lambda row: (not row.fits_gpu, row.seconds))
+    # A bound says nothing about who is before whom, unless the other is below it.
+    return sorted(rows, key=lambda row: (not row.fits_gpu, not row.is_simulated, row.seconds))
 
 
 def python_line(

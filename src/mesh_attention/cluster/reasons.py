@@ -34,14 +34,17 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
         return f"{names}: a rank receives {told}, and {idle}"
     seconds = {name: sum(one.seconds for one in whole[name]) for name in others}
     total = sum(one.seconds for one in chosen)
-    slower = {name: time for name, time in seconds.items() if time > _ALIKE * total}
-    second = min(slower or seconds, key=lambda name: seconds[name])
+    known = {name for name in others if not any(one.is_bound for one in whole[name])}
+    slower = {name for name in others if seconds[name] > _ALIKE * total}
+    # What is only bounded may be much slower than its bound: it is second where nothing is known.
+    rivals = (known & slower) or known or {*others}
+    second = min(rivals, key=lambda name: (seconds[name], name))
     lead = 100 * (1 - total / seconds[second]) if seconds[second] else 0.0
-    against, left = "", ""
+    if second not in known:
+        before = f"is at least {lead:.2g} % before" if lead >= 0.05 else "is not slower than"
+        return f"{names} {before} all other methods: a rank receives {told}, and {idle}"
     timelines = [one.timeline for one in whole[second] if one.timeline]
-    if len(timelines) == len(chosen):
-        against = f" ({second}: {_told(timelines)})"
-        left = f" ({second}: {_idle(timelines)})"
+    against, left = f" ({second}: {_told(timelines)})", f" ({second}: {_idle(timelines)})"
     beats = f"beats {second} by {lead:.2g} %" if lead >= 0.05 else f"is as fast as {second}"
     return f"{names} {beats}: a rank receives {told}{against}, and {idle}{left}"
 

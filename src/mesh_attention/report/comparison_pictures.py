@@ -217,7 +217,8 @@ def memory_picture(facts: ReportFacts) -> Picture:
             peak = max(one.passes[d].peak_bytes for d in wanted)
             colour, symbol = style_of(at)
             marker = {"size": 12, "color": colour, "symbol": symbol}
-            data.append(_points(one.name, [(one.name, seconds, peak)], marker))
+            at_least = "" if all(one.passes[d].is_simulated for d in wanted) else ", at least"
+            data.append(_points(one.name, [(f"{one.name}{at_least}", seconds, peak)], marker))
         heights = [y for trace in data for y in trace["y"]]
         if max(heights) * 3 > limit:
             heights.append(limit)
@@ -233,9 +234,10 @@ def memory_picture(facts: ReportFacts) -> Picture:
                 | {"y0": limit, "y1": limit}
             ]
         caption = (
-            f"{' and '.join(wanted)}: every method at its best, and the tiles and slices of the "
-            f"map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for all "
-            f"of a model{' (the dashed line)' if limit in heights else ''}."
+            f"{' and '.join(wanted)}: every method at its best (at the least time that it takes, "
+            "where the table has one), and the tiles and slices of the map above. Lower and "
+            f"further left is better; {facts.gpu} has {limit:g} GiB for all of a model"
+            f"{' (the dashed line)' if limit in heights else ''}."
         )
         return Variant(caption, data, layout)
 

@@ -39,7 +39,8 @@ _ALIKE = 1e-9  # seconds: the same plan in other words
 
 @dataclass(frozen=True, slots=True)
 class MethodPass:
-    """A method at its best in one pass; bytes are those that a rank receives."""
+    """A method at its best in one pass; bytes are those that a rank receives. What was not
+    simulated takes at least so many seconds."""
 
     seconds: float
     is_simulated: bool
@@ -211,7 +212,7 @@ def _method(row: RankedMethod) -> MethodFacts:
     passes = {
         direction: MethodPass(
             one.seconds,
-            one.timeline is not None,
+            not one.is_bound,
             *row.received[direction],
             row.peaks[direction],
             row.setting(direction),

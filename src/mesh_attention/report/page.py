@@ -176,8 +176,9 @@ def _methods(facts: ReportFacts) -> str:
     )
     return f"""<section id="methods">
 <h2>{_TABLE}</h2>
-<p>Each at its best setting in each pass. A click on a heading sorts by it. Times with ~ are what
-one rank expects; they were not simulated, since the method could not win any more. Received bytes
+<p>Each at its best setting in each pass. A click on a heading sorts by it. A method with &ge;
+was not simulated: it takes at least so long, which is too long to be chosen, and may take much
+longer; bytes, memory and setting are of what promised most. Received bytes
 and memory are a rank's; below received bytes is how many times the least possible they are, which
 is a bound by the visible area alone: in reach under a full mask only.</p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
@@ -196,11 +197,12 @@ def _row(facts: ReportFacts, one: MethodFacts) -> str:
     passes = [one.passes[d] for d in facts.directions]
     # Value to sort by, and HTML.
     cells: list[tuple[float, str]] = [
-        (p.seconds, f"{'' if p.is_simulated else '~'}{_ms_text(p.seconds)}") for p in passes
+        (p.seconds, f"{'' if p.is_simulated else '&ge; '}{_ms_text(p.seconds)}") for p in passes
     ]
     if len(passes) > 1:
-        cells.append((one.seconds, f"{'' if one.is_simulated else '~'}{_ms_text(one.seconds)}"))
-    cells.append((one.mfu_percent, f"{one.mfu_percent:.1f}"))
+        cells.append((one.seconds, f"{'' if one.is_simulated else '&ge; '}{_ms_text(one.seconds)}"))
+    most = "" if one.is_simulated else "&le; "
+    cells.append((one.mfu_percent, f"{most}{one.mfu_percent:.1f}"))
     for direction, p in zip(facts.directions, passes, strict=True):
         cells.append((p.received_bytes, _received(p.received_bytes, facts, direction)))
     other = sum(p.other_node_bytes for p in passes)
@@ -284,8 +286,9 @@ def _notes(facts: ReportFacts) -> str:
         f"Kernels of the chosen plan, by their part of its attentions' time: {kernels}.",
         f"The choice is the best of {facts.settings_tried} settings, of which the best few were "
         "simulated with all ranks; the charts of operations are simulated too.",
-        "Tiles and slices, scaling, and times with ~ are what one rank expects of its own program, "
-        "with all others on time: mostly within a percent or two of a simulation.",
+        "Tiles and slices, and scaling, are what one rank expects of its own program, with all "
+        "others on time: mostly within a percent or two of a simulation, and less where ranks wait "
+        "for each other.",
         "Everything is modelled from the cluster's file with its rates of kernels and links; "
         "nothing was measured. Memory is the workspace, shards and results of attention for batch "
         "1, without what kernels take for themselves.",
