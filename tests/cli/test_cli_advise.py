@@ -102,6 +102,7 @@ def test_what_cannot_be_kept_is_told_in_a_line(
     assert told.err.startswith("mesh-attention advise: the answer could not be kept: ")
     assert len(told.err.splitlines()) == 1
     assert "Kept in" not in told.out
+    assert "Kept nowhere" in told.out
 
 
 def test_json_ranks_methods_and_says_what_is_kept(

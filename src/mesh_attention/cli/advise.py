@@ -47,7 +47,7 @@ class Asked:
     problem: Problem
     ranks: int
     cluster: Cluster
-    named: str  # as it was asked for, or as it is called
+    named: str  # Python that makes it
     found_by: str
     directions: tuple[Direction, ...]
     options: dict[str, Any]
@@ -76,11 +76,14 @@ def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
     directions = directions_of(args)
     if args.cluster is None:
         gpu = gpu_of_driver()
-        cluster, line = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
+        machine = Machine(gpu, nic_gbits=nic_gbits() if gpu else ())
+        cluster, line = find_cluster(machine)
+        named = repr(cluster.name)
+        if cluster.name not in cluster_names() or cluster != load_cluster(cluster.name):
+            named = f"find_cluster({machine!r})[0]"  # no file describes it
     else:
         cluster = load_cluster(args.cluster)
-        line = f"{cluster.name}, as given"
-    named = args.cluster or cluster.name
+        line, named = f"{cluster.name}, as given", repr(args.cluster)
     return Asked(problem, ranks, cluster, named, line, directions, options, args.kernel)
 
 
@@ -95,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     rows = ranked_methods(found, problem, ranks, cluster)
     chosen = RankedMethod(found.chosen, problem, ranks, cluster)
     least = {one: least_bytes(problem, ranks, one) for one in asked.directions}
-    python = python_line(found, problem, cluster, asked.options, asked.named)
+    how = problem, cluster, asked.options, asked.named
+    python = python_line(found, *how, is_kept=kept is not None)
     return show(
         args,
         lambda: {
@@ -132,7 +136,9 @@ def run(args: argparse.Namespace) -> int:
                 python,
                 "",
                 *_moved_note(found),
-                *([] if kept is None else [f"Kept in {kept}: where that file is, auto uses it."]),
+                "Kept nowhere: auto does not know of it."
+                if kept is None
+                else f"Kept in {kept}: where that file is, auto uses it.",
                 f"Cluster: {asked.found_by}.",
                 f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1.",
                 *_simulated_note(rows),

@@ -36,11 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts_of(asked: Asked, tell: Progress | None, most_ranks: int) -> ReportFacts:
-    found, _ = asked.search(_part(tell, 0.0, _SEARCH_PART))
+    found, kept = asked.search(_part(tell, 0.0, _SEARCH_PART))
     return report_facts(
         *(asked.problem, asked.ranks, asked.cluster, found),
         cluster_found=asked.found_by,
         cluster_named=asked.named,
+        is_kept=kept is not None,
         options=asked.options,
         kernel=asked.kernel,
         most_ranks=most_ranks,

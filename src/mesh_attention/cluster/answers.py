@@ -187,7 +187,7 @@ def _check(chosen: Chosen, options: Mapping[str, Any]) -> None:
 
 
 def question_of_answer(
-    problem: Problem, num_ranks: int, cluster: Cluster, chosen: Chosen
+    problem: Problem, num_ranks: int, cluster: Cluster | str | Path, chosen: Chosen
 ) -> Question:
     """What makes the plan of a kept answer."""
     questions = [

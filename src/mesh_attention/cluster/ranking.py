@@ -196,11 +196,52 @@ def ranked_methods(
 
 
 def python_line(
-    found: BestOfAll, problem: Problem, cluster: Cluster, options: Mapping[str, Any], named: str
+    found: BestOfAll,
+    problem: Problem,
+    cluster: Cluster,
+    options: Mapping[str, Any],
+    named: str,
+    *,
+    is_kept: bool,
 ) -> str:
-    """A line to paste: the options themselves, where both passes have the same, and otherwise
-    `auto`, which finds the answer kept on this machine. `named`: what the cluster was asked for
-    as."""
+    """To paste: the options themselves, where both passes have the same; otherwise `auto`, which
+    finds the answer kept on this machine, and where none is kept the plan. `named`: Python that
+    makes the cluster."""
+    chosen = [*found.chosen.values()]
+    if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
+        given = {**options, **found.place, **chosen[0].options}
+        how = f'method="{chosen[0].name}"{_arguments(given)}, ranks_per_node={cluster.node.ranks}'
+    elif is_kept:
+        how = f'method="auto"{_arguments({**options, **found.place})}, cluster={named}'
+    else:
+        return _imported(_line_with_plan(found, problem, named))
+    return _imported(f"cp = ContextParallel(group, {_sizes(problem)}, {how})")
+
+
+def _imported(text: str) -> str:
+    """With what a cluster needs that no file describes."""
+    if "find_cluster(" not in text:
+        return text
+    return f"from mesh_attention.cluster.found import Machine, find_cluster\n{text}"
+
+
+def _line_with_plan(found: BestOfAll, problem: Problem, named: str) -> str:
+    sizes = {one.name: getattr(problem, one.name) for one in fields(problem) if one.name != "mask"}
+    asked = f"Problem({_arguments(sizes)[2:]}, mask={_mask(problem.mask)})"
+    chosen = {
+        direction.value: {"method": one.name, "options": one.options}
+        for direction, one in found.chosen.items()
+    }
+    ranks = found.question.num_ranks
+    return (
+        "from mesh_attention import ContextParallel, Mask, Problem\n"
+        "from mesh_attention.cluster.answers import question_of_answer\n"
+        f"plan = question_of_answer({asked}, {ranks}, {named}, {chosen}).plan()\n"
+        "cp = ContextParallel(group, plan=plan)"
+    )
+
+
+def _sizes(problem: Problem) -> str:
     sizes = f"seq_len={problem.q_tokens}, num_heads={problem.num_heads}, "
     if problem.kv_heads != problem.num_heads:
         sizes += f"num_kv_heads={problem.kv_heads}, "
@@ -211,25 +252,21 @@ def python_line(
         sizes += f"kv_seq_len={problem.keys}, "
     if problem.element_bytes in _DTYPES:
         sizes += f"dtype=torch.{_DTYPES[problem.element_bytes]}, "
-    sizes += _mask_argument(problem.mask)
-    chosen = [*found.chosen.values()]
-    if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
-        given = {**options, **found.place, **chosen[0].options}
-        how = "".join(f", {name}={value!r}" for name, value in given.items())
-        how = f'method="{chosen[0].name}"{how}, ranks_per_node={cluster.node.ranks}'
-    else:
-        given = {**options, **found.place}
-        how = "".join(f", {name}={value!r}" for name, value in given.items())
-        how = f'method="auto"{how}, cluster="{named}"'
-    return f"cp = ContextParallel(group, {sizes}, {how})"
+    if problem.mask in (Mask(), Mask(causal=True)):
+        return f"{sizes}causal={problem.mask.causal}"
+    return f"{sizes}mask={_mask(problem.mask)}"
 
 
 _DTYPES = {4: "float32", 8: "float64"}  # bfloat16 need not be said
 
 
-def _mask_argument(mask: Mask) -> str:
-    if mask in (Mask(), Mask(causal=True)):
-        return f"causal={mask.causal}"
+def _arguments(values: Mapping[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in values.items())
+
+
+def _mask(mask: Mask) -> str:
     said = {one.name: getattr(mask, one.name) for one in fields(mask)}
-    unusual = [f"{name}={x!r}" for name, x in said.items() if x != getattr(Mask(), name)]
-    return f"mask=Mask({', '.join(unusual)})"
+    if mask.slices is not None:  # by the names of kinds, which Python reads
+        said["slices"] = tuple((q, k, str(kind)) for q, k, kind in mask.slices)
+    unusual = {name: x for name, x in said.items() if x != getattr(Mask(), name)}
+    return f"Mask({_arguments(unusual)[2:]})"

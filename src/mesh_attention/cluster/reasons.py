@@ -41,8 +41,9 @@ def why(chosen: Sequence[Standing], standings: Sequence[Sequence[Standing]]) -> 
     second = min(rivals, key=lambda name: (seconds[name], name))
     lead = 100 * (1 - total / seconds[second]) if seconds[second] else 0.0
     if second not in known:
-        before = f"is at least {lead:.2g} % before" if lead >= 0.05 else "is not slower than"
-        return f"{names} {before} all other methods: a rank receives {told}, and {idle}"
+        before = f"at least {lead:.2g} % before all other methods"
+        before = before if lead >= 0.05 else "not slower than any other method"
+        return f"{names} is {before}: a rank receives {told}, and {idle}"
     timelines = [one.timeline for one in whole[second] if one.timeline]
     against, left = f" ({second}: {_told(timelines)})", f" ({second}: {_idle(timelines)})"
     beats = f"beats {second} by {lead:.2g} %" if lead >= 0.05 else f"is as fast as {second}"

@@ -127,13 +127,15 @@ def report_facts(
     *,
     cluster_found: str,
     cluster_named: str | None = None,
+    is_kept: bool = False,
     options: Mapping[str, Any] | None = None,
     kernel: str | None = None,
     most_ranks: int = 1024,
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ReportFacts:
-    """`found` is what the search answered to the same question; `most_ranks` ends scaling."""
+    """`found` is what the search answered to the same question, and `auto` knows where it is kept;
+    `cluster_named`: Python that makes the cluster; `most_ranks` ends scaling."""
     given, directions = dict(options or {}), tuple(found.chosen)
     searches = [a_search(problem, num_ranks, cluster, d, given, kernel=kernel) for d in directions]
     ranked = ranked_methods(found, problem, num_ranks, cluster)
@@ -178,7 +180,10 @@ def report_facts(
         warnings=tuple(chosen.too_large()),
         kernels={d: _timeline(one).kernels for d, one in found.chosen.items()},
         reason=found.reason,
-        python=python_line(found, problem, cluster, given, cluster_named or cluster.name),
+        python=python_line(
+            *(found, problem, cluster, given, cluster_named or repr(cluster.name)),
+            is_kept=is_kept,
+        ),
         settings_tried=found.tried,
         refused=found.refused,
         least_bytes={one: least_bytes(problem, num_ranks, one) for one in directions},
