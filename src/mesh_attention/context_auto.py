@@ -159,14 +159,16 @@ def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None
 
 
 def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
-    gpu = gpu_of_driver()
+    gpu, memory = gpu_of_driver(), None
     uses_gpus = dist.get_backend(group) == dist.Backend.NCCL
     if uses_gpus and torch.cuda.is_available():  # otherwise CUDA stays as it is
         gpu = torch.cuda.get_device_name()
+        here = torch.cuda.current_device()
+        memory = torch.cuda.get_device_properties(here).total_memory / 2**30
     if gpu is None:
         return Machine()  # links of what has no GPU say nothing about a cluster
     inside = per_node is not None and per_node >= dist.get_world_size(group)
-    return Machine(gpu, None if inside else per_node, () if inside else nic_gbits())
+    return Machine(gpu, None if inside else per_node, () if inside else nic_gbits(), memory)
 
 
 def cluster_here(group: dist.ProcessGroup) -> tuple[Cluster, str]:

@@ -17,7 +17,6 @@ from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, n
         ("NVIDIA H200", "hgx-h200"),
         ("NVIDIA A100-SXM4-80GB", "a100-roce"),
         ("NVIDIA GB200", "gb200-nvl72"),
-        ("NVIDIA B200", "gb200-nvl72"),
     ],
 )
 def test_a_known_gpu_has_its_cluster(gpu: str, name: str) -> None:
@@ -31,6 +30,44 @@ def test_what_is_not_known_is_taken_for_the_nearest_and_said() -> None:
         cluster, line = find_cluster(machine)
         assert cluster == load_cluster("hgx-h100")
         assert "the nearest that is known; cluster= says another" in line
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "gib"),
+    [
+        ("NVIDIA B200", "gb200-nvl72", 173),
+        ("NVIDIA H20", "hgx-h100", 96),
+        ("NVIDIA H100 PCIe", "hgx-h100", 80),
+        ("NVIDIA H100 NVL", "hgx-h100", 94),
+        ("NVIDIA H800", "hgx-h100", 80),
+        ("NVIDIA H200 NVL", "hgx-h200", 131),
+        ("NVIDIA GH200 480GB", "hgx-h200", 96),
+        ("NVIDIA A100-SXM4-40GB", "a100-roce", 40),
+        ("NVIDIA A100 80GB PCIe", "a100-roce", 80),
+    ],
+)
+def test_of_another_gpu_the_file_is_the_nearest_and_memory_its_own(
+    gpu: str, name: str, gib: float
+) -> None:
+    cluster, line = find_cluster(Machine(gpu))
+    file = load_cluster(name)
+    assert cluster.gpu.memory_gib == gib
+    assert cluster.node == file.node
+    called = name if gib == file.gpu.memory_gib else f"{name} with {gib} GiB a GPU"
+    assert line == (
+        f"{gpu}: reckoned as {called}, {file.node.ranks} ranks a node, the nearest that is known; "
+        "cluster= says another"
+    )
+    same, _ = find_cluster(Machine(gpu, memory_gib=0.985 * gib))  # as devices count it
+    assert same == cluster
+
+
+def test_a_device_knows_its_memory() -> None:
+    for gpu, gib in (("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)):
+        assert find_cluster(Machine(gpu, memory_gib=gib)) == find_cluster(Machine(gpu))
+    cluster, line = find_cluster(Machine("NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory_gib=9.75))
+    assert cluster.gpu.memory_gib == 10
+    assert "the nearest that is known" in line
 
 
 def test_nodes_and_links_are_those_of_the_machine() -> None:
