@@ -32,9 +32,9 @@ from mesh_attention.measure.tune import keep_tuned, tune_ranks
 from mesh_attention.measure.tuning_state import TuningState
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
-from mesh_attention.runtime.faults import LostStoreError
 from mesh_attention.runtime.handshake import DisagreementError
 from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.runtime.transport.job_store import LostStoreError
 from support.pool import WorkerPool
 from support.raised import raised_by
 

@@ -1,12 +1,16 @@
-"""A job whose rank 0 keeps the key-value store and ends in mid-job: run by a test.
+"""Two jobs whose rank 0 keeps the key-value store: in one it ends in mid-job, in the other it is
+stopped. Run by a test.
 
-What each other rank is told is a line of the output. Ranks are forked: torch is imported once.
+What each other rank is told, and after how many seconds, is a line of the output. Ranks are forked:
+torch is imported once.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -14,38 +18,50 @@ import torch.distributed as dist
 
 from mesh_attention import ContextParallel, MeshAttentionError
 
+SECONDS = {"ends": 20, "stops": 4}
 
-def one_rank(rank: int, size: int, port: int) -> None:
+
+def one_rank(how: str, rank: int, size: int, port: int) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=SECONDS[how]),
     )
     cp = ContextParallel(seq_len=24, num_heads=2, head_dim=8, causal=True, dtype=torch.float32)
     x = torch.ones(1, cp.plan.q_layout.slots, 2, 8)
     cp.attention(x, x, x)
     if rank == 0:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL if how == "ends" else signal.SIGSTOP)
+    begun = time.monotonic()
     try:
         cp.attention(x, x, x)
     except MeshAttentionError as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        os.write(1, f"{told}\n".encode())  # at once: two ranks share the output
+        passed = time.monotonic() - begun
+        os.write(1, f"{how} {passed:.1f} {told}\n".encode())  # at once: ranks share the output
 
 
-def main(size: int, port: int) -> None:
+def main(size: int, *ports: int) -> None:
     torch.set_num_threads(1)
-    for rank in range(size):
-        if os.fork() == 0:
-            try:
-                one_rank(rank, size, port)
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-    for _ in range(size):
-        os.wait()
+    processes = {}
+    for how, port in zip(SECONDS, ports, strict=True):
+        for rank in range(size):
+            process = os.fork()
+            if process == 0:
+                try:
+                    signal.alarm(45)  # no rank outlives the test
+                    one_rank(how, rank, size, port)
+                finally:
+                    sys.stderr.flush()
+                    os._exit(0)
+            processes[how, rank] = process
+    stopped = processes.pop(("stops", 0))
+    for process in processes.values():
+        os.waitpid(process, 0)
+    os.kill(stopped, signal.SIGKILL)
+    os.waitpid(stopped, 0)
 
 
 if __name__ == "__main__":

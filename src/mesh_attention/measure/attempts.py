@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.measure.ranks import Ranks
-from mesh_attention.runtime.faults import asking_the_store
 from mesh_attention.runtime.transport.groups import default_store
+from mesh_attention.runtime.transport.job_store import asking_the_store
 
 PATIENCE_SECONDS = 30.0  # for others to refuse the same
 _MOST_CHARACTERS = 240

@@ -11,38 +11,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.identity import Identity
-from mesh_attention.runtime.transport.groups import Groups, default_store, forget
+from mesh_attention.runtime.transport.groups import Groups, default_store
+from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, JobStore, LostStoreError
 from mesh_attention.runtime.transport.shared_memory import this_host
 
-ANSWER_SECONDS = 3.0  # after a fault, for others to say that they are there
 _PAUSE_SECONDS = 0.01
 _CAUSE = "cause"
-
-
-class LostStoreError(MeshAttentionError):
-    """The job's key-value store does not answer."""
-
-
-@contextmanager
-def asking_the_store() -> Iterator[None]:
-    """Around every use of the store."""
-    try:
-        yield
-    except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
-        raise LostStoreError(
-            "the key-value store of the job does not answer: the process that keeps it (rank 0 of "
-            f"the job, or the launcher) has probably ended ({str(error).splitlines()[0]})"
-        ) from error
 
 
 class Faults:
@@ -51,20 +31,25 @@ class Faults:
     def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        self._store = PrefixStore(f"{groups.lasting_name}/faults", default_store())
-        with asking_the_store():
-            self._store.set(f"process/{self._me}", json.dumps(_this_process()))
+        seconds = groups.timeout(None).total_seconds()
+        self._store = JobStore(f"{groups.lasting_name}/faults", default_store(), seconds)
+        self._store.set(f"process/{self._me}", json.dumps(_this_process()))
+        self._store.allow(0.0)
         self._compared = 0
+
+    def allow(self, seconds: float) -> None:
+        """For the store to answer, as `JobStore` has it."""
+        self._store.allow(seconds)
 
     def tell(self, cause: str) -> str:
         """The cause as all ranks know it: ours, unless another was told before."""
-        with suppress(LostStoreError), asking_the_store():
+        with suppress(LostStoreError):
             return self._store.compare_set(_CAUSE, "", cause).decode()
         return cause
 
     def told(self) -> str | None:
-        with asking_the_store():
-            return self._store.get(_CAUSE).decode() if self._store.check([_CAUSE]) else None
+        found = self._store.there([_CAUSE])
+        return found[_CAUSE].decode() if found else None
 
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
@@ -88,15 +73,14 @@ class Faults:
 
     def leave(self, times: int) -> None:
         """This rank has given up all it had on the process group, for the n-th time."""
-        with suppress(LostStoreError), asking_the_store():
+        with suppress(LostStoreError):
             self._store.set(f"left/{self._me}", str(times))
 
     def _left(self, times: int) -> list[int]:
         """Ranks that gave up once more than this one has."""
         keys = {rank: f"left/{rank}" for rank in self._ranks}
-        with asking_the_store():
-            ever = [rank for rank, key in keys.items() if self._store.check([key])]
-            return [rank for rank in ever if int(self._store.get(keys[rank])) > times]
+        ever = self._store.there(keys.values())
+        return [rank for rank, key in keys.items() if int(ever.get(key, 0)) > times]
 
     def explain(self, seen: str, times: int) -> str:
         """The cause of what this rank has `seen`, in words. `times`: see `leave`."""
@@ -106,8 +90,8 @@ class Faults:
             return f"{lost}; seen here: {seen}"
 
     def _explained(self, seen: str, times: int) -> str:
-        with asking_the_store():
-            self._store.set(f"answer/{self._me}", "")
+        self.allow(0.0)
+        self._store.set(f"answer/{self._me}", "")
         begun = time.monotonic()
         while True:
             cause = self.find_cause(times)
@@ -122,33 +106,31 @@ class Faults:
             time.sleep(_PAUSE_SECONDS)
 
     def _silent(self, key: str) -> list[int]:
-        with asking_the_store():
-            return [r for r in self._ranks if not self._store.check([key.format(r)])]
+        heard = self._store.there([key.format(rank) for rank in self._ranks])
+        return [rank for rank in self._ranks if key.format(rank) not in heard]
 
     def statements(self, place: int, identity: Identity) -> dict[int, dict[str, Any]]:
         """What ranks say of their calls, where these are known to differ; not of those that are
         silent. `place`: of the call, the same on all ranks.
         """
         key = f"call{place}/{{}}"
-        with asking_the_store():
-            if self._compared:
-                forget(self._store, f"call{self._compared}/{self._me}")
-            self._compared = place
-            said = {"statement": identity.statement, "error": None, "in_flight": False}
-            self._store.set(key.format(self._me), json.dumps(said))
-            begun = time.monotonic()
-            while self._silent(key) and time.monotonic() - begun < ANSWER_SECONDS:
-                time.sleep(_PAUSE_SECONDS)
-            silent = self._silent(key)
-            heard = [rank for rank in self._ranks if rank not in silent]
-            return {rank: json.loads(self._store.get(key.format(rank))) for rank in heard}
+        if self._compared:
+            self._store.forget([f"call{self._compared}/{self._me}"])
+        self._compared = place
+        said = {"statement": identity.statement, "error": None, "in_flight": False}
+        self._store.set(key.format(self._me), json.dumps(said))
+        begun = time.monotonic()
+        while self._silent(key) and time.monotonic() - begun < ANSWER_SECONDS:
+            time.sleep(_PAUSE_SECONDS)
+        keys = {rank: key.format(rank) for rank in self._ranks}
+        heard = self._store.there(keys.values())
+        return {rank: json.loads(heard[one]) for rank, one in keys.items() if one in heard}
 
     def _has_ended(self, rank: int) -> bool:
-        with asking_the_store():
-            key = f"process/{rank}"
-            if not self._store.check([key]):
-                return False
-            host, number, started = json.loads(self._store.get(key))
+        found = self._store.there([f"process/{rank}"])
+        if not found:
+            return False
+        host, number, started = json.loads(*found.values())
         mine = _this_process()
         return bool(host == mine[0] and _start_of(number) != started)
 

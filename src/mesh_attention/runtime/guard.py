@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.faults import ANSWER_SECONDS, Faults, LostStoreError
+from mesh_attention.runtime.faults import Faults
 from mesh_attention.runtime.handshake import (
     DisagreementError,
     Handshake,
@@ -29,6 +29,7 @@ from mesh_attention.runtime.handshake import (
 from mesh_attention.runtime.identity import DeviceComparison, HostComparison, Identity
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError
 from mesh_attention.runtime.watch import Watch
 
 # In the cause, where ranks differ in the order of their calls; all of them read it there.
@@ -125,6 +126,9 @@ class Guard:
     def _look_around(self, waited: float) -> None:
         """Asked during a long wait. Another rank may be at something else, and wait for an
         agreement that we took for made: then all of us make it, and learn who is odd."""
+        limit = self._timeout.total_seconds()
+        self._handshake.allow(limit - waited)
+        self._faults.allow(limit - waited)
         if self._handshake.is_called_for(self.place) and self._current is not None:
             statement = self._current.kind.agreed_statement
             timeout = self._timeout
@@ -132,7 +136,6 @@ class Guard:
         told = self._faults.find_cause(self._groups.releases)
         if told is not None:
             raise CommunicationError(told)
-        limit = self._timeout.total_seconds()
         if waited > limit:
             raise CommunicationError(f"not all ranks came to this call within {limit:.0f} s")
 

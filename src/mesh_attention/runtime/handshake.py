@@ -22,14 +22,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.agreement import Meetings, disagreements
-from mesh_attention.runtime.faults import asking_the_store
 from mesh_attention.runtime.identity import ORDER, Statement
 from mesh_attention.runtime.plan_on_rank import AS_MADE
-from mesh_attention.runtime.transport.groups import Groups, default_store, forget
+from mesh_attention.runtime.transport.groups import Groups, default_store
+from mesh_attention.runtime.transport.job_store import JobStore
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
@@ -48,7 +46,7 @@ class Handshake:
     def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        self._store = PrefixStore(f"{groups.lasting_name}/agreement", default_store())
+        self._store = JobStore(f"{groups.lasting_name}/agreement", default_store())
         self._timeout = groups.timeout(None)
         # Why others will never come, if that is known; asked in a long wait.
         self.find_cause: Callable[[], str | None] = lambda: None
@@ -58,13 +56,16 @@ class Handshake:
         self.followed: str | None = None  # what the first rank chose by, where others differed
         self.left_in_flight = False  # the last disagreement broke a call off, or may have
 
+    def allow(self, seconds: float) -> None:
+        """For the store to answer, as `JobStore` has it."""
+        self._store.allow(seconds)
+
     def is_called_for(self, call: int) -> bool:
         """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
         if self._lock.locked():
             return False  # we are making one
         key = f"round{self._rounds + 1}/call"
-        with asking_the_store():
-            return bool(self._store.check([key])) and int(self._store.get(key)) < call
+        return any(int(asked) < call for asked in self._store.there([key]).values())
 
     def agree(
         self,
@@ -82,8 +83,9 @@ class Handshake:
         `in_flight`: the last of them waits for this agreement.
         True: some ranks made their programs and others were given them; compare all programs.
         """
-        with self._lock, asking_the_store():
+        with self._lock:
             self._timeout = timeout
+            self.allow(timeout.total_seconds())
             self._rounds += 1
             prefix = f"round{self._rounds}"
             mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
@@ -106,10 +108,9 @@ class Handshake:
 
     def _forget_earlier_rounds(self) -> None:
         """All ranks have spoken in this round, so none of them reads an earlier one any more."""
-        for number in range(self._first_kept, self._rounds):
-            names = [str(self._me)] + ["verdict", "call"] * (self._me == self._ranks[0])
-            for name in names:
-                forget(self._store, f"round{number}/{name}")
+        names = [str(self._me)] + ["verdict", "call"] * (self._me == self._ranks[0])
+        earlier = range(self._first_kept, self._rounds)
+        self._store.forget([f"round{number}/{name}" for number in earlier for name in names])
         self._first_kept = self._rounds
 
     def _verdict(self, prefix: str, error: Exception | None, grace: float) -> str:
@@ -163,15 +164,12 @@ class Handshake:
     def _statements(self, prefix: str, known: Said) -> Said:
         """What ranks have said since we last looked."""
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
-        return {
-            rank: json.loads(self._store.get(key))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+        there = self._store.there(keys.values())
+        return {rank: json.loads(there[key]) for rank, key in keys.items() if key in there}
 
     def _missing(self) -> str:
-        prefix = f"round{self._rounds}"
-        absent = [rank for rank in self._ranks if not self._store.check([f"{prefix}/{rank}"])]
+        spoken = self._statements(f"round{self._rounds}", {})
+        absent = [rank for rank in self._ranks if rank not in spoken]
         return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
 
 

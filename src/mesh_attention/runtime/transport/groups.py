@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import Store
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
+from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, JobStore, in_time
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
@@ -50,7 +51,8 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
         # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
-        ordinal = default_store().add(f"{base}/contexts/{self.global_rank_of_self}", 1)
+        store = JobStore(base, default_store(), self.timeout(None).total_seconds())
+        ordinal = store.add(f"contexts/{self.global_rank_of_self}", 1)
         self.lasting_name = f"{base}/{ordinal}"
 
     @property
@@ -119,8 +121,14 @@ class Groups:
             if timeout is not None:
                 name += f"/{timeout.total_seconds()}s"
             backend = dist.get_backend(self.parent)
+            limit = self.timeout(timeout)
             with _without_watchdog():
-                self._made[key] = _make_group(ranks, name, backend, self.timeout(timeout))
+                if backend == dist.Backend.GLOO:  # asks the store, in words of its own
+                    seconds = limit.total_seconds() + ANSWER_SECONDS
+                    make = partial(_make_group, ranks, name, backend, limit)
+                    self._made[key] = in_time(make, seconds)
+                else:
+                    self._made[key] = _make_group(ranks, name, backend, limit)
         return self._made[key]
 
     def check_device(self, device: torch.device) -> None:
@@ -177,12 +185,6 @@ class Groups:
 def default_store() -> Store:
     """The key-value store that all ranks of the job share."""
     return c10d._get_default_store()
-
-
-def forget(store: Store, key: str) -> None:
-    """Remove a key that nobody reads any more; not every store can."""
-    with suppress(RuntimeError, NotImplementedError):
-        store.delete_key(key)
 
 
 def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:

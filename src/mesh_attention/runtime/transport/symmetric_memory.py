@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from mesh_attention.runtime.transport.groups import backends_of, forget, group_name
+from mesh_attention.runtime.transport.groups import backends_of, group_name
+from mesh_attention.runtime.transport.job_store import forget
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
 READY, DONE, _BARRIER = range(3)

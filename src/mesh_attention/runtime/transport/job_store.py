@@ -1,0 +1,124 @@
+"""The job's key-value store, asked for a limited time.
+
+The process that keeps it (rank 0 of the job, or the launcher) may end, or be stopped and never
+answer. PyTorch's client then waits in the system without any limit, so every question is asked in a
+thread of its own, which is left behind where no answer comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from mesh_attention.errors import MeshAttentionError
+
+ANSWER_SECONDS = 3.0  # after a fault, for others to say that they are there
+
+Found = TypeVar("Found")
+
+
+class LostStoreError(MeshAttentionError):
+    """The job's key-value store does not answer."""
+
+
+@contextmanager
+def asking_the_store() -> Iterator[None]:
+    """Around every use of the store."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
+        raise _lost("has probably ended", str(error).splitlines()[0]) from error
+
+
+def in_time(
+    work: Callable[[], Found], seconds: float, left: list[threading.Thread] | None = None
+) -> Found:
+    """What `work` finds, which asks the store; `left` gets the thread where it does not return."""
+    found: list[Found] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="mesh_attention store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for error in raised:
+        raise error
+    if not found:
+        if left is not None:
+            left.append(thread)
+        raise _lost("has probably been stopped", f"no answer within {seconds:.0f} s")
+    return found[0]
+
+
+def _lost(what: str, seen: str) -> LostStoreError:
+    return LostStoreError(
+        "the key-value store of the job does not answer: the process that keeps it (rank 0 of the "
+        f"job, or the launcher) {what} ({seen})"
+    )
+
+
+def forget(store: Store, key: str) -> None:
+    """Remove a key that nobody reads any more; not every store can."""
+    with suppress(RuntimeError, NotImplementedError):
+        store.delete_key(key)
+
+
+class JobStore:
+    """The keys under `prefix`. Once a question had no answer all others are refused at once, until
+    the answer comes."""
+
+    def __init__(self, prefix: str, store: Store, seconds: float = ANSWER_SECONDS) -> None:
+        self._store = PrefixStore(prefix, store)
+        self._unanswered: list[threading.Thread] = []
+        self.allow(seconds)
+
+    def allow(self, seconds: float) -> None:
+        """For answers until then, in all; to questions after that, `ANSWER_SECONDS` each."""
+        self._until = monotonic() + seconds
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(lambda: self._store.check(keys))
+
+    def there(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Those of the keys that are there, with their values."""
+        return self._ask(lambda: {k: self._store.get(k) for k in keys if self._store.check([k])})
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._ask(lambda: self._store.compare_set(key, expected, value))
+
+    def add(self, key: str, number: int) -> int:
+        return self._ask(lambda: self._store.add(key, number))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove keys that nobody reads any more; not every store can."""
+
+        def remove() -> None:
+            for key in keys:
+                forget(self._store, key)
+
+        self._ask(remove)
+
+    def _ask(self, question: Callable[[], Found]) -> Found:
+        if any(thread.is_alive() for thread in self._unanswered):
+            raise _lost("has probably been stopped", "earlier questions have no answer yet")
+        self._unanswered.clear()
+        seconds = max(self._until - monotonic(), ANSWER_SECONDS)
+        with asking_the_store():
+            return in_time(question, seconds, self._unanswered)
