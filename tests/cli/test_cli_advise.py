@@ -170,6 +170,8 @@ def test_simulate_says_which_kernels_are_not_here(
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     assert main(words) == 0
     assert "Not installed here: cudnn; the rates used are those" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels_not_installed"] == ["cudnn"]
     monkeypatch.setattr(installed, "find_spec", lambda name: name)
     assert main(words) == 0
     assert "Not installed" not in capsys.readouterr().out

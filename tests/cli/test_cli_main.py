@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import errno
+import io
 import os
 import re
 import subprocess
@@ -96,6 +98,24 @@ def test_a_reader_that_stops_early_causes_no_traceback() -> None:
         os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+def test_an_answer_that_cannot_be_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it where it is closed
+    assert main(["verify", "--ranks", "2", "--tokens", "64"]) == 2
+    assert capsys.readouterr().err == (
+        "mesh-attention verify: standard output is closed, and the answer is lost\n"
+    )
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["advise", "--help"]) == 2  # argparse would pass over it
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_no_command_imports_torch() -> None:

@@ -77,6 +77,8 @@ BAD = [
     ("nodes", "nodes = true", "nodes = True must be a number"),
     ("nodes", "nodes = 2\nracks = 4", "the file has no field 'racks'; its fields: name, "),
     ("name =", "name = 7", "name = 7 must be text"),
+    ("name =", 'name = "a\\\\u001b[31mb"', "must be text without control characters"),
+    ("name =", 'name = "a\\\\nb"', "must be text without control characters"),
     ("nodes", "nodes = 2\nhost_driven = 1", "host_driven = 1 must be true or false"),
     ("peak_tflops", "", "gpu lacks 'peak_tflops'"),
     ("peak_tflops", "peak_tflops = -1", "gpu.peak_tflops = -1 must be above 0"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.installed import missing_kernels_note
+from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -121,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
             "methods": [row.to_json() for row in rows],
             "refused": found.refused,
             "settings_tried": found.tried,
+            "kernels_not_installed": missing_kernels(one.timeline for one in found.chosen.values()),
         },
         lambda: "\n".join(
             [

@@ -15,9 +15,10 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.first_answer import RENAMED_OPTIONS
@@ -105,6 +106,10 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return with_flags(super().format_help(), self)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse passes over what cannot be written."""
+        print(message, end="", file=file or sys.stderr)
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
@@ -127,17 +132,22 @@ def run_command(prog: str, command: Command, words: list[str]) -> int:
 
 def exit_code(prog: str, work: Callable[[], int]) -> int:
     """That of `work`; what goes wrong is told in one line."""
+    is_closed = sys.stdout is None  # by who started us; files are written all the same
+    sys.stdout, sys.stderr = (one or _nowhere() for one in (sys.stdout, sys.stderr))
     try:
         code = work()
         sys.stdout.flush()  # here, where a closed pipe can still be answered
+        if is_closed:
+            raise UsageError("standard output is closed, and the answer is lost")
         return code
     except (UsageError, MeshAttentionError) as error:
         message = str(error)
     except BrokenPipeError:
         # The reader (such as head) has seen enough; keep the interpreter's last flush quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 141
     except OSError as error:
+        _forget_output_that_fails()
         message = f"{error.filename or 'input or output'}: {error.strerror}"
     except UnicodeDecodeError as error:
         message = f"the file is not text: {error}"
@@ -151,6 +161,23 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         return 3
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")  # until the process ends
+
+
+def _forget_output() -> None:
+    """What could not be written would be tried again, and told again, as the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _forget_output_that_fails() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):  # what has no descriptor is no file either
+            _forget_output()
 
 
 def with_flags(text: str, parser: argparse.ArgumentParser) -> str:

@@ -16,10 +16,14 @@ MODULES = {
 }
 
 
+def missing_kernels(timelines: Iterable[Timeline | None]) -> list[str]:
+    used = {name for one in timelines if one is not None for name in one.kernels}
+    return sorted(name for name in used if not _is_here(name))
+
+
 def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
     """One line, or none."""
-    used = {name for one in timelines if one is not None for name in one.kernels}
-    missing = sorted(name for name in used if not _is_here(name))
+    missing = missing_kernels(timelines)
     if not missing:
         return []
     which = ", ".join(missing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.installed import missing_kernels_note
+from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.options import (
     add_plan_flags,
     directions_of,
@@ -107,7 +107,8 @@ class Simulated:
 
     def to_json(self) -> dict[str, Any]:
         tried = {} if self.tried is None else {"settings_tried": self.tried}
-        return self.timeline.to_json() | {"setting": self.setting} | tried
+        missing = {"kernels_not_installed": missing_kernels([self.timeline])}
+        return self.timeline.to_json() | {"setting": self.setting} | missing | tried
 
 
 def simulated(

@@ -210,7 +210,9 @@ def _what_is_there(kind: Any) -> Any:
 def _why_not(kind: type, value: Any, name: str) -> str | None:
     """None if a field of this kind and name can have the value, otherwise what it must be."""
     if kind is str:
-        return None if isinstance(value, str) and value else "text"
+        # Names go to terminals as they are.
+        is_text = isinstance(value, str) and value and value.isprintable()
+        return None if is_text else "text without control characters"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_usual(value):
