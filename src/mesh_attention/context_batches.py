@@ -59,7 +59,7 @@ class Batches(Reports):
 
         Nothing is sent: a rank with other documents is named by the first call that uses them.
         """
-        self._share.refuse_if_closed()
+        self._share.refuse_if_closed(sends=False)
         if not isinstance(cu_seqlens, Pack):
             pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
         elif kv_cu_seqlens is None and not also:
@@ -95,7 +95,7 @@ class Batches(Reports):
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
         nor other ranks, and can be pickled: a collate function in another process may call it."""
-        self._share.refuse_if_closed()
+        self._share.refuse_if_closed(sends=False)
         context = self._share.context
         others = list(also) if isinstance(also, Sequence) else [also]
         for one in others:

@@ -11,6 +11,7 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from threading import RLock
@@ -18,6 +19,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest
@@ -50,6 +52,7 @@ class Context:
     last share is closed, and made anew when they are needed again."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
+        self._process = os.getpid()
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
@@ -284,6 +287,19 @@ class Context:
 
     # Users.
 
+    @property
+    def is_copy(self) -> bool:
+        """In a process that was forked: its connections are those of its parent."""
+        return os.getpid() != self._process
+
+    def refuse_copies(self) -> None:
+        if self.is_copy:
+            raise MeshAttentionError(
+                f"this process was forked from process {self._process}, whose connections it "
+                "shares, so it cannot communicate here: make such calls there, or start processes "
+                "anew (multiprocessing's spawn) that make process groups of their own"
+            )
+
     def join(self) -> Share:
         self._num_users += 1
         self.num_shares += 1
@@ -326,10 +342,13 @@ class Context:
 
 def context_of(parent: dist.ProcessGroup) -> Context:
     """The context of a process group, one for all who ask."""
-    for group in [group for group in _CONTEXTS if not is_registered(group)]:
-        dropped = _CONTEXTS.pop(group)
-        dropped.release_function()
-        dropped.release()
-    if parent not in _CONTEXTS:
+    for group, context in [*_CONTEXTS.items()]:
+        if not is_registered(group) and not context.is_copy:
+            del _CONTEXTS[group]
+            context.release_function()
+            context.release()
+    if parent in _CONTEXTS:
+        _CONTEXTS[parent].refuse_copies()
+    else:
         _CONTEXTS[parent] = Context(parent)
     return _CONTEXTS[parent]

@@ -56,8 +56,11 @@ class Share:
         self.context.guard.settle(results.values())
         return results
 
-    def refuse_if_closed(self) -> None:
-        """Also if the context is broken."""
+    def refuse_if_closed(self, *, sends: bool = True) -> None:
+        """Also if the context is broken, or belongs to the process that this was forked from, by
+        whose connections nothing is sent."""
+        if sends:
+            self.context.refuse_copies()
         if self._closed:
             raise MeshAttentionError("this ContextParallel is closed; make a new one")
         if not is_registered(self.context.groups.parent):
@@ -72,6 +75,8 @@ class Share:
         each rank, and process groups must be released in the same order everywhere."""
         if not self._closed:
             self._closed = True
+            if self.context.is_copy:
+                return  # all that it holds is the parent's
             self.reports.clear()
             self.context.num_shares -= 1
             if self.context.num_shares == 0:
