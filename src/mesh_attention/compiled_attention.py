@@ -23,6 +23,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.autograd import backward_pass, forward_pass, prepared
 from mesh_attention.runtime.distributed_tensors import is_dtensor
 from mesh_attention.runtime.documents import BATCH_PLANS, BatchPlans, Documents
+from mesh_attention.runtime.entered import of_object, told_to_all
 from mesh_attention.runtime.modes import as_under_autocast, outside_autocast, outside_inference_mode
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -43,6 +44,7 @@ class Named(Protocol):
 
     _share: Share
     _name: str
+    _options: CallOptions
 
     def _asked(
         self,
@@ -145,10 +147,23 @@ def attention_op(
     if block is not None:
         BLOCKS.find(int(block)).count_checkpoints(2)
     fault = None if refusal is None else MeshAttentionError(refusal)
-    source, options, fault = _asked(
-        *(cp, q, k, v, sinks, documents, softmax_scale, is_causal, fault)
-    )
     label = label_number if label_text is None else label_text
+    how = (documents, softmax_scale, is_causal, fault)
+    return _forward(cp, q, k, v, sinks, *how, label=label, needs_grad=needs_grad)
+
+
+@told_to_all(of_object)
+def _forward(
+    cp: Named,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *how: Any,
+    label: str | int | None,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    source, options, fault = _asked(cp, q, k, v, sinks, *how)
     with outside_inference_mode(), outside_autocast():
         call = prepared(cp._share, source, options, q, needs_grad, fault)
         out, lse = forward_pass(cp._share, call, needs_grad, label, (q, k, v), sinks)
@@ -176,17 +191,37 @@ def attention_backward_op(
     """Gradients of q, k, v and sinks; the last has no elements where it is not needed."""
     _refuse_capture(q)
     cp = CONTEXT_PARALLELS.find(int(name))
-    source, options, fault = _asked(cp, q, k, v, sinks, documents, softmax_scale, None, None)
     label = label_number if label_text is None else label_text
+    saved = (q, k, v, out, lse, sinks)
+    grads = _gradients(
+        *(cp, saved, grad_out, grad_lse, documents, softmax_scale, label, int(place)),
+        sinks_need_grad=sinks_need_grad,
+    )
+    grad_q, grad_k, grad_v, grad_sinks = grads
+    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
+
+
+@told_to_all(of_object)
+def _gradients(
+    cp: Named,
+    saved: tuple[Any, ...],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    documents: Tensor | None,
+    softmax_scale: float | None,
+    label: str | int | None,
+    place: int,
+    *,
+    sinks_need_grad: bool,
+) -> tuple[Any, ...]:
+    q, k, v, *_, sinks = saved
+    source, options, fault = _asked(cp, q, k, v, sinks, documents, softmax_scale, None, None)
     with outside_inference_mode(), outside_autocast():
         call = prepared(cp._share, source, options, q, True, fault)
-        grads: tuple[Any, ...] = backward_pass(
-            *(cp._share, call, label, int(place), lambda: (q, k, v, out, lse, sinks)),
-            *(grad_out, grad_lse),
+        return backward_pass(
+            *(cp._share, call, label, place, lambda: saved, grad_out, grad_lse),
             needed=(True, True, True, sinks_need_grad),
         )
-        grad_q, grad_k, grad_v, grad_sinks = grads
-        return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
 
 
 def _asked(

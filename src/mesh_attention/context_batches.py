@@ -24,6 +24,7 @@ from mesh_attention.plan.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.distributed_tensors import own_tokens
 from mesh_attention.runtime.documents import BatchPlans, Documents
+from mesh_attention.runtime.entered import of_object, told_to_all
 from mesh_attention.runtime.modes import outside_compile
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -164,6 +165,7 @@ class Batches(Reports):
         return spread.whole(self._shards(documents).shard(own, dim, side))
 
     @outside_compile
+    @told_to_all(of_object)
     def unshard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
@@ -174,8 +176,7 @@ class Batches(Reports):
         """
         shards, context = self._shards(documents), self._share.context
         self._share.refuse_if_closed()
-        with context.refused_by_all(self._options):
-            own, spread = own_tokens(context.groups.ranks, x, dim)
+        own, spread = own_tokens(context.groups.ranks, x, dim)
         return spread.whole(shards.unshard(self._share, self._options, own, dim, side))
 
     @outside_compile

@@ -37,6 +37,7 @@ from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.distributed_tensors import own_heads
 from mesh_attention.runtime.documents import BatchPlans, Documents
+from mesh_attention.runtime.entered import of_object, told_to_all
 from mesh_attention.runtime.modes import as_under_autocast
 from mesh_attention.runtime.plan_on_rank import PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -172,6 +173,7 @@ class ContextParallel(Batches, Training):
 
     # Attention.
 
+    @told_to_all(of_object)
     def attention(
         self,
         q: Tensor,
@@ -213,6 +215,7 @@ class ContextParallel(Batches, Training):
         out, lse = self._attend(q, k, v, fault, sinks=sinks, documents=documents, label=label)
         return (out, lse) if return_lse else out
 
+    @told_to_all(of_object)
     def _attend(
         self,
         q: Tensor,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.losses import Reduce, TokenMean, cross_entropy
 from mesh_attention.replaced_attention import Attending, replaced_attention
 from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.entered import of_object, told_to_all
 from mesh_attention.runtime.modes import outside_compile
 from mesh_attention.sharded_batch import IGNORE_INDEX, ShardedBatch, Sharder, shard_batch
 
@@ -74,6 +75,7 @@ class Training:
         )
 
     @outside_compile
+    @told_to_all(of_object)
     def cross_entropy(
         self: Sharder,
         logits: Tensor,

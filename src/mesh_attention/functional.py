@@ -17,8 +17,9 @@ from mesh_attention.context_arguments import kept_source, process_group
 from mesh_attention.context_sizes import sizes_of, with_lengths
 from mesh_attention.plan.mask import Mask
 from mesh_attention.runtime.autograd import attention
-from mesh_attention.runtime.context import context_of
+from mesh_attention.runtime.context import Context, context_of
 from mesh_attention.runtime.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.entered import told_to_all
 from mesh_attention.runtime.modes import as_under_autocast, outside_compile
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.tensor_faults import (
@@ -29,7 +30,12 @@ from mesh_attention.tensor_faults import (
 )
 
 
+def _found(*_: Any, group: Any = None, **__: Any) -> tuple[Context, CallOptions]:
+    return context_of(process_group(group)), CallOptions()
+
+
 @outside_compile
+@told_to_all(_found)
 def mesh_attention(
     q: Tensor,
     k: Tensor,

@@ -57,19 +57,15 @@ def cross_entropy(
     """As `ContextParallel.cross_entropy` describes it."""
     share.refuse_if_closed()
     context = share.context
-    try:
-        logits, targets = own_copies(context.groups.ranks, logits=logits, targets=targets)
-        _refuse_wrong(logits, targets, reduce)
-        assert targets is not None
-        _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
-        if isinstance(num_targets, Tensor):
-            num_targets = num_targets.detach().reshape(())
-        context.groups.check_device(logits.device)
-        ranks = _Ranks.of(context.groups.ranks, data_parallel)
-        losses = _losses(logits, targets, ignore_index, label_smoothing)
-    except Exception as error:  # whatever it is, the others must not wait for us
-        context.agree_on({}, options, error)
-        raise
+    logits, targets = own_copies(context.groups.ranks, logits=logits, targets=targets)
+    _refuse_wrong(logits, targets, reduce)
+    assert targets is not None
+    _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
+    if isinstance(num_targets, Tensor):
+        num_targets = num_targets.detach().reshape(())
+    context.groups.check_device(logits.device)
+    ranks = _Ranks.of(context.groups.ranks, data_parallel)
+    losses = _losses(logits, targets, ignore_index, label_smoothing)
     own = losses.sum(dtype=torch.float64)
     counted = (targets != ignore_index).sum(dtype=torch.float64)
     said = _Said(num_targets, (reduce, ignore_index, label_smoothing), logits.device)
@@ -95,7 +91,10 @@ def cross_entropy(
     if ranks.group is not None:
         _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
     total, count = sums[:2].unbind()
-    wrong = said.is_wrong(sums[2:], count, ranks.number)
+    try:
+        wrong = said.is_wrong(sums[2:], count, ranks.number)
+    except MeshAttentionError as error:  # of the sums, so on all ranks
+        raise context.guard.known(error) from None
     # Where nothing is counted sums are 0, and so is the loss, by whichever number.
     divisor = (count if num_targets is None else torch.zeros_like(count) + num_targets) + (
         count == 0

@@ -25,6 +25,7 @@ from mesh_attention.compiled_attention import BLOCKS
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.distributed_tensors import own_heads
 from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.entered import of_object, told_to_all
 from mesh_attention.sharded_batch import Sharder
 from mesh_attention.sharded_buffers import check_buffers, sharded_buffers
 from mesh_attention.tensor_faults import fault_of_kind, fault_of_unsupported
@@ -176,6 +177,7 @@ def _as_backward(
     return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
 
 
+@told_to_all(of_object)
 def _attend(
     cp: Attending,
     documents: Documents | None,

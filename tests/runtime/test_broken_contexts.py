@@ -35,7 +35,7 @@ def context(*, broken: bool, log: list[str]) -> Any:
     """Of stand-ins that write down what is asked of them."""
     made: Any = object.__new__(Empty)
     made.guard = SimpleNamespace(broken=broken, break_off=lambda cause: log.append("broken off"))
-    made.guard.place = 1
+    made.guard.place, made.guard.known = 1, lambda error: error
     made.groups = SimpleNamespace(
         abort=lambda: log.append("abort"),
         close=lambda abort: log.append(f"close groups, abort {abort}"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.binding import GRAD_LSE
+from mesh_attention.runtime.entered import told_to_all
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.modes import outside_autocast, outside_inference_mode
 from mesh_attention.runtime.plan_on_rank import PlanSource
@@ -45,6 +46,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @told_to_all(lambda ctx, *_: (ctx.share.context, ctx.call.options))
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -103,26 +105,25 @@ def backward_pass(
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the sinks, where they are `needed`. `saved` gives those, and out and
-    lse before the sinks; what it raises is told to all ranks."""
+    lse before the sinks."""
     context = share.context
-    with context.refused_by_all(call.options):
-        # In the caller's modes: a checkpoint computes them again, by a call.
-        q, k, v, out, lse, sinks = saved()
-        if not call.options.differentiable_lse:
-            _refuse_gradient_of_lse(grad_lse)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
-        inputs = {name: rows_first(x) for name, x in named.items()}
-        inputs["lse"] = _rows_of_statistics(lse)
-        given = None
-        if call.options.differentiable_lse:
-            given = torch.zeros_like(lse) if grad_lse is None else grad_lse
-            # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
-            # sink it has a number, on which nothing may depend where the row is padding.
-            given = given.masked_fill(lse == -torch.inf, 0.0)
-            if sinks is not None:
-                given.masked_fill_(call.padding(), 0.0)
-            inputs[GRAD_LSE] = _rows_of_statistics(given)
+    # In the caller's modes: a checkpoint computes them again, by a call.
+    q, k, v, out, lse, sinks = saved()
+    if not call.options.differentiable_lse:
+        _refuse_gradient_of_lse(grad_lse)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
+    inputs = {name: rows_first(x) for name, x in named.items()}
+    inputs["lse"] = _rows_of_statistics(lse)
+    given = None
+    if call.options.differentiable_lse:
+        given = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
+        # sink it has a number, on which nothing may depend where the row is padding.
+        given = given.masked_fill(lse == -torch.inf, 0.0)
+        if sinks is not None:
+            given.masked_fill_(call.padding(), 0.0)
+        inputs[GRAD_LSE] = _rows_of_statistics(given)
     passed = (call.kinds[True], Direction.BACKWARD, call.options, q.device)
     share.begin(*passed, label, place, sinks=sinks is not None)
     with context.guard.whole_or_broken(), outside_autocast():
@@ -157,7 +158,6 @@ def attention(
     needs_grad = error is None and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     with outside_inference_mode(), outside_autocast():
         call = prepared(share, source, options, tensors[0], needs_grad, error)
-        # Not guarded as a whole: a checkpoint ends a recomputation by an exception of its own.
         out, lse = _Attention.apply(share, call, needs_grad, label, *tensors, sinks)  # type: ignore[no-untyped-call]
     return out, lse
 

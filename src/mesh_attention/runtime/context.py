@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from threading import RLock
 from weakref import WeakSet
 
@@ -177,8 +176,7 @@ class Context:
         except Exception as found:
             error = found
         except BaseException as ended:  # the others would wait for us in vain
-            rank = self.groups.global_rank_of_self
-            self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
+            self.guard.break_off(ended)
             raise
         if error is not None or not (ahead or known):
             self._agree(statement, options, error)
@@ -215,21 +213,21 @@ class Context:
                 self._living_calls.add(base)
         return PreparedCall(self.transports, mine, options, call_shape, base)
 
-    @contextmanager
-    def refused_by_all(self, options: CallOptions) -> Iterator[None]:
-        """Around what a rank does by itself before a backward pass: if it fails, nothing has moved,
-        but the others must not wait for it. Where all fail alike, all objects stay usable."""
-        try:
-            yield
-        except Exception as error:
-            if self.guard.broken:
-                raise
-            self._agree({}, options, error)
-            raise AssertionError("an error is always raised") from error
-        except BaseException as ended:
-            rank = self.groups.global_rank_of_self
-            self.guard.break_off(f"rank {rank} broke off a call: {ended!r}")
-            raise
+    def tell_of(self, error: BaseException, options: CallOptions) -> None:
+        """Of what has ended a call of this rank, unless all know it. Before calls are compared
+        nothing has moved, but the others must not wait for us; where all fail alike, all objects
+        stay usable."""
+        alone = len(self.groups.ranks) == 1 or self.is_copy
+        if not alone and not self.guard.is_known(error):
+            if self.guard.compared or not isinstance(error, Exception):
+                self.guard.break_off(error)
+            else:
+                try:
+                    self._agree({}, options, error)
+                except Exception as raised:
+                    if raised is not error:
+                        self.guard.break_off(error)
+        self.guard.left_by = None
 
     def _stated(self, words: str, options: CallOptions) -> Statement:
         releases = {"number of releases of this group": self.groups.releases}
@@ -245,7 +243,8 @@ class Context:
             in_flight = knows_calls and self.handshake.left_in_flight
             told = raised is error or isinstance(raised, DisagreementError)
             if in_flight or not told:
-                self.guard.break_off(str(raised))
+                self.guard.break_off(raised)
+            self.guard.known(raised)
             raise
 
     def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
@@ -266,19 +265,18 @@ class Context:
         self,
         statement: Statement,
         options: CallOptions,
-        error: Exception | None = None,
         *,
         ahead: bool = False,
     ) -> AgreedKind:
         """A kind of call that is no attention: known, or agreed on now, unless ranks go `ahead` and
         leave it to the call to compare."""
         self.guard.refuse_if_broken()
-        if ahead and error is None and self.groups.has_everybody(options.timeout):
+        if ahead and self.groups.has_everybody(options.timeout):
             return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
         known = self._agreed.get(key)
-        if known is None or error is not None:
-            self._agree(statement, options, error)
+        if known is None:
+            self._agree(statement, options, None)
             with self.guard.whole_or_broken():
                 self.groups.everybody(None)
                 self.groups.everybody(options.timeout)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -24,6 +25,7 @@ from mesh_attention.runtime.handshake import (
     DisagreementError,
     Handshake,
     is_of_order,
+    told,
     verdict_on,
 )
 from mesh_attention.runtime.identity import DeviceComparison, HostComparison, Identity
@@ -37,6 +39,7 @@ OUT_OF_STEP = (
     "the ranks are at different points of their programs, and this process group is refused from "
     "now on"
 )
+Raised = TypeVar("Raised", bound=BaseException)
 _OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 
 
@@ -56,12 +59,31 @@ class Guard:
         self._timeout = timedelta()
         self._watch: Watch | None = None
         self.place = 0  # of the call that this rank is at, among all of them
+        self.compared = False  # in the call that was entered; others may be in it, or past it
+        self._known = 0  # the error, by its id, that a call raises and others need not be told
+        self.left_by: str | None = None  # an error that has ended a call and was not told yet
 
     @property
     def broken(self) -> bool:
         return self._cause is not None
 
     # A call.
+
+    def enter(self) -> None:
+        """An error that ends the call is told to the others, unless it is `known` then."""
+        self._known, self.compared = 0, False
+
+    def leave(self) -> None:
+        """A call inside another, as in a backward pass that attends again, is over."""
+        self.compared = False
+
+    def known(self, error: Raised) -> Raised:
+        """All ranks know it, or it ends no call."""
+        self._known = id(error)
+        return error
+
+    def is_known(self, error: BaseException) -> bool:
+        return self.broken or isinstance(error, DisagreementError) or self._known == id(error)
 
     def begin(
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
@@ -73,6 +95,7 @@ class Guard:
         """
         if len(self._groups.ranks) == 1:
             return
+        self.compared = True
         self.place += 1
         self._current, self._timeout = identity, self._groups.timeout(timeout)
         with self.whole_or_broken():
@@ -169,16 +192,19 @@ class Guard:
             self._break_off(str(told), error)
             raise told from error
         except BaseException as error:
-            me = self._groups.global_rank_of_self
-            told_by_all = isinstance(error, DisagreementError)
-            name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
-            text = str(error) if told_by_all else f"rank {me} broke off a call: {name}{error}"
-            self._break_off(self._faults.tell(text), error)
+            self.break_off(error)
             raise
 
-    def break_off(self, cause: str) -> None:
+    def break_off(self, error: BaseException) -> None:
         """Calls may be in flight that nobody will finish."""
-        self._break_off(self._faults.tell(cause))
+        if isinstance(error, DisagreementError):  # all ranks say the same
+            self._break_off(self._faults.tell(str(error)), error)
+        else:
+            self._break_off_by(told(error), error)
+
+    def _break_off_by(self, words: str, error: BaseException | None = None) -> None:
+        me = self._groups.global_rank_of_self
+        self._break_off(self._faults.tell(f"rank {me} broke off a call: {words}"), error)
 
     def _break_off(self, cause: str, error: BaseException | None = None) -> None:
         if self._cause is None:
@@ -195,6 +221,9 @@ class Guard:
     def refuse_if_broken(self) -> None:
         if self._watch is not None:
             self._watch.wait_for_verdict(ANSWER_SECONDS)
+        if self.left_by is not None:
+            self._break_off_by(self.left_by)
+            self.left_by = None
         if self._cause is None:
             return
         if OUT_OF_STEP in self._cause:

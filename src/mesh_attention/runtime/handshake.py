@@ -88,7 +88,7 @@ class Handshake:
             self.allow(timeout.total_seconds())
             self._rounds += 1
             prefix = f"round{self._rounds}"
-            mine = {"statement": statement, "error": _told(error), "in_flight": in_flight}
+            mine = {"statement": statement, "error": error and told(error), "in_flight": in_flight}
             self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
             if not in_flight:  # those who join later look how far the one got who asks them to
                 self._store.compare_set(f"{prefix}/call", "", str(call))
@@ -136,7 +136,7 @@ class Handshake:
                 if complete or waited > contradicted + grace:
                     verdict = found or _AGREED
             if waited > limit:
-                own = f"rank {self._me}: {_told(error)}"
+                own = f"rank {self._me}: {error and told(error)}"
                 call = f"did not reach the same attention call within {limit:.0f} s"
                 verdict = f"{self._missing()} {call}" if error is None else own
             if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
@@ -256,10 +256,12 @@ def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
     )
 
 
-def _told(error: Exception | None) -> str | None:
+def told(error: BaseException) -> str:
     """Our own errors speak for themselves."""
-    if error is None:
-        return None
-    return (
-        str(error) if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: {error}"
-    )
+    try:
+        words = str(error)
+    except Exception as found:  # of a caller's error
+        words = f"it cannot be told ({type(found).__name__})"
+    if isinstance(error, MeshAttentionError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}()"

@@ -61,17 +61,13 @@ class Shards:
         self, share: Share, options: CallOptions, x: Tensor, dim: int, side: Side
     ) -> Tensor:
         share.refuse_if_closed()
-        try:
-            layout = self.layout(side)
-            dim = _checked_dim(x, dim)
-            if x.shape[dim] != layout.slots:
-                raise MeshAttentionError(
-                    f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
-                )
-            share.context.groups.check_device(x.device)
-        except MeshAttentionError as error:  # the others must not wait for us
-            share.context.agree_on({}, options, error)
-            raise
+        layout = self.layout(side)
+        dim = _checked_dim(x, dim)
+        if x.shape[dim] != layout.slots:
+            raise MeshAttentionError(
+                f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
+            )
+        share.context.groups.check_device(x.device)
         whole = unshard(
             *(share, self.words, self.devices, self.rank, options, x, layout, dim),
             of_batch=self.of_batch,

@@ -62,12 +62,14 @@ class Share:
         if sends:
             self.context.refuse_copies()
         if self._closed:
-            raise MeshAttentionError("this ContextParallel is closed; make a new one")
+            closed = MeshAttentionError("this ContextParallel is closed; make a new one")
+            raise self.context.guard.known(closed)
         if not is_registered(self.context.groups.parent):
-            raise MeshAttentionError(
+            destroyed = MeshAttentionError(
                 "the process group of this call was destroyed (destroy_process_group); make a new "
                 "group and a new ContextParallel on it"
             )
+            raise self.context.guard.known(destroyed)
         self.context.guard.refuse_if_broken()
 
     def close(self) -> None:
