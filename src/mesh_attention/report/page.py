@@ -176,7 +176,7 @@ def _methods(facts: ReportFacts) -> str:
     )
     return f"""<section id="methods">
 <h2>{_TABLE}</h2>
-<p>Each at its best setting in each pass. A click on a heading sorts by it. A method with &ge;
+<p>Each at the best setting that was simulated, in each pass. A click on a heading sorts by it. A method with &ge;
 was not simulated: it takes at least so long, which is too long to be chosen, and may take much
 longer; bytes, memory and setting are of what promised most. Received bytes
 and memory are a rank's; below received bytes is how many times the least possible they are, which
