@@ -35,7 +35,7 @@ from mesh_attention.plan.text import digest
 RANKS = 2
 
 
-def pasted(text: str) -> Plan:
+def pasted(text: str, ranks: int = RANKS) -> Plan:
     """What `ContextParallel` would plan with."""
     group = object()
 
@@ -55,8 +55,8 @@ def pasted(text: str) -> Plan:
         problem = Problem(seq_len, num_heads, head_dim, **sizes, element_bytes=size, mask=mask)
         if said["method"] == AUTO:
             del said["method"]
-            return ask_auto(problem, RANKS, said.pop("cluster"), said).plan()
-        return make_plan(problem, RANKS, **said)
+            return ask_auto(problem, ranks, said.pop("cluster"), said).plan()
+        return make_plan(problem, ranks, **said)
 
     names: dict[str, Any] = {"group": group, "torch": torch, "Mask": Mask}
     names["ContextParallel"] = plan_of
@@ -87,15 +87,34 @@ def test_lines_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             for is_kept in (True, False):
                 line = python_line(found, problem, cluster, {}, repr(str(file)), is_kept=is_kept)
                 assert digest(pasted(line)) == digest(found.plan()), line
+    # Where the costs of the cluster decide on the order of a schedule, options are not all.
+    problem, ranks = Problem(8192, 8, 64, num_kv_heads=4, mask=Mask(causal=True)), 16
+    cluster = load_cluster("a100-roce")
+    found = answer(small, problem, cluster, same, ranks, tile=(4, 4), chunks=(2, 4))
+    keep_answer(problem, ranks, cluster, found, {})
+    for is_kept in (True, False):
+        line = python_line(found, problem, cluster, {}, "'a100-roce'", is_kept=is_kept)
+        assert "'a100-roce'" in line
+        made = pasted(line, ranks)
+        assert [one.schedule for one in made.passes] == [
+            one.schedule for one in found.plan().passes
+        ]
 
 
 def answer(
-    searched: BestOfAll, problem: Problem, cluster: Cluster, names: tuple[str, ...]
+    searched: BestOfAll,
+    problem: Problem,
+    cluster: Cluster,
+    names: tuple[str, ...],
+    ranks: int = RANKS,
+    **options: Any,
 ) -> BestOfAll:
     """As if these methods had been found for forward and backward."""
-    chosen = {way: Standing(name, {}, 1.0) for way, name in zip(Direction, names, strict=True)}
-    by_pass: Chosen = {d.value: {"method": one.name, "options": {}} for d, one in chosen.items()}
-    question = question_of_answer(problem, RANKS, cluster, by_pass)
+    chosen = {way: Standing(name, options, 1.0) for way, name in zip(Direction, names, strict=True)}
+    by_pass: Chosen = {
+        way.value: {"method": one.name, "options": options} for way, one in chosen.items()
+    }
+    question = question_of_answer(problem, ranks, cluster, by_pass)
     return replace(searched, chosen=chosen, unmoved=chosen, question=question)
 
 

@@ -17,6 +17,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Communication
+from mesh_attention.plan.question import ask
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
@@ -204,18 +205,30 @@ def python_line(
     *,
     is_kept: bool,
 ) -> str:
-    """To paste: the options themselves, where both passes have the same; otherwise `auto`, which
-    finds the answer kept on this machine, and where none is kept the plan. `named`: Python that
-    makes the cluster."""
+    """To paste: the options themselves, where both passes have the same and nothing else decides;
+    otherwise `auto`, which finds the answer kept on this machine, and where none is kept the plan.
+    `named`: Python that makes the cluster."""
     chosen = [*found.chosen.values()]
-    if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1:
-        given = {**options, **found.place, **chosen[0].options}
+    given = {**options, **found.place, **chosen[0].options}
+    if len({(one.name, repr(sorted(one.options.items()))) for one in chosen}) == 1 and (
+        len(chosen) < len(Direction)
+        or _suffices(found, cluster, {"method": chosen[0].name, **given})
+    ):
         how = f'method="{chosen[0].name}"{_arguments(given)}, ranks_per_node={cluster.node.ranks}'
     elif is_kept:
         how = f'method="auto"{_arguments({**options, **found.place})}, cluster={named}'
     else:
         return _imported(_line_with_plan(found, problem, named))
     return _imported(f"cp = ContextParallel(group, {_sizes(problem)}, {how})")
+
+
+def _suffices(found: BestOfAll, cluster: Cluster, given: Mapping[str, Any]) -> bool:
+    """Whether options make the plan without the cluster, whose costs may decide on an order."""
+    asked, node = found.question, cluster.node.ranks
+    how: dict[str, Any] = {"ranks_per_node": node, **given}
+    other = ask(asked.problem, asked.num_ranks, **how).plan()
+    mine = found.plan()
+    return [one.schedule for one in mine.passes] == [one.schedule for one in other.passes]
 
 
 def _imported(text: str) -> str:

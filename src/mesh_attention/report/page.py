@@ -176,11 +176,11 @@ def _methods(facts: ReportFacts) -> str:
     )
     return f"""<section id="methods">
 <h2>{_TABLE}</h2>
-<p>Each at the best setting that was simulated, in each pass. A click on a heading sorts by it. A method with &ge;
-was not simulated: it takes at least so long, which is too long to be chosen, and may take much
-longer; bytes, memory and setting are of what promised most. Received bytes
-and memory are a rank's; below received bytes is how many times the least possible they are, which
-is a bound by the visible area alone: in reach under a full mask only.</p>
+<p>Each at the best setting that was simulated, in each pass. A click on a heading sorts by it. A
+method with &ge; was not simulated: it takes at least so long, which is too long to be chosen, and
+may take much longer; bytes, memory and setting are of what promised most. Received bytes and memory
+are a rank's; below received bytes is how many times the least possible they are, which is a bound
+by the visible area alone: in reach under a full mask only.</p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
 <thead><tr>{head}</tr></thead>
