@@ -97,15 +97,23 @@ class Timeline:
     @cached_property
     def busy_seconds(self) -> tuple[dict[Stream, float], ...]:
         """Of each rank's streams, at work."""
+        return tuple(busy for busy, _ in self._busy)
+
+    @cached_property
+    def _busy(self) -> list[tuple[dict[Stream, float], float]]:
+        """Of each rank: its streams at work, and any of them."""
         result = []
         for rank in range(len(self.ranks)):
             busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
+            any_busy = any_until = 0.0
             for event in sorted(self.events(rank), key=lambda event: event.start):
                 begin = max(event.start, until[event.stream])  # transfers may run at once
                 busy[event.stream] += max(0.0, event.end - begin)
                 until[event.stream] = max(begin, event.end)
-            result.append(busy)
-        return tuple(result)
+                any_busy += max(0.0, event.end - max(event.start, any_until))
+                any_until = max(any_until, event.end)
+            result.append((busy, any_busy))
+        return result
 
     @property
     def idle_seconds(self) -> list[float]:
@@ -118,17 +126,12 @@ class Timeline:
         """Idle time, as a mean over ranks: communication and other ranks that a rank waits for."""
         return sum(self.idle_seconds) / len(self.ranks)
 
-    @cached_property
+    @property
     def waiting_for_ranks_seconds(self) -> float:
         """The part of it in which nothing of the rank is in flight either: others have not come to
         what it needs of them, or still compute when it is done."""
-        busy = 0.0
-        for rank in range(len(self.ranks)):
-            until = 0.0
-            for event in sorted(self.events(rank), key=lambda event: event.start):
-                busy += max(0.0, event.end - max(event.start, until))
-                until = max(until, event.end)
-        waiting = self.runtime_seconds - busy / len(self.ranks)
+        busy = sum(any_busy for _, any_busy in self._busy) / len(self.ranks)
+        waiting = self.runtime_seconds - busy
         return min(max(waiting, 0.0), self.exposed_communication_seconds)
 
     @property
