@@ -203,6 +203,23 @@ def test_ranks_that_are_out_of_step_by_a_batch_never_get_back_in_step_in_silence
         assert all("out of step since an earlier call" in one for one in told[1:])
 
 
+def first_call_skipped(rank: int, world_size: int) -> list[str]:
+    """Nothing was agreed on before."""
+    cp = context(CASE)
+    given = leaves(cp)
+    calls = [lambda: out_of(cp, given), lambda: cp.unshard(given[0], 1)]
+    if rank == ODD:
+        calls = [calls[1], calls[1]]
+    return [f"{one.kind}: {one.error}" for one in map(raised_by, calls)]
+
+
+def test_ranks_whose_first_calls_are_different_ones_are_out_of_step(pool: WorkerPool) -> None:
+    for first, second in pool.run(first_call_skipped, RANKS):
+        assert first.startswith(f"DisagreementError: rank {ODD} of the group [0, 1, 2, 3]")
+        assert "the ranks are at different points of their programs" in first
+        assert "out of step since an earlier call" in second
+
+
 def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
     """The odd rank ends as soon as it is told; the others are told when it has ended."""
     cp = context(CASE)

@@ -25,7 +25,7 @@ from mesh_attention.plan.text import digest
 from mesh_attention.runtime.ahead_streams import AheadStreams
 from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.guard import Guard
-from mesh_attention.runtime.handshake import DisagreementError, Handshake
+from mesh_attention.runtime.handshake import OUT_OF_STEP, DisagreementError, Handshake
 from mesh_attention.runtime.identity import AgreedKind, Statement
 from mesh_attention.runtime.latest import Latest, LatestAgreed
 from mesh_attention.runtime.latest_calls import CallKey, LatestCalls
@@ -241,8 +241,9 @@ class Context:
             # Ranks that know a kind of call may be in it already; where none does nobody can be.
             knows_calls = any((*self._calls.values(), self._agreed))
             in_flight = knows_calls and self.handshake.left_in_flight
-            told = raised is error or isinstance(raised, DisagreementError)
-            if in_flight or not told:
+            by_all = isinstance(raised, DisagreementError)
+            out_of_step = by_all and OUT_OF_STEP in str(raised)
+            if in_flight or out_of_step or not (by_all or raised is error):
                 self.guard.break_off(raised)
             self.guard.known(raised)
             raise

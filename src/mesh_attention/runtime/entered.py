@@ -8,6 +8,7 @@ the others, and their next calls would look alike. So every entry is in `told_to
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,6 +47,9 @@ def told_to_all(find: Callable[..., Found]) -> Callable[[Callable[P, R]], Callab
                     found[0].guard.leave()
                 raise
             except BaseException as error:
+                if found is None:  # ended before it was there, or there is none
+                    with suppress(Exception):
+                        found = find(*args, **kwargs)
                 if found is None:
                     raise
                 # Before anything else, which may fail in its turn: nothing can be called where

@@ -22,9 +22,9 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.faults import Faults
 from mesh_attention.runtime.handshake import (
+    OUT_OF_STEP,
     DisagreementError,
     Handshake,
-    is_of_order,
     told,
     verdict_on,
 )
@@ -34,11 +34,6 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError
 from mesh_attention.runtime.watch import Watch
 
-# In the cause, where ranks differ in the order of their calls; all of them read it there.
-OUT_OF_STEP = (
-    "the ranks are at different points of their programs, and this process group is refused from "
-    "now on"
-)
 Raised = TypeVar("Raised", bound=BaseException)
 _OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 
@@ -143,7 +138,7 @@ class Guard:
         except LostStoreError as lost:
             return f"{OUT_OF_STEP}; {lost}"
         told = verdict_on(said, complete=False)
-        unsure = len(said) < len(self._groups.ranks) or is_of_order(said)
+        unsure = len(said) < len(self._groups.ranks) and OUT_OF_STEP not in told
         return f"{told}; {OUT_OF_STEP}" if told and unsure else told
 
     def _look_around(self, waited: float) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.agreement import Meetings, disagreements
-from mesh_attention.runtime.identity import ORDER, Statement
+from mesh_attention.runtime.identity import OF_ONE_KIND, ORDER, Statement
 from mesh_attention.runtime.plan_on_rank import AS_MADE
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import JobStore
@@ -33,6 +33,11 @@ _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
 _LOOK_AROUND_SECONDS = 1.0
 _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
+# In a verdict, and in the cause of what is refused then; all ranks read it there.
+OUT_OF_STEP = (
+    "the ranks are at different points of their programs, and this process group is refused from "
+    "now on"
+)
 _FOLLOW = "follow the first rank: "  # with what it chose by
 
 Said = dict[int, dict[str, Any]]  # by global rank
@@ -193,6 +198,8 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         for one in statements.values():
             one.pop("plan", None)  # it comes of the choice
     differ = _odd_statement(statements)
+    if differ and is_of_order(said):
+        return f"{differ}; {OUT_OF_STEP}"
     if differ or not complete:
         return differ
     if follow:
@@ -206,7 +213,10 @@ def verdict_on(said: Said, *, complete: bool) -> str:
 def is_of_order(said: Said) -> bool:
     """Whether ranks are at different points of their programs: each will take its next call for
     that of the others."""
-    places = [[one["statement"].get(name) for name in ORDER] for one in said.values()]
+    stated = [one["statement"] for one in said.values()]
+    places = [
+        ([one.get(name) for name in ORDER], [name in one for name in OF_ONE_KIND]) for one in stated
+    ]
     return any(place != places[0] for place in places)
 
 
