@@ -16,8 +16,8 @@ from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
 from mesh_attention.cluster.answers import VARIABLE, ask_auto
-from mesh_attention.cluster.auto import Standing
 from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.ranking import RankedMethod
 from mesh_attention.plan.mask import Mask

@@ -12,9 +12,10 @@ from simulated_cases import problem_of
 
 from mesh_attention.cluster import Cluster, auto, load_cluster, simulate
 from mesh_attention.cluster.answers import VARIABLE, ask_auto, keep_answer, kept_answer
-from mesh_attention.cluster.auto import Standing, find_best_of_all
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import Candidate, find_best
 from mesh_attention.cluster.load import cluster_names
+from mesh_attention.cluster.one_pass import OnePass, Standing
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.ranking import received_in_nodes
 from mesh_attention.cluster.reasons import why
@@ -127,6 +128,52 @@ def test_layouts_are_searched_and_what_leaves_tokens_in_place_is_kept(
     assert given.seconds <= sum(one.seconds for one in found.unmoved.values())
 
 
+def in_one_place(problem: Problem, ranks: int, cluster: str, **options: Any) -> float:
+    """Seconds of both passes of the best method, each in the layout given."""
+    found = []
+    for name in ("mesh", "seen", "ulysses", "usp", "mesh-usp"):
+        try:
+            how: dict[str, Any] = {"method": name, "options": options}
+            both = [find_best(problem, ranks, cluster, direction=d, **how) for d in Direction]
+        except PlanError:
+            continue
+        if all(one.timeline.plan.devices == tuple(range(ranks)) for one in both):
+            found.append(sum(one.timeline.runtime_seconds for one in both))
+    return min(found)
+
+
+def test_every_layout_is_searched_as_if_it_were_the_only_one() -> None:
+    """Under this window the best is in zigzag, where `seen` has another tile than in contiguous
+    shards, which are its own choice."""
+    mask = Mask(causal=True, window=(4095, 0))
+    problem = Problem(131072, 32, 128, num_kv_heads=8, mask=mask)
+    found = find_best_of_all(problem, 16, "paper")
+    zigzag = find_best(problem, 16, "paper", method="seen", options={"layout": "zigzag"})
+    kept = found.unmoved[Direction.FORWARD]
+    assert kept.seconds <= zigzag.timeline.runtime_seconds
+    assert found.seconds <= sum(one.seconds for one in found.unmoved.values())
+    assert [one.seconds for one in found.chosen.values()] == [
+        found.together[0][direction].seconds for direction in found.chosen
+    ]
+
+
+def test_both_passes_of_a_method_are_told_of_one_layout() -> None:
+    problem = Problem(8192, 4, 64, num_kv_heads=1, element_bytes=4, mask=Mask(causal=True))
+    found = find_best_of_all(problem, 5, "a100-roce")
+    for row in found.together:
+        plans = [
+            plan_on("a100-roce", problem, 5, method=one.name, directions=(at,), **one.options)
+            for at, one in row.items()
+        ]
+        assert len({(plan.q_layout, plan.devices) for plan in plans}) == 1
+        assert sum(one.seconds for one in row.values()) >= found.seconds
+    for layout in ("zigzag", "striped"):
+        assert found.seconds <= in_one_place(problem, 5, "a100-roce", layout=layout)
+    assert sum(one.seconds for one in found.unmoved.values()) <= in_one_place(
+        problem, 5, "a100-roce", layout="zigzag"
+    )
+
+
 @pytest.mark.parametrize(
     ("ranks", "tokens"), [(1, 4096), (7, 4096), (5, 3)], ids=["alone", "prime", "few tokens"]
 )
@@ -172,7 +219,7 @@ def test_the_reason_and_the_table_look_at_ranks_that_others_stand_for() -> None:
     assert "from other nodes" in why([standing], [[standing]])
 
 
-class OnePass:
+class KnownPass:
     """What is known of one pass, by method: where its tokens lie, and seconds."""
 
     def __init__(self, other: dict[str, float], **known: tuple[str, float]) -> None:
@@ -203,17 +250,17 @@ class OnePass:
 
 def test_a_pass_takes_the_setting_of_the_other_where_its_own_is_worse_there() -> None:
     """Forward the best is striped, backward zigzag; forward has a poor setting in zigzag, too."""
-    forward = OnePass({"good": 1.01}, best=("striped", 1.0), poor=("zigzag", 2.0))
-    backward = OnePass({"best": 9.0}, good=("zigzag", 1.0))
+    forward = KnownPass({"good": 1.01}, best=("striped", 1.0), poor=("zigzag", 2.0))
+    backward = KnownPass({"best": 9.0}, good=("zigzag", 1.0))
     chosen = auto._in_one_place([forward, backward])  # type: ignore[list-item]
-    assert [(one.name, one.seconds) for one in chosen] == [("good", 1.01), ("good", 1.0)]
+    assert [(one.name, score[1]) for score, one, _ in chosen] == [("good", 1.01), ("good", 1.0)]
 
 
 def test_in_a_place_what_turned_out_slow_does_not_keep_others_from_being_tried() -> None:
     place = ("zigzag", ())
     seconds = {"promising": 0.6, "good": 0.9, "worse": 1.6}
     every = [Candidate(n, {}, (False, s), (False, 0.1), place, 1) for n, s in seconds.items()]
-    one: Any = object.__new__(auto._OnePass)
+    one: Any = object.__new__(OnePass)
     one.candidates, one.simulated = every, [((False, 1.5), every[0], None)]
     taken = seconds | {"promising": 1.5}
     one.simulate = lambda other: ((False, taken[other.name]), other, None)

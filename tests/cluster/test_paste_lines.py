@@ -20,10 +20,11 @@ from mesh_attention.cluster.answers import (
     keep_answer,
     question_of_answer,
 )
-from mesh_attention.cluster.auto import BestOfAll, Standing, find_best_of_all
+from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.found import Machine, find_cluster
 from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.ranking import python_line
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mesh_attention.cluster.auto import Standing, find_best_of_all
+from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.simulate import simulate

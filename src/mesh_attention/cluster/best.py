@@ -14,13 +14,17 @@ from typing import Any
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import (
     Explored,
+    Place,
     Progress,
     Score,
     Search,
     TriedSetting,
     a_search,
     key_of,
+    layouts_of,
+    place_of,
 )
+from mesh_attention.cluster.planning import tokens_stay
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
@@ -33,8 +37,6 @@ NUM_SIMULATED = 4  # settings at most, besides the method's own choice
 NUM_SEEN_AGAIN = 3  # that more than one rank looks at, where not so many can be simulated
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
-
-Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Candidate:
     least: Score
     place: Place
     num_operations: int
+    stays: bool = True  # tokens are where they are by default
 
     def looks_like(self, other: Candidate) -> bool:
         """To the last digit."""
@@ -86,19 +89,39 @@ def find_best(
     if method == AUTO:
         raise PlanError("find_best is for one method; find_best_of_all searches all of them")
     ask(problem, num_ranks, method=method)
-    explored = Explored(search, method, progress)
-    explored.try_shapes()
-    explored.try_cuts()
-    explored.try_other_ways()
     best: tuple[Score, dict[str, Any], Timeline] | None = None
-    for expected, least, setting in finalists(search, explored):
-        if best is None or max(expected, least) < best[0]:
-            timeline = search.simulate(method, setting)
-            score = search.score_of(timeline)
-            if best is None or score < best[0]:
-                best = score, setting, timeline
-    assert best is not None
-    return Best(best[2], best[1], explored.tried)
+    before: Explored | None = None
+    tried, refusal, layouts = 0, None, layouts_of(search)
+    for at, layout in enumerate(layouts):
+        told = _after(tried, len(layouts) - at, progress)
+        explored = Explored(search, method, told, layout=layout)
+        try:
+            explored.try_all(before)
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        before = explored
+        tried += explored.tried
+        first = True
+        for expected, least, setting in finalists(search, explored):
+            # The first of a layout may be better than one rank thinks.
+            if best is None or (least if first else max(expected, least)) < best[0]:
+                timeline = search.simulate(method, setting)
+                score = search.score_of(timeline)
+                if best is None or score < best[0]:
+                    best = score, setting, timeline
+            first = False
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return Best(best[2], best[1], tried)
+
+
+def _after(tried: int, layouts: int, progress: Progress | None) -> Progress | None:
+    """Progress of one layout among those that are left."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(tried + done, tried + layouts * total)
 
 
 def finalists(
@@ -108,7 +131,7 @@ def finalists(
     best that is not cut, since one rank does not see what others lose by a cut. What is expected of
     each, what is the least, and the setting; `in_place`: of those that leave tokens where they are
     by default."""
-    own, uncut = key_of(search.given), False
+    own, uncut = key_of(explored.given), False
     simulated = 0
     known = [one for one in explored.all_in_order() if one.stays or not in_place]
     first = known[:NUM_SEEN_AGAIN]
@@ -140,6 +163,7 @@ def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candid
         *(method, dict(setting)),
         search.score(seen.seconds, seen.peak_bytes),
         search.score(seen.least_seconds, seen.peak_bytes),
-        (str(plan.q_layout.to_json()), plan.devices),
+        place_of(plan),
         seen.num_operations,
+        tokens_stay(plan, search.given),
     )

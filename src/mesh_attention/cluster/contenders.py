@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.best import Candidate, Place, candidate, finalists
+from mesh_attention.cluster.best import Candidate, candidate, finalists
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.explored import Explored, Progress, Search, a_search
+from mesh_attention.cluster.explored import Explored, Place, Progress, Search, a_search, layouts_of
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.first_answer import methods_with
 from mesh_attention.plan.plan import Direction
@@ -85,12 +85,16 @@ def contenders(
 
 
 def _of_method(search: Search, method: str) -> list[Candidate]:
-    explored = Explored(search, method)
-    explored.try_shapes()
-    explored.try_cuts()
-    explored.try_other_ways()
-    found = finalists(search, explored, in_place=True)
-    return [candidate(search, method, one) for _, _, one in found]
+    layouts = layouts_of(search)
+    if not search.given.get("relayout"):
+        layouts = layouts[:1]  # as tokens are by default
+    every = []
+    for layout in layouts:
+        explored = Explored(search, method, layout=layout)
+        explored.try_all()
+        found = finalists(search, explored, in_place=True)
+        every += [candidate(search, method, one) for _, _, one in found]
+    return every
 
 
 def _different(search: Search, every: list[Candidate]) -> list[Candidate]:

@@ -4,7 +4,11 @@ First every shape worth trying (tile, node patch, team, degree, ...: the method'
 then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
 and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
 and halving while that helps, and the cut found with the next best shapes. Last, the best of all
-that in other layouts and with other ways of combining. What the caller gave stays as it is.
+that with other ways of combining. What the caller gave stays as it is.
+
+Layouts are searched one after the other (`layouts_of`), each as if it were the only one: what is
+the best in one of them need not be near the best in another. Of many ranks that would take long;
+there stripes, which move what zigzag does, are tried with what was the best in zigzag.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
@@ -37,6 +42,9 @@ NUM_SHAPES = 3  # that are cut
 HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
 NEAR = 1.02  # times the best so far: other cuts are not refined
 NUM_REFINED = 2  # shapes that meet the cut found for the best one
+RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
+NUM_IN_STRIPES = 4  # settings that are tried there otherwise
+STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_AND_STEPS = 1024  # settings that are tried to refine cuts, times ranks: each takes longer
 
 Progress = Callable[[int, int], None]
@@ -98,6 +106,12 @@ def a_search(
 
 
 Key = tuple[tuple[str, Any], ...]
+Layouts = tuple[LayoutKind | None, ...]
+Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
+
+
+def place_of(plan: Plan) -> Place:
+    return str(plan.q_layout.to_json()), plan.devices
 
 
 class TriedSetting(NamedTuple):
@@ -108,37 +122,71 @@ class TriedSetting(NamedTuple):
     least: Score
     setting: dict[str, Any]
     num_operations: int  # of all ranks
-    layout: LayoutKind
+    place: Place
     combined: str | None  # how partial results are, where they are
     stays: bool
 
 
 class Explored:
-    """Settings of a method tried so far, each once, with what one rank expects of them."""
+    """Settings of a method in a layout tried so far, each once, with what one rank expects of
+    them. Without one they are in what was given, or in the method's own."""
 
-    def __init__(self, search: Search, method: str, progress: Progress | None = None) -> None:
-        self.name = method
+    def __init__(
+        self,
+        search: Search,
+        method: str,
+        progress: Progress | None = None,
+        *,
+        layout: LayoutKind | None = None,
+    ) -> None:
+        self.name, self.layout = method, layout
         self._search, self._progress = search, progress
         self._known: dict[Key, TriedSetting | None] = {}
         self._refusal: PlanError | None = None
         self.least_moving = math.inf  # seconds of all transfers, of any setting
         self._most: float = math.inf  # settings to try
         self.given = dict(search.given)
+        if layout is not None and layout is not _own_layout(method, search.problem.mask):
+            self.given["layout"] = layout.value
         self.free = free_names(METHODS[method].options(), self.given)
         node = search.cluster.node.ranks
         self._shapes = METHODS[method].candidates(search.problem, search.num_ranks, node)
         self._expected = 1 + len(self._shapes) + (60 if self.free else 0)  # settings, about
 
+    def try_all(self, before: Explored | None = None) -> None:
+        """`before`: what is known in the layout that tokens have by default."""
+        if before is not None and self.follows:
+            self.try_what_is_good(before)
+            return
+        self.try_shapes()
+        self.try_cuts()
+        self.try_other_ways()
+
+    @property
+    def follows(self) -> bool:
+        """Whether another layout is to be searched first, and the best of it is tried here."""
+        return self.layout is LayoutKind.STRIPED and self._search.num_ranks > RANKS_APART
+
+    def try_what_is_good(self, before: Explored) -> None:
+        """The best settings of another layout, in this one."""
+        self._refuse_fragments()
+        place = {name: value for name, value in self.given.items() if name == "layout"}
+        for one in before.all_in_order()[:NUM_IN_STRIPES]:
+            self.attempt(one.setting | place)
+        self.attempt(self.given)
+        if not self.tried:
+            assert self._refusal is not None
+            raise self._refusal
+
     def try_shapes(self) -> None:
         """As they are, and the method's own choice; its refusal where it takes none of them."""
+        self._refuse_fragments()
         self.attempt(self.given)
         for shape in self._shapes:
             self.attempt(shape | self.given | self._uncut)
         if not self.tried:
             assert self._refusal is not None
             raise self._refusal
-        if LayoutKind.CONTIGUOUS in _layouts_for(self._search.problem.mask):
-            self._try_layouts()  # where they decide what travels, and so what a method can reach
 
     @property
     def _uncut(self) -> dict[str, Any]:
@@ -164,25 +212,14 @@ class Explored:
                 _refine(self, free, self._held, ranking)
 
     def try_other_ways(self) -> None:
-        """The best in other layouts, and with other ways of combining what ranks of several nodes
-        computed, where they can matter."""
+        """The best with other ways of combining what ranks of several nodes computed."""
         self._most = math.inf
-        self._try_layouts()
         best, options = self.all_in_order()[0], METHODS[self.name].options()
         several = self._search.num_ranks > self._search.cluster.node.ranks
         if several and "combine" in options and self.given.get("combine") is None:
             for way in _ways_to_combine(self._search.problem):
                 if way.value != best.combined:
                     self.attempt(best.setting | {"combine": way.value})
-
-    def _try_layouts(self) -> None:
-        """For the best setting so far."""
-        best, search = self.all_in_order()[0], self._search
-        # A kernel that was asked for is not to be dodged by a layout that it cannot do.
-        is_free = self.given.get("layout") is None and search.kernel is None
-        for layout in _layouts_for(search.problem.mask) if is_free else ():
-            if layout is not best.layout:
-                self.attempt(best.setting | {"layout": layout.value})
 
     def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
@@ -193,6 +230,13 @@ class Explored:
         search = self._search
         degree = METHODS[self.name].degree(setting, search.num_ranks)
         return max(1, search.problem.kv_heads // degree)
+
+    def _refuse_fragments(self) -> None:
+        """Every stripe would be a stretch of its own, with transfers and calls of its own."""
+        problem, ranks = self._search.problem, self._search.num_ranks
+        stripes = self.layout is LayoutKind.STRIPED and self.name == "seen"
+        if stripes and problem.q_tokens > STRIPES_SEEN * ranks:
+            raise PlanError(f"seen is not searched in {problem.q_tokens} stripes")
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
@@ -215,9 +259,9 @@ class Explored:
             least = search.score(seen.least_seconds, seen.peak_bytes)
             self._known[key] = TriedSetting(
                 *(score, least, setting, seen.num_operations),
-                layout=plan.q_layout.kind,
+                place=place_of(plan),
                 combined=plan.direction(search.direction).setting.get("q_reduce"),
-                stays=tokens_stay(plan, self.given),
+                stays=tokens_stay(plan, search.given),
             )
             self.least_moving = min(self.least_moving, seen.moving_seconds)
         if self._progress:
@@ -243,13 +287,22 @@ def key_of(setting: Mapping[str, Any]) -> Key:
     return tuple(sorted(setting.items()))
 
 
-def _layouts_for(mask: Mask) -> tuple[LayoutKind, ...]:
-    """Those that share out the work evenly, or keep together what is seen together."""
-    if mask.is_full:
-        return ()
+def layouts_of(search: Search) -> Layouts:
+    """Those to search, the one that tokens have by default first: what shares out the work evenly,
+    and under windows and documents what keeps together what is seen together. None: as given, or
+    nothing to choose."""
+    mask = search.problem.mask
+    # A kernel that was asked for is not to be dodged by a layout that it cannot do.
+    if mask.is_full or search.given.get("layout") is not None or search.kernel is not None:
+        return (None,)
     if mask.window is None and mask.documents is None and mask.slices is None:
         return LayoutKind.ZIGZAG, LayoutKind.STRIPED
     return LayoutKind.ZIGZAG, LayoutKind.CONTIGUOUS
+
+
+def _own_layout(method: str, mask: Mask) -> LayoutKind:
+    """Of a method that is not told any, under a mask that hides something."""
+    return usual_layout(mask) if method == "seen" else LayoutKind.ZIGZAG
 
 
 def _ways_to_combine(problem: Problem) -> tuple[Combine, ...]:

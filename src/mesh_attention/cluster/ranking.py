@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.cluster.auto import BestOfAll, Standing
+from mesh_attention.cluster.auto import BestOfAll
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on
 from mesh_attention.plan.draw.summary import bytes_text
@@ -153,14 +154,16 @@ def received_in_nodes(plan: Plan, one: Pass) -> tuple[int, int]:
             continue
         program = one.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
+        away: dict[str, list[bool]] = {}  # by group
         mine = far = 0
         for op in program.operations:
             if isinstance(op, Communication):
                 ranks, member = one.groups[op.group], one.members[op.group][rank]
                 flows = meter.flows(op)
                 mine += traffic_of(op, flows, member, len(ranks)).received_bytes
-                away = [plan.node_of(other) != plan.node_of(rank) for other in ranks]
-                far += far_bytes(op, flows, away)
+                if op.group not in away:
+                    away[op.group] = [plan.node_of(x) != plan.node_of(rank) for x in ranks]
+                far += far_bytes(op, flows, away[op.group])
         total, between = max(total, mine), max(between, far)
     return total, between
 
@@ -187,11 +190,8 @@ def _short(value: object) -> str:
 def ranked_methods(
     found: BestOfAll, problem: Problem, ranks: int, cluster: Cluster
 ) -> list[RankedMethod]:
-    by_name: dict[str, dict[Direction, Standing]] = {}
-    for direction, standings in found.standings.items():
-        for one in standings:
-            by_name.setdefault(one.name, {})[direction] = one
-    rows = [RankedMethod(passes, problem, ranks, cluster) for passes in by_name.values()]
+    """Each with passes that can be those of one plan, the best first."""
+    rows = [RankedMethod(passes, problem, ranks, cluster) for passes in found.together]
     # A bound says nothing about who is before whom, unless the other is below it.
     return sorted(rows, key=lambda row: (not row.fits_gpu, not row.is_simulated, row.seconds))
 

@@ -9,7 +9,7 @@ from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.plan.draw.summary import bytes_text
 
 if TYPE_CHECKING:
-    from mesh_attention.cluster.auto import Standing
+    from mesh_attention.cluster.one_pass import Standing
 
 
 _LITTLE = 1e-3  # of the time: not worth a word

@@ -96,7 +96,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     result = np.zeros((len(queries), len(keys)), dtype=np.int64)
     if not queries or not keys:
         return result
-    key_parts = _common_stride(list(enumerate(keys)), queries)
+    stride = _only_stride((*queries, *keys))
+    key_parts = _common_stride(list(enumerate(keys)), queries, stride)
     k = _columns(key_parts)
     parts: list[tuple[int, Run]] = []
     segments: list[int] = []  # of each part
@@ -104,7 +105,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         for at in rows.segments_between(run.start, run.stop):
             segment = rows.segments[at]
             inside = [(i, part) for part in clip_run(run, segment.start, segment.stop)]
-            cut = _common_stride(inside, [run for _, run in key_parts]) if inside else []
+            others = [run for _, run in key_parts]
+            cut = _common_stride(inside, others, stride) if inside else []
             parts += cut
             segments += [at] * len(cut)
     most = max(1, _MOST_AT_ONCE // len(key_parts))
@@ -120,8 +122,19 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     return result
 
 
-def _common_stride(runs: list[tuple[int, Run]], others: Sequence[Run]) -> list[tuple[int, Run]]:
-    """Cut runs whose stride is not the other side's, or too short for its blocks, into blocks."""
+def _only_stride(runs: Sequence[Run]) -> int | None:
+    found = {run.stride for run in runs if run.count > 1}
+    return found.pop() if len(found) == 1 else None
+
+
+def _common_stride(
+    runs: list[tuple[int, Run]], others: Sequence[Run], stride: int | None
+) -> list[tuple[int, Run]]:
+    """So that no block is longer than the stride, which is that of both sides where there is only
+    one: a long block is blocks without gaps. Where there are several, runs whose stride is not the
+    other side's, or too short for its blocks, are cut into blocks."""
+    if stride is not None:
+        return [(i, part) for i, run in runs for part in _with_stride(run, stride)]
     if all(run.count == 1 for _, run in runs):
         return runs
     strides = {run.stride for run in others if run.count > 1}
@@ -129,6 +142,14 @@ def _common_stride(runs: list[tuple[int, Run]], others: Sequence[Run]) -> list[t
     if all(r.count == 1 or (strides <= {r.stride} and longest <= r.stride) for _, r in runs):
         return runs
     return [(i, Run(a, b - a)) for i, run in runs for a, b in run.blocks()]
+
+
+def _with_stride(run: Run, stride: int) -> list[Run]:
+    if run.count > 1 or run.block <= stride:
+        return [run]
+    whole, rest = divmod(run.block, stride)
+    parts = [Run(run.start, stride, stride if whole > 1 else 0, whole)]
+    return parts + [Run(run.stop - rest, rest)] * bool(rest)
 
 
 def _columns(runs: list[tuple[int, Run]]) -> tuple[Array, Array, Array, Array, Array]:

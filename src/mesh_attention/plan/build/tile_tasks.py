@@ -110,18 +110,23 @@ def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
     kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
     pairs = {
-        (i, j): int(visible_pairs(a, b, rows).sum())
+        (i, j): _num_visible(tuple(a), tuple(b), rows)
         for i, a in enumerate(q_runs)
         for j, b in enumerate(kv_runs)
     }
     return {key: count for key, count in pairs.items() if count}
 
 
+@lru_cache(maxsize=1024)  # settings of a search, and both passes, have the same chunks
+def _num_visible(queries: tuple[Run, ...], keys: tuple[Run, ...], rows: RowRanges) -> int:
+    return int(visible_pairs(queries, keys, rows).sum())
+
+
 def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:
     """Positions of a chunk of all units, as a set."""
     layout = head_group.layout(kind)
     if chunk.size == head_group.size(kind):
-        return [Run(0, layout.padded_tokens)]
+        return (Run(0, layout.padded_tokens),)
     if head_group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
     found = [
