@@ -160,19 +160,24 @@ def _together(passes: Sequence[OnePass]) -> tuple[dict[Direction, Standing], ...
     for name in passes[0].names:
         maps = [one.at_best(name) for one in passes]
         pairs = [
-            [one[place][1] for one in maps]
-            for place in maps[0]
-            if all(place in one for one in maps)
+            [one[place] for one in maps] for place in maps[0] if all(place in one for one in maps)
         ]
         if pairs:
             rows.append(min(pairs, key=_by_time))
     directions = [one.search.direction for one in passes]
-    return tuple(dict(zip(directions, pair, strict=True)) for pair in sorted(rows, key=_by_time))
+    rows.sort(key=_by_time)
+    return tuple(
+        {direction: one for direction, (_, one) in zip(directions, pair, strict=True)}
+        for pair in rows
+    )
 
 
-def _by_time(pair: Sequence[Standing]) -> tuple[bool, float]:
-    """Bounds come last."""
-    return any(one.is_bound for one in pair), sum(one.seconds for one in pair)
+def _by_time(pair: Sequence[tuple[Score, Standing]]) -> tuple[bool, bool, float]:
+    """What does not fit comes last, and bounds before it."""
+    scores, standings = zip(*pair, strict=True)
+    too_much, _ = _sum(scores)
+    is_bound = any(one.is_bound for one in standings)
+    return too_much, is_bound, sum(one.seconds for one in standings)
 
 
 _NUM_PLACES = 4  # in which both passes are simulated, where the best of each want others
