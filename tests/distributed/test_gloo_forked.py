@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
+import pytest
 import torch
 
-from mesh_attention import Mask, mesh_attention
+from mesh_attention import Mask, MeshAttentionError, mesh_attention
+from mesh_attention.runtime.executor import Executor
+from mesh_attention.runtime.transport.groups import default_store
 from support.cases import Case
 from support.gloo_case import attend, context
 from support.pool import WorkerPool
@@ -18,6 +24,8 @@ from support.pool import WorkerPool
 RANKS = 2
 CASE = Case(RANKS, 12, 12, heads=(2, 2), head_dims=(4, 4), mask=Mask(causal=True))
 SECONDS = 20.0  # for what takes none
+ODD = 1
+LONG_SECONDS = 50.0
 
 
 def in_a_child(work: Callable[[], Any]) -> str:
@@ -71,3 +79,55 @@ def test_a_forked_process_refuses_to_communicate_and_leaves_its_parent_alone(
             assert told.startswith("MeshAttentionError: this process was forked from process"), told
         assert local == ["returned None", "returned (1, 6, 2, 4)"]
         assert same
+
+
+def out_of_memory(*_: object) -> NoReturn:
+    raise MemoryError("none left")
+
+
+def children_outlive_a_fault(rank: int, world_size: int, how: str) -> tuple[str, float]:
+    """(what is told, after how many seconds), while forked processes hold all connections."""
+    case = replace(CASE, ranks=world_size, options={"method": "ring"})
+    cp = context(case)
+    attend(cp, case)
+    child = os.fork()
+    if child == 0:
+        time.sleep(LONG_SECONDS)
+        os._exit(0)
+    store = default_store()
+    store.set(f"child {rank}", str(child))
+    children = [int(store.get(f"child {one}")) for one in range(world_size)]
+    if rank == ODD and how == "ends":
+        os.kill(os.getpid(), signal.SIGKILL)
+    told, begun, run = "nothing", time.monotonic(), Executor.run
+    try:
+        if rank == ODD:
+            Executor.run = out_of_memory  # type: ignore[method-assign, assignment]
+        attend(cp, case)
+    except (MeshAttentionError, MemoryError) as error:
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        Executor.run = run  # type: ignore[method-assign]
+    passed = time.monotonic() - begun
+    store.set(f"told {rank}", "")
+    if rank == 0:
+        store.get("told 2")
+        for one in children:
+            os.kill(one, signal.SIGKILL)
+    return told, passed
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_processes_that_a_rank_forked_do_not_keep_its_fault_from_the_others(
+    pool: WorkerPool, how: str
+) -> None:
+    results = pool.run(
+        *(children_outlive_a_fault, 3, how),
+        group_seconds=LONG_SECONDS,
+        may_end=(ODD,) if how == "ends" else (),
+    )
+    for rank in (0, 2):
+        told, seconds = results[rank]
+        cause = "has ended" if how == "ends" else "broke off a call: MemoryError: none left"
+        assert told.startswith(f"CommunicationError: rank {ODD} {cause}"), told
+        assert seconds < LONG_SECONDS / 2

@@ -90,6 +90,7 @@ def test_a_group_is_aborted_once_and_one_that_cannot_be_is_left(
 
     groups: Any = object.__new__(Groups)
     groups._made, groups._aborting = {0: Group(), 1: object(), 2: Group()}, {}
+    groups._connections = []
     groups.abort()
     groups.abort()
     for thread in groups._aborting.values():

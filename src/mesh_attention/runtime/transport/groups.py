@@ -32,6 +32,11 @@ from torch.distributed.distributed_c10d import Store
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import AllGather, ReduceScatter
+from mesh_attention.runtime.transport.connections import (
+    OpenSocket,
+    connections_since,
+    open_sockets,
+)
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, JobStore, in_time
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -48,6 +53,7 @@ class Groups:
         self.global_rank_of_self = dist.get_rank()
         self.releases = 0
         self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
+        self._connections: list[OpenSocket] = []  # of groups over gloo
         self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
         # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
@@ -126,7 +132,9 @@ class Groups:
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
                     seconds = limit.total_seconds() + ANSWER_SECONDS
                     make = partial(_make_group, ranks, name, backend, limit)
+                    before = open_sockets()
                     self._made[key] = in_time(make, seconds)
+                    self._connections += connections_since(before, len(ranks) - 1)
                 else:
                     self._made[key] = _make_group(ranks, name, backend, limit)
         return self._made[key]
@@ -165,11 +173,15 @@ class Groups:
             # Those that do not end are left to the end of the process.
         self._made.clear()
         self._aborting.clear()
+        self._connections.clear()
         self.releases += 1
 
     def abort(self) -> None:
         """Break off what is in flight, without waiting: what one group has on a stream may wait
         for what another has there, or for a graph that holds its communicator."""
+        for connection in self._connections:
+            connection.shut_down()
+        self._connections.clear()
         for group in self._there():
             if hasattr(group, "abort") and group not in self._aborting:
                 name = "mesh_attention abort"

@@ -1,0 +1,78 @@
+"""The connections of a process group over gloo, so that they can be shut down.
+
+A rank that breaks off a call drops its groups, and the others learn it from closed connections. But
+processes that it forked, as the workers of a `DataLoader`, hold copies, and a connection is closed
+only with its last copy. Shutting it down ends it for all who hold it, here and at the other end,
+and what is in flight on it fails at once. gloo has no call for that, so its sockets are found:
+those that are new once a group is made, where they are as many as it must have.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+@dataclass(frozen=True)
+class OpenSocket:
+    """By its number, which may be used again, and what the system calls it, which is not."""
+
+    descriptor: int
+    inode: int
+
+    def copy(self) -> socket.socket | None:
+        """None if it is closed."""
+        try:
+            descriptor = os.dup(self.descriptor)
+        except OSError:
+            return None
+        if os.fstat(descriptor).st_ino != self.inode:
+            os.close(descriptor)
+            return None
+        return socket.socket(fileno=descriptor)
+
+    def shut_down(self) -> None:
+        found = self.copy()
+        if found is not None:
+            with found, suppress(OSError):  # the other end was faster
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> frozenset[OpenSocket]:
+    """All of this process; none where the system does not say."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add(OpenSocket(int(name), status.st_ino))
+    return frozenset(found)
+
+
+def connections_since(before: frozenset[OpenSocket], wanted: int) -> tuple[OpenSocket, ...]:
+    """The connections of a group that was made meanwhile and has `wanted` of them. Where others
+    were made too, by another thread: those alone that it accepted, which are its own for sure."""
+    listening = set()
+    ends = {}
+    for one in open_sockets() - before:
+        found = one.copy()
+        if found is None:
+            continue
+        with found, suppress(OSError):
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(found.getsockname())
+            else:
+                found.getpeername()  # raises unless it is connected
+                ends[one] = found.getsockname()
+    if len(listening) == 1 and len(ends) == wanted:
+        return (*ends,)
+    return tuple(one for one, end in ends.items() if {end} == listening)
