@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
-from mesh_attention.cluster.answers import VARIABLE, keep_chosen, kept_answer, search_and_keep
+from mesh_attention.cluster.answers import (
+    VARIABLE,
+    keep_chosen,
+    kept_answer,
+    question_of_answer,
+    search_and_keep,
+)
 from mesh_attention.cluster.load import load_cluster
 from mesh_attention.context_auto import ranks_of_nodes
 from mesh_attention.plan.methods.table import METHODS
@@ -136,8 +142,10 @@ def attend_documents(cp: ContextParallel, case: Case, docs: Any) -> bool:
 def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     os.environ[VARIABLE], before = str(tmp_path / "kept"), os.environ[VARIABLE]
     try:
-        best = search_and_keep(CASE.problem, 4, "hgx-h100")
-        assert kept_answer(CASE.problem, 4, load_cluster("hgx-h100")) is not None
+        search_and_keep(CASE.problem, 4, "hgx-h100")
+        chosen = kept_answer(CASE.problem, 4, load_cluster("hgx-h100"))
+        assert chosen is not None
+        kept = question_of_answer(CASE.problem, 4, load_cluster("hgx-h100"), chosen).plan()
         for options in ({}, {"layout": "contiguous"}):
             one = {"method": "seen", "options": {"layout": "contiguous"}, "seconds": 1.0}
             moved = {direction.value: one for direction in Direction}
@@ -156,7 +164,7 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Pat
         assert "first answer" in one["second"][2]
         assert "by the first rank; others found something else" in one["second"][2]
         assert "searched answer" in one["all"][2]
-        assert one["all"][1] == digest(best.plan())
+        assert one["all"][1] == digest(kept)
         assert "hgx-h100, as given" in one["clusters"][2]
         assert one["documents"]
         assert "first answer of auto to the sizes of the call, by usual rates" in one["by calls"]

@@ -234,9 +234,9 @@ class Explored:
     def _refuse_fragments(self) -> None:
         """Every stripe would be a stretch of its own, with transfers and calls of its own."""
         problem, ranks = self._search.problem, self._search.num_ranks
-        stripes = self.layout is LayoutKind.STRIPED and self.name == "seen"
+        stripes = self.layout is LayoutKind.STRIPED and METHODS[self.name].by_stretches
         if stripes and problem.q_tokens > STRIPES_SEEN * ranks:
-            raise PlanError(f"seen is not searched in {problem.q_tokens} stripes")
+            raise PlanError(f"{self.name} is not searched in {problem.q_tokens} stripes")
 
     def attempt(self, setting: dict[str, Any]) -> Score | None:
         """How good it is; None where the method refuses it."""
@@ -302,7 +302,7 @@ def layouts_of(search: Search) -> Layouts:
 
 def _own_layout(method: str, mask: Mask) -> LayoutKind:
     """Of a method that is not told any, under a mask that hides something."""
-    return usual_layout(mask) if method == "seen" else LayoutKind.ZIGZAG
+    return usual_layout(mask) if METHODS[method].by_stretches else LayoutKind.ZIGZAG
 
 
 def _ways_to_combine(problem: Problem) -> tuple[Combine, ...]:

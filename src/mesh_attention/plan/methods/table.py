@@ -35,6 +35,7 @@ class Method:
     reads_mask: bool = True  # False: what goes where is the same under every mask
     rotates: bool = False  # whether keys go round in rings
     all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
+    by_stretches: bool = False  # what travels is stretches of tokens, as the mask shows them
 
     def degree(self, setting: Mapping[str, Any], num_ranks: int) -> int:
         """That of Ulysses, where a setting says it or the method does."""
@@ -110,6 +111,7 @@ AUTO = "auto"  # not in the table: the first answer is one of those that are
 DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
+_BY_STRETCHES = ("seen",)
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", mesh.MeshSetting, mesh.plan_mesh, _tiles),
     "ring": ("KV rotates in a ring (Ring-Attention)", ring.RingSetting, ring.plan_ring, _one),
@@ -176,6 +178,7 @@ METHODS: Mapping[str, Method] = {
         reads_mask=name not in _ANY_MASK,
         rotates=name in _ROTATE,
         all_exchange=name in _ALL_EXCHANGE,
+        by_stretches=name in _BY_STRETCHES,
     )
     for name, row in _ROWS.items()
 }
