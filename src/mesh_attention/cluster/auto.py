@@ -23,6 +23,7 @@ from mesh_attention.cluster.explored import Layouts, Progress, Score, Search, a_
 from mesh_attention.cluster.one_pass import OnePass, Simulated, Standing, standing_of
 from mesh_attention.cluster.planning import ask_on
 from mesh_attention.cluster.reasons import why
+from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.first_answer import methods_with
@@ -65,6 +66,7 @@ class BestOfAll:
         return sum(one.seconds for one in self.chosen.values())
 
 
+@collector_paused()
 def find_best_of_all(
     problem: Problem,
     num_ranks: int,
@@ -123,19 +125,20 @@ class _Part:
 def _limit(
     passes: Sequence[OnePass], one: OnePass, layout: LayoutKind | None, layouts: Layouts
 ) -> Score | None:
-    """What a pass must be better than for a plan in this layout to be chosen: known where the best
-    with tokens where they are is, and the best of all other passes in this layout."""
-    others = [other for other in passes if other is not one]
-    if layout is layouts[0] or not all(layout in other.searched for other in others):
-        return None
+    """What a pass must be better than for a plan in this layout to be chosen: what is best with
+    tokens where they are, less what all other passes take in this layout, or take at least."""
     unmoved = [known[0] for other in passes if (known := other.unmoved())]
     too_much, seconds = _sum(unmoved)
-    if too_much or len(unmoved) < len(passes):
+    if layout is layouts[0] or too_much or len(unmoved) < len(passes):
         return None
-    here = [other.searched[layout] for other in others]
-    if any(score is None or score[0] for score in here):
-        return False, 0.0
-    return False, seconds - sum(score[1] for score in here if score)
+    for other in passes:
+        if other is one:
+            continue
+        score = other.searched.get(layout, (False, other.least_in(layout)))
+        if score is None or score[0]:
+            return False, 0.0
+        seconds -= score[1]
+    return False, seconds
 
 
 def _in_one_place(passes: Sequence[OnePass]) -> list[Simulated]:

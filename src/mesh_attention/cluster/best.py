@@ -25,6 +25,7 @@ from mesh_attention.cluster.explored import (
     place_of,
 )
 from mesh_attention.cluster.planning import tokens_stay
+from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError
@@ -69,6 +70,7 @@ class Candidate:
         return mine == theirs
 
 
+@collector_paused()
 def find_best(
     problem: Problem,
     num_ranks: int,

@@ -65,11 +65,11 @@ class _CallSize(NamedTuple):
 KEYS_IN_RUNS = frozenset({"cudnn_ranges"})
 
 
-def _that_take(plan: Plan, kernels: dict[str, PassRates]) -> dict[str, PassRates]:
+def kernels_for(
+    kernels: dict[str, PassRates], layout: LayoutKind | None, *, padded: bool = False
+) -> dict[str, PassRates]:
     """Those that the runtime would use; all, where nothing else takes any mask."""
-    layouts = (plan.q_layout, plan.kv_layout)
-    in_runs = plan.kv_layout.kind is not LayoutKind.STRIPED
-    if in_runs and all(one.padded_tokens == one.num_tokens for one in layouts):
+    if layout is not LayoutKind.STRIPED and not padded:
         return kernels
     others = {name: one for name, one in kernels.items() if name not in KEYS_IN_RUNS}
     return others if any(one.ranges for one in others.values()) else kernels
@@ -86,7 +86,8 @@ class ComputeCosts:
         self._cluster = cluster
         self._problem = plan.problem
         self._direction = direction
-        self._kernels = _that_take(plan, cluster.passes(direction))
+        padded = any(one.padded_tokens > one.num_tokens for one in (plan.q_layout, plan.kv_layout))
+        self._kernels = kernels_for(cluster.passes(direction), plan.kv_layout.kind, padded=padded)
         self._communicates = plan.num_ranks > 1
         forced = None if kernel is None else self._kernels.get(kernel)
         only = [] if kernel is None or forced is None else [{kernel: forced}]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh_attention.cluster.best import Candidate, candidate, finalists
+from mesh_attention.cluster.compute_cost import kernels_for
 from mesh_attention.cluster.explored import Explored, Place, Score, Search
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.errors import PlanError
@@ -84,7 +85,13 @@ class OnePass:
         limit: Score | None,
         told: Callable[[], None],
     ) -> None:
-        """What is not better than the limit is of no use."""
+        """What is not better than the limit is of no use. All transfers of a method are counted in
+        what it takes at least, which are longer where they are cut."""
+        if limit is not None and limit <= (False, self.least_in(layout)):
+            self.searched[layout] = None
+            for _ in methods:
+                told()
+            return
         here: list[Explored] = []
         before = {one.name: one for one in self._known}
         for name in methods:
@@ -129,24 +136,23 @@ class OnePass:
     def best(self) -> Simulated:
         return min(self.simulated, key=_in_order)
 
-    def _least(self, explored: Explored) -> float:
-        """Seconds that any cut of any shape of the method takes: all transfers, which are longer
-        where they are cut, and on a rank with the mean of all work computation at the best rate of
-        any kernel, slowed by them."""
+    def least_in(self, layout: LayoutKind | None, moving: float = 0.0) -> float:
+        """Seconds that any plan takes in which so much is moved: on a rank with the mean of all
+        work, computation at the best rate of any kernel for this layout, slowed by transfers."""
         search, problem = self.search, self.search.problem
         pairs = visible_pairs([Run(0, problem.q_tokens)], [Run(0, problem.keys)], problem.rows)
         flops = problem.flops(int(pairs[0, 0]), backward=search.direction is Direction.BACKWARD)
-        kernels = search.cluster.passes(search.direction).values()
+        kernels = kernels_for(search.cluster.passes(search.direction), layout).values()
         rate = max(rate.tflops for kernel in kernels for rate in kernel.rates.values()) * 1e12
         usual, sms = search.cluster.disturbance.compute_slowdown, search.cluster.gpu.sms
         lost = min(one.sm_margin / sms if one.sm_margin else usual for one in kernels)
-        moving = explored.least_moving
         return max(moving, flops / search.num_ranks / rate + lost * moving)
 
     def _search(self, explored: Explored, bounds: _Bounds) -> None:
         which = sorted({one.stays for one in explored.all_in_order()})
         key = explored.name, explored.layout
-        least_of_all = self._at_least[key] = self._least(explored)
+        least_of_all = self.least_in(explored.layout, explored.least_moving)
+        self._at_least[key] = least_of_all
         if not bounds.allow((False, least_of_all), stays=which[-1]):
             return
         passed: list[Score] = []  # bounds of settings that cannot be the best

@@ -68,7 +68,7 @@ def simulate(
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """A simulation makes hundreds of thousands of small objects, none of them garbage: looking for
-    cycles among them takes a third of the time."""
+    cycles among them takes a third of the time. A search of 256 ranks holds half a GiB without."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -47,6 +47,7 @@ class TrafficMeter:
     def __init__(self, problem: Problem, table: Mapping[str, Buffer]) -> None:
         self._problem = problem
         self._table = table
+        self._known: dict[str, tuple[int, int, bool]] = {}  # of buffers
 
     def flows(self, op: Communication) -> Flows:
         match op:
@@ -68,11 +69,24 @@ class TrafficMeter:
         """Bytes, and those of them that are not statistics."""
         everything = tokens = 0
         for piece in pieces:
-            buffer = self._table[piece.buffer]
-            num_bytes = piece.num_bytes(buffer, self._problem)
+            heads, row_bytes, counts = self._rows_of(piece.buffer)
+            if piece.heads is not None:
+                heads = piece.heads[1] - piece.heads[0]
+            num_bytes = (piece.stop - piece.start) * heads * row_bytes
             everything += num_bytes
-            tokens += 0 if buffer.kind.is_statistic else num_bytes
+            tokens += num_bytes if counts else 0
         return everything, tokens
+
+    def _rows_of(self, name: str) -> tuple[int, int, bool]:
+        """Heads of a buffer, bytes of a row and head, and whether it holds tokens: asked for by
+        every piece of an exchange with hundreds of ranks."""
+        known = self._known.get(name)
+        if known is None:
+            buffer = self._table[name]
+            tokens = not buffer.kind.is_statistic
+            known = buffer.num_heads, buffer.row_bytes(self._problem), tokens
+            self._known[name] = known
+        return known
 
 
 def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -> Traffic:
