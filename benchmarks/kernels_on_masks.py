@@ -114,7 +114,10 @@ def by_kernel(kernel: Kernel, tensors: list[Tensor], mask: RowRange) -> tuple[Pa
     q, k, v, grad_out = tensors
     block = Block(q, k, v, mask, SCALE)
     out, lse = kernel.forward(block)
-    given = BackwardInputs(grad_out, None, lse, delta(out, grad_out))
+    needs = kernel.backward_needs
+    # What takes `out` makes row sums of it, as a call of its own library does.
+    sums = delta(out, grad_out) if needs is not None and needs.delta else None
+    given = BackwardInputs(grad_out, None if sums is not None else out, lse, sums)
     return lambda: kernel.forward(block), lambda: kernel.backward(block, given)
 
 

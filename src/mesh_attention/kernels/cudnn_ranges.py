@@ -33,13 +33,14 @@ from mesh_attention.plan.plan import Direction
 
 _PACKAGE = "nvidia-cudnn-frontend"
 _VERSIONS = ((1, 32), (1, 33))  # from, and below
+_NUM_WITHOUT_DELTA = 9  # tensors of a backward call: q, k, v, out, grad_out, lse, dq, dk, dv
 
 
 class CudnnRanges:
     name = "cudnn_ranges"
     takes_unions = True
     deterministic = True
-    backward_needs = BackwardNeeds(delta=True, finite_lse=True)
+    backward_needs = BackwardNeeds(finite_lse=True)
 
     def refuses(self, request: Request) -> str | None:
         if request.device_type != "cuda":
@@ -103,12 +104,16 @@ class CudnnRanges:
         )
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        assert given.delta is not None  # as `backward_needs` says
+        prepared = _prepared(block.mask, q, k, v, backward=True)
         # It takes row sums from `out`, less the gradient of the log-sum-exp: with zeros for the
         # one, and -delta for the other, neither `out` nor a stand-in has to be there.
-        prepared = _prepared(block.mask, q, k, v, backward=True)
-        tensors = (q, k, v, prepared.zeros(grad_out), grad_out, given.lse, dq, dk, dv)
-        prepared.backward(block, (*tensors, -given.delta.contiguous()))
+        if given.delta is not None:
+            out, minus_delta = prepared.zeros(grad_out), (-given.delta.contiguous(),)
+        else:
+            assert given.out is not None  # either is
+            out, minus_delta = _aligned(given.out.to(q.dtype)), ()
+        tensors = (q, k, v, out, grad_out, given.lse, dq, dk, dv, *minus_delta)
+        prepared.backward(block, tensors)
         return dq, dk, dv
 
 
@@ -142,15 +147,15 @@ class _Prepared:
         key = (deterministic, scale, *(x.stride() for x in tensors))
         launch = self._launches.get(key)
         if launch is None:
-            *others, minus_delta = tensors
+            others, minus_delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
             backward = _flex("FlexAttentionBwd")
             compiled = _ready(
-                backward(*others, self._plan, minus_delta, deterministic=deterministic)
+                backward(*others, self._plan, *minus_delta, deterministic=deterministic)
             )
 
             def execute(*given: Tensor, **own: Any) -> None:
-                *others, minus_delta = given
-                compiled.execute(*others, self._plan, minus_delta, softmax_scale=scale, **own)
+                others, minus_delta = given[:_NUM_WITHOUT_DELTA], given[_NUM_WITHOUT_DELTA:]
+                compiled.execute(*others, self._plan, *minus_delta, softmax_scale=scale, **own)
 
             launch = self._launches[key] = WrittenLaunch(compiled, execute, tensors)
         launch(*tensors)
