@@ -69,10 +69,23 @@ def test_windows_documents_and_prefixes_equal_the_truth(pool: WorkerPool) -> Non
             marks=pytest.mark.slow,
         ),
         (8, {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2, "combine": Combine.NODES}),
+        (
+            8,
+            {
+                "method": "mesh-usp",
+                "ulysses": 4,
+                "tile": (1, 2),
+                "ranks_per_node": 4,
+                "units_per_node": 2,
+            },
+        ),
         (9, {"tile": (3, 3), "rotation": False}),
         (6, {"tile": (2, 3), "backward_tile": (3, 2), "gather_out": True}),
     ],
-    ids=["patches", "patches-reduced", "patches-in-nodes", "no-rotation", "two-tiles"],
+    ids=[
+        *("patches", "patches-reduced", "patches-in-nodes", "units-in-nodes", "no-rotation"),
+        "two-tiles",
+    ],
 )
 def test_mappings_and_tiles_of_every_kind_equal_the_truth(
     pool: WorkerPool, ranks: int, options: dict[str, object]

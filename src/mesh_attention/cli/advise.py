@@ -34,6 +34,7 @@ from mesh_attention.cluster.found import (
 )
 from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
+from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction
@@ -87,6 +88,7 @@ def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
     return Asked(problem, ranks, cluster, named, line, directions, options, args.kernel)
 
 
+@collector_paused()
 def run(args: argparse.Namespace) -> int:
     asked = asked_of_all(args, "advise")
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster

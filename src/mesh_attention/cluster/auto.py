@@ -21,7 +21,7 @@ from typing import Any
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import Layouts, Progress, Score, Search, a_search, layouts_of
 from mesh_attention.cluster.one_pass import OnePass, Simulated, Standing, standing_of
-from mesh_attention.cluster.planning import ask_on
+from mesh_attention.cluster.planning import PLACES, ask_on
 from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.waits import Overlap
@@ -55,8 +55,8 @@ class BestOfAll:
         if self.unmoved is self.chosen:
             return {}
         plan, options = self.plan(), next(iter(self.chosen.values())).options
-        alpha = {"alpha": options["alpha"]} if options.get("alpha") is not None else {}
-        return {"layout": plan.q_layout.kind.value, **alpha}
+        where = {name: options[name] for name in PLACES if options.get(name) is not None}
+        return {"layout": plan.q_layout.kind.value, **where}
 
     def plan(self) -> Plan:
         return self.question.plan()
@@ -151,8 +151,10 @@ def _in_one_place(passes: Sequence[OnePass]) -> list[Simulated]:
         maps = [one.places() for one in passes]
         common = [place for place in maps[0] if place in maps[1]]
         common.sort(key=lambda place: _sum([one[place] for one in maps]))
-        pairs = [[one.at(place) for one in passes] for place in common[:_NUM_PLACES]]
-        best = min(pairs, key=_sum_of)
+        best = [one.at(common[0]) for one in passes]
+        for place in common[1:_NUM_PLACES]:
+            if _sum([one[place] for one in maps]) < _sum_of(best):
+                best = min(best, [one.at(place) for one in passes], key=_sum_of)
     return best
 
 

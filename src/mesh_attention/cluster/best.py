@@ -6,7 +6,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask
 
 NUM_SIMULATED = 4  # settings at most, besides the method's own choice
-NUM_SEEN_AGAIN = 3  # that more than one rank looks at, where not so many can be simulated
+NUM_SEEN_AGAIN = 4  # that more than one rank looks at, where not so many can be simulated
+RANKS_TOGETHER = 16  # at most, that are simulated for these
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
 
@@ -127,17 +128,22 @@ def _after(tried: int, layouts: int, progress: Progress | None) -> Progress | No
 
 
 def finalists(
-    search: Search, explored: Explored, *, in_place: bool = False
+    search: Search,
+    explored: Explored,
+    *,
+    in_place: bool = False,
+    may_win: Callable[[Score], bool] = lambda _: True,
 ) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
     """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
     best that is not cut, since one rank does not see what others lose by a cut. What is expected of
     each, what is the least, and the setting; `in_place`: of those that leave tokens where they are
-    by default."""
+    by default. `may_win`, asked with the least: what may not is not looked at again."""
     own, uncut = key_of(explored.given), False
     simulated = 0
     known = [one for one in explored.all_in_order() if one.stays or not in_place]
     first = known[:NUM_SEEN_AGAIN]
-    if sum(one.num_operations for one in first) > MAX_SIMULATED_OPERATIONS:
+    too_many = sum(one.num_operations for one in first) > MAX_SIMULATED_OPERATIONS
+    if too_many and any(may_win(one.least) for one in first):
         known[:NUM_SEEN_AGAIN] = sorted(
             (_seen_again(search, explored.name, one) for one in first), key=lambda one: one[0]
         )
@@ -159,13 +165,19 @@ def _seen_again(search: Search, method: str, one: TriedSetting) -> TriedSetting:
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:
-    plan = search.plan(method, setting)
-    seen = search.estimate(plan)
-    return Candidate(
-        *(method, dict(setting)),
-        search.score(seen.seconds, seen.peak_bytes),
-        search.score(seen.least_seconds, seen.peak_bytes),
-        place_of(plan),
-        seen.num_operations,
-        tokens_stay(plan, search.given),
-    )
+    """Looked at once: by three ranks, and by all where a few stand for them."""
+    key = method, key_of(setting)
+    known: Candidate | None = search.candidates.get(key)
+    if known is None:
+        plan = search.plan(method, setting)
+        seen = search.estimate(plan)
+        seconds = max(seen.seconds, search.few_ranks_seconds(plan, RANKS_TOGETHER))
+        known = search.candidates[key] = Candidate(
+            *(method, dict(setting)),
+            search.score(seconds, seen.peak_bytes),
+            search.score(seen.least_seconds, seen.peak_bytes),
+            place_of(plan),
+            seen.num_operations,
+            tokens_stay(plan, search.given),
+        )
+    return known

@@ -69,10 +69,14 @@ def free_names(options: Collection[str], given: Mapping[str, Any]) -> tuple[str,
 
 
 def first_cuts(problem: Problem, held: int, *, rotates: bool = False) -> tuple[Cut, ...]:
-    """Two to begin with: slices of the heads that a rank holds, where there are several, and chunks
-    of rows. What rotates is hidden as it is, and cut only where tokens were exchanged for heads."""
+    """To begin with: slices of the heads that a rank holds, where there are several, with all keys
+    and with half of them at a time, and chunks of rows. What rotates is hidden as it is, and cut
+    only where tokens were exchanged for heads."""
     if rotates and held == problem.kv_heads:
         return ()
     heads = usual_heads(problem, problem.kv_heads // held)
     chunks = Cut((2, 1) if rotates else (2, 2), None, held)
-    return (chunks,) if heads is None else (Cut((1, 1), heads, held), chunks)
+    if heads is None:
+        return (chunks,)
+    halves = () if rotates else (Cut((1, 2), heads, held),)
+    return (Cut((1, 1), heads, held), *halves, chunks)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.copies import ranks_to_simulate
 from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.one_rank import Estimate, estimate
@@ -45,7 +46,10 @@ NUM_REFINED = 2  # shapes that meet the cut found for the best one
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
-RANKS_AND_STEPS = 1024  # settings that are tried to refine cuts, times ranks: each takes longer
+RANKS_TOGETHER = 16  # at most, that are simulated for every setting that is cut
+FEW_RANKS = 64  # at most, where all ranks of several settings can be
+RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
+MIN_STEPS = 16  # however many ranks there are
 
 Progress = Callable[[int, int], None]
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
@@ -53,7 +57,8 @@ Score = tuple[bool, float]  # whether it needs more memory than there is, and se
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked: one pass of any method, on a cluster."""
+    """What is asked: one pass of any method, on a cluster. `candidates`: what was looked at more
+    closely (`best.py`)."""
 
     problem: Problem
     num_ranks: int
@@ -62,6 +67,7 @@ class Search:
     given: Mapping[str, Any]
     overlap: Overlap = Overlap.EVENTS
     kernel: str | None = None
+    candidates: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self, method: str, setting: Mapping[str, Any]) -> Plan:
         only = (self.direction,)
@@ -73,6 +79,18 @@ class Search:
     def estimate(self, plan: Plan, ranks: Sequence[int] | None = None) -> Estimate:
         how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
         return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
+
+    def few_ranks_seconds(self, plan: Plan, most: int) -> float:
+        """By a simulation, where so few ranks stand for all: so it is seen where they wait for each
+        other, because a mask gives them chunks of unlike work. Otherwise nothing; nor where there
+        are so few in all that several settings are simulated in the end."""
+        one, n = plan.direction(self.direction), self.num_ranks
+        if n <= FEW_RANKS or one.copies == 1 or n > most * one.copies:
+            return 0.0
+        if len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) > most:
+            return 0.0
+        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+        return simulate(plan, self.cluster, self.direction, **how).runtime_seconds
 
     def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
         plan = self.plan(method, setting)
@@ -200,14 +218,14 @@ class Explored:
             return
         shapes = self.ranking(shape | given | self._uncut for shape in self._shapes)
         begun: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether heads are cut
-        hopeful = [one for one in shapes[:NUM_SHAPES] if self._is_near_the_best(one, HOPEFUL)]
+        hopeful = [one for one in _of_each_degree(shapes) if self._is_near_the_best(one, HOPEFUL)]
         for setting in (given, *hopeful):
             shape = {name: value for name, value in setting.items() if name not in free}
             for cut in first_cuts(problem, self._held(shape), rotates=rotates):
                 begun[cut.heads is not None].append(shape | cut.options(free))
-        self._most = self.tried + max(8, RANKS_AND_STEPS // self._search.num_ranks)
-        for settings in begun.values():
-            ranking = self.ranking(settings)
+        rankings = [self.ranking(settings) for settings in begun.values()]
+        for ranking in rankings:
+            self._most = self.tried + max(MIN_STEPS, RANKS_AND_STEPS // self._search.num_ranks)
             if ranking and self._is_near_the_best(ranking[0], NEAR):
                 _refine(self, free, self._held, ranking)
 
@@ -220,6 +238,16 @@ class Explored:
             for way in _ways_to_combine(self._search.problem):
                 if way.value != best.combined:
                     self.attempt(best.setting | {"combine": way.value})
+
+    def other_tiles(self, shape: dict[str, Any]) -> list[dict[str, Any]]:
+        """Where units exchange heads, and a node has a patch of them: which tile is the best
+        depends on the cut, since what tiles gather costs little there."""
+        if not shape.get("units_per_node") or "tile" not in shape:
+            return []
+        others = [one | self.given for one in self._shapes]
+        return [
+            one for one in others if one | {"tile": None} == shape | {"tile": None} and one != shape
+        ]
 
     def _is_near_the_best(self, setting: dict[str, Any], times: float) -> bool:
         (_, best), score = self.all_in_order()[0][0], self.attempt(setting)
@@ -252,10 +280,11 @@ class Explored:
             # One rank is enough to rank by: in the middle, where masks leave the mean of work.
             plan = search.plan(self.name, setting)
             seen = search.estimate(plan, (search.num_ranks // 2,))
+            seconds = max(seen.seconds, self._together(plan, setting))
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
-            score = search.score(seen.seconds, seen.peak_bytes)
+            score = search.score(seconds, seen.peak_bytes)
             least = search.score(seen.least_seconds, seen.peak_bytes)
             self._known[key] = TriedSetting(
                 *(score, least, setting, seen.num_operations),
@@ -268,6 +297,14 @@ class Explored:
             done = len(self._known)
             self._progress(done, max(done, self._expected))
         return score
+
+    def _together(self, plan: Plan, setting: Mapping[str, Any]) -> float:
+        """Where a cut may make ranks wait for each other. In rings they wait for neighbours, and
+        one rank sees as much."""
+        is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
+        if not is_cut or METHODS[self.name].rotates:
+            return 0.0
+        return self._search.few_ranks_seconds(plan, RANKS_TOGETHER)
 
     def ranking(self, settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that the method takes, best first."""
@@ -311,6 +348,14 @@ def _ways_to_combine(problem: Problem) -> tuple[Combine, ...]:
     return (Combine.EXCHANGE, Combine.NODES, *((Combine.REDUCE_SCATTER,) if exact else ()))
 
 
+def _of_each_degree(shapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best shapes, and the best of each Ulysses degree: uncut, those that exchange more heads
+    are before others that gain more by a cut."""
+    first = {one.get("ulysses"): one for one in reversed(shapes)}
+    others = [one for one in first.values() if one not in shapes[:NUM_SHAPES]]
+    return [*shapes[:NUM_SHAPES], *others]
+
+
 def _refine(
     search: Explored,
     free: Sequence[str],
@@ -324,7 +369,15 @@ def _refine(
         shape = {name: value for name, value in setting.items() if name not in free}
         if shape not in shapes:
             shapes.append(shape)
-    best, lead = _climb(search, shapes[0], Cut.of(ranking[0], held(ranking[0])), free)
+    first = shapes[0]
+    best, lead = _climb(search, first, Cut.of(ranking[0], held(ranking[0])), free)
+    for shape in search.other_tiles(first):
+        for cut in {best, replace(best, chunks=best.chunks[::-1])}:
+            score = search.attempt(shape | cut.options(free))
+            if score is not None and (lead is None or score < lead):
+                first, best, lead = shape, cut, score
+    if first != shapes[0]:
+        best, lead = _climb(search, first, best, free)
     for shape in shapes[1:NUM_REFINED]:
         here = replace(best, held=held(shape))
         score = search.attempt(shape | here.options(free))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mesh_attention.cluster.best import Candidate, candidate, finalists
@@ -163,14 +164,16 @@ class OnePass:
                 explored.try_other_ways()
         for stays in which:
             mine: Score | None = None  # the best of this method
-            for expected, least, setting in finalists(self.search, explored, in_place=stays):
+            allow = partial(bounds.allow, stays=stays)
+            found = finalists(self.search, explored, in_place=stays, may_win=allow)
+            for expected, least, setting in found:
                 hopeless = mine is not None and expected >= mine
-                if hopeless or not bounds.allow(least, stays=stays):
+                if hopeless or not allow(least):
                     passed.append(least)
                     continue
                 one = candidate(self.search, explored.name, setting)
                 self.candidates.append(one)
-                if bounds.allow(one.least, stays=stays):
+                if allow(one.least):
                     score, _, _ = self.simulate(one)
                     bounds.add(one, score)
                     mine = score if mine is None else min(mine, score)

@@ -7,7 +7,7 @@ places.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from mesh_attention.cluster.cluster import Cluster
@@ -44,21 +44,21 @@ class ClusterCosts:
         self.collective, self.flow = communication.collective, communication.flow
 
 
-def alike_ranks(one: Pass) -> list[int]:
-    """A number for each rank, equal for ranks that are alike."""
+def alike_ranks(one: Pass, ranks: Iterable[int]) -> dict[int, int]:
+    """A number for each of these ranks, equal for ranks that are alike."""
     by_buffer: dict[Buffer, int] = {}
     shapes: dict[tuple[object, ...], int] = {}
     known: dict[tuple[int, ...], int] = {}
-    numbers = []
-    for program in one.programs:
-        table = []
+    numbers = {}
+    for rank in ranks:
+        program, table = one.programs[rank], []
         for b in program.buffers:
             shape = by_buffer.get(b)
             if shape is None:
                 key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows)
                 shape = by_buffer[b] = shapes.setdefault(key, len(shapes))
             table.append(shape)
-        numbers.append(known.setdefault(tuple(table), len(known)))
+        numbers[rank] = known.setdefault(tuple(table), len(known))
     return numbers
 
 
@@ -66,18 +66,19 @@ class RememberedCosts:
     """Kernel calls and flows of each rank's operations, worked out once for alike ranks."""
 
     def __init__(
-        self, problem: Problem, one: Pass, costs: OperationCosts, alike: Sequence[int]
+        self, problem: Problem, one: Pass, costs: OperationCosts, alike: Mapping[int, int]
     ) -> None:
         self._costs = costs
-        self._tables = [program.buffer_table() for program in one.programs]
+        programs = {rank: one.programs[rank] for rank in alike}
+        self._tables = {rank: program.buffer_table() for rank, program in programs.items()}
         forward = one.direction is Direction.FORWARD  # backward calls are never split
-        self._splits = [splits_wanted(p) if forward else 1 for p in one.programs]
+        self._splits = {r: splits_wanted(p) if forward else 1 for r, p in programs.items()}
         calls: dict[tuple[int, int], dict[Operation, tuple[TimedCall, ...]]] = {}
-        self._calls = [calls.setdefault(key, {}) for key in zip(alike, self._splits, strict=True)]
         flows: dict[int, dict[Operation, Flows]] = {}
-        self._flows = [flows.setdefault(number, {}) for number in alike]
         sizes: dict[int, dict[tuple[Piece, ...], int]] = {}
-        self._sizes = [sizes.setdefault(number, {}) for number in alike]
+        self._calls = {r: calls.setdefault((n, self._splits[r]), {}) for r, n in alike.items()}
+        self._flows = {rank: flows.setdefault(number, {}) for rank, number in alike.items()}
+        self._sizes = {rank: sizes.setdefault(number, {}) for rank, number in alike.items()}
         self._problem = problem
 
     def calls(self, rank: int, op: Operation) -> tuple[TimedCall, ...]:

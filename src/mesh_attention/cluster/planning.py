@@ -66,6 +66,9 @@ def ask_on(
     return found
 
 
+PLACES = ("alpha", "units_per_node")  # options that say which rank is where
+
+
 def tokens_stay(plan: Plan, given: Mapping[str, Any]) -> bool:
     """Whether tokens lie where they do by default, or as the caller said: objects that share a
     batch, with other masks and so other plans, rely on it."""
@@ -74,7 +77,7 @@ def tokens_stay(plan: Plan, given: Mapping[str, Any]) -> bool:
     kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
     in_order = plan.devices == tuple(range(plan.num_ranks))
     return (given.get("layout") is not None or plan.q_layout.kind is kind) and (
-        given.get("alpha") is not None or in_order
+        in_order or any(given.get(name) is not None for name in PLACES)
     )
 
 

@@ -146,11 +146,11 @@ def gpu_bytes(cluster: Cluster) -> int:
 
 def received_in_nodes(plan: Plan, one: Pass) -> tuple[int, int]:
     """The most that a rank of the first or of the middle node receives in a pass, and the most of
-    other nodes: the programs of all ranks would take long to make."""
+    other nodes: the programs of all ranks would take long to make. Copies receive the same."""
     here = {plan.node_of(0), plan.node_of(plan.num_ranks // 2)}
     total = between = 0
     for rank in range(plan.num_ranks):
-        if plan.node_of(rank) not in here:
+        if rank % one.copies or plan.node_of(rank) not in here:
             continue
         program = one.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from mesh_attention.cluster.clock import Activity, Capacity, Clock
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.copies import ranks_to_simulate
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.cluster.operation_costs import (
     ClusterCosts,
@@ -61,8 +62,10 @@ def simulate(
         )
     one = plan.direction(direction)
     given = costs or ClusterCosts(cluster, plan, one, kernel)
+    # Costs of a caller's own may differ between any two ranks.
+    ranks = range(plan.num_ranks) if costs else ranks_to_simulate(plan, one, cluster, overlap)
     with collector_paused():
-        return _Simulation(plan, one, cluster, given, overlap).run()
+        return _Simulation(plan, one, cluster, given, overlap, ranks).run()
 
 
 @contextmanager
@@ -84,12 +87,18 @@ _Place = tuple[int, int]  # rank, index of the operation
 
 class _Simulation:
     def __init__(
-        self, plan: Plan, one: Pass, cluster: Cluster, costs: OperationCosts, overlap: Overlap
+        self,
+        plan: Plan,
+        one: Pass,
+        cluster: Cluster,
+        costs: OperationCosts,
+        overlap: Overlap,
+        ranks: Sequence[int],
     ) -> None:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        alike = alike_ranks(one)
+        alike = alike_ranks(one, ranks)
         self._remembered = RememberedCosts(plan.problem, one, costs, alike)
         self._kernel_seconds: dict[str, float] = {}
         # Members that have come to a collective, with its seconds as each sees them.
@@ -104,29 +113,31 @@ class _Simulation:
         self._nodes = [cluster.node_of(device) for device in plan.devices]
         self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
         self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once)
-        self._ranks = [
-            RankState(rank, waits.of(rank), program.operations, at_once=at_once)
-            for rank, program in enumerate(one.programs)
-        ]
+        self._ranks = {
+            rank: RankState(rank, waits.of(rank), one.programs[rank].operations, at_once=at_once)
+            for rank in ranks
+        }
+        self._meeting: dict[str, int] = {}  # by group: members that are simulated
 
     def run(self) -> Timeline:
-        for state in self._ranks:
+        for state in self._ranks.values():
             self._advance(state)
         self._clock.run()
-        stuck = [state.rank for state in self._ranks if not state.finished]
+        stuck = [rank for rank, state in self._ranks.items() if not state.finished]
         if stuck:
             raise ClusterError(f"ranks {stuck[:4]} deadlock; `verify` says why")
-        times = tuple(state.times for state in self._ranks)
+        copies = self._plan.num_ranks // len(self._ranks)
+        simulated = [rank - rank % copies for rank in range(self._plan.num_ranks)]
         return Timeline(
             self._plan,
             self._one,
             self._cluster,
             self._overlap,
-            times,
+            tuple(self._ranks[rank].times for rank in simulated),
             self._waits.workspace_bytes,
-            tuple(self._received),
-            tuple(self._far),
-            self._kernel_seconds,
+            tuple(self._received[rank] for rank in simulated),
+            tuple(self._far[rank] for rank in simulated),
+            {name: copies * seconds for name, seconds in self._kernel_seconds.items()},
         )
 
     def _advance(self, state: RankState) -> None:
@@ -207,10 +218,13 @@ class _Simulation:
             away = self._away[op.group, here] = [self._nodes[r] != here for r in ranks]
         self._far[rank] += far_bytes(op, flows, away)
         arrived.append(((rank, at), self._costs.collective(op, flows, member)))
-        if len(arrived) == size:
+        meeting = self._meeting.get(op.group)
+        if meeting is None:
+            meeting = self._meeting[op.group] = sum(rank in self._ranks for rank in ranks)
+        if len(arrived) == meeting:
             del self._arrived[op.group, times]
             ends = [place for place, _ in arrived]
-            uses = self._capacities.of_collective([self._plan.devices[rank] for rank, _ in ends])
+            uses = self._capacities.of_collective([self._plan.devices[rank] for rank in ranks])
             slowdown = self._cluster.disturbance.collective_slowdown
             slowest = max(seconds for _, seconds in arrived)
             self._begin(slowest, uses, slowdown, ends, self._communicated)

@@ -6,7 +6,7 @@ the next step begins, as the paper does. `none`: one operation at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 
 from mesh_attention.cluster.cluster import Cluster
@@ -30,7 +30,7 @@ class Waits:
     whatever their members and calls are, so this is worked out once for all of them."""
 
     def __init__(
-        self, plan: Plan, one: Pass, overlap: Overlap, alike: Sequence[int], *, at_once: bool
+        self, plan: Plan, one: Pass, overlap: Overlap, alike: Mapping[int, int], *, at_once: bool
     ) -> None:
         self._plan, self._one, self._overlap, self._alike = plan, one, overlap, alike
         self._at_once = at_once

@@ -107,11 +107,12 @@ class CudnnRanges:
         prepared = _prepared(block.mask, q, k, v, backward=True)
         # It takes row sums from `out`, less the gradient of the log-sum-exp: with zeros for the
         # one, and -delta for the other, neither `out` nor a stand-in has to be there.
+        minus_delta: tuple[Tensor, ...] = ()
         if given.delta is not None:
             out, minus_delta = prepared.zeros(grad_out), (-given.delta.contiguous(),)
         else:
             assert given.out is not None  # either is
-            out, minus_delta = _aligned(given.out.to(q.dtype)), ()
+            out = _aligned(given.out.to(q.dtype))
         tensors = (q, k, v, out, grad_out, given.lse, dq, dk, dv, *minus_delta)
         prepared.backward(block, tensors)
         return dq, dk, dv

@@ -73,7 +73,8 @@ class Pass:
     """One direction: groups of logical ranks by name, a program for each logical rank.
 
     `order` is that of the tasks; some of them may be empty on every rank. `setting` says in words
-    what the method chose; it is for people, and no reader needs it.
+    what the method chose; it is for people, and no reader needs it. `copies` of consecutive ranks
+    do the same as each other, with other heads of the same rows: as far as its maker knows.
     """
 
     direction: Direction
@@ -81,6 +82,7 @@ class Pass:
     programs: Sequence[Program]
     order: Schedule = field(compare=False)
     setting: dict[str, str] = field(default_factory=dict)
+    copies: int = field(default=1, compare=False)
 
     @cached_property
     def members(self) -> dict[str, dict[int, int]]:

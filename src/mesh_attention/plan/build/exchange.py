@@ -100,7 +100,8 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     if first.head_group.shards is not None:
         setting["relayout"] = "on"
     programs = Programs(degree * first.head_group.num_units, program)
-    return Pass(first.direction, groups, programs, order, setting)
+    copies = degree if first.head_group.has_alike else 1
+    return Pass(first.direction, groups, programs, order, setting, copies)
 
 
 def _around(inner: UnitBuilder) -> _Exchange:

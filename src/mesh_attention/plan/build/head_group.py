@@ -138,6 +138,11 @@ class HeadGroup:
     cut: PassCut | None = None  # None: all is exchanged at once
 
     @property
+    def has_alike(self) -> bool:
+        """Whether all head groups have as many heads, and receive as much of every other."""
+        return self.shards is None and self.degree in ulysses_degrees(self.problem)
+
+    @property
     def is_exchanged(self) -> bool:
         """Whether a unit's own rows come from other ranks, and are no tensors of the caller."""
         return self.degree > 1 or self.shards is not None

@@ -161,6 +161,12 @@ class DegreeSetting(Setting):
         "the largest up to 8 (or a node); 1 for a double ring",
         "U",
     )
+    units_per_node: int | None = option(
+        None,
+        "a node has ranks of so many units of `ulysses` ranks, as many of each: a patch of the "
+        "tile grid, or of the ring, inside a node, and heads exchanged between nodes (needs "
+        "`ranks_per_node`); left out: units in order",
+    )
 
 
 @dataclass(frozen=True)

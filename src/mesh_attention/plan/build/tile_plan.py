@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, factorisations, patch_devices
+from mesh_attention.plan.assignment import Tile, factorisations, patch_devices, patch_widths
 from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
@@ -32,6 +32,7 @@ class SharedOptions(Setting):
     combine: Combine = Combine.AUTO
     alpha: int | None = None
     ulysses: int = 1
+    units_per_node: int | None = None
 
 
 def shared_options(method: str, setting: Setting, *, ulysses: int | None = None) -> SharedOptions:
@@ -73,20 +74,55 @@ def shards_of(layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions)
 
 def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     """The physical rank of each logical one: in order, or by patches of the tile grid."""
-    p, degree = shared.ranks_per_node, shared.ulysses
-    if shared.alpha is None:
+    degree, width = shared.ulysses, shared.alpha
+    if width is None and shared.units_per_node is None:
         return tuple(range(tile.num_ranks * degree))
+    units, each = _patch_of_node(shared)
+    if width is None:
+        width = _squarest_width(tile, units)
+    elif width < 1:
+        raise PlanError(f"alpha={width}: must be at least 1")
+    places = [divmod(place, units) for place in patch_devices(tile.a, tile.b, units, width)]
+    nodes = degree // each  # over which a patch of units is spread
+    return tuple(
+        ((patch * nodes + i // each) * units + place) * each + i % each
+        for patch, place in places
+        for i in range(degree)
+    )
+
+
+def _patch_of_node(shared: SharedOptions) -> tuple[int, int]:
+    """Units of which a node has ranks, and how many of each."""
+    p, degree, units = shared.ranks_per_node, shared.ulysses, shared.units_per_node
     if p is None:
-        raise PlanError("'alpha' needs ranks_per_node: it is the width of a node's patch of tiles")
-    if shared.alpha < 1:
-        raise PlanError(f"alpha={shared.alpha}: must be at least 1")
-    if p % degree:
+        name, it = "alpha", "it is the width of a node's patch of tiles"
+        if units is not None:
+            name, it = "units_per_node", "it says what a node has ranks of"
+        raise PlanError(f"'{name}' needs ranks_per_node: {it}")
+    if units is None:
+        if p % degree:
+            raise PlanError(
+                f"'alpha' with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
+                "leave 'alpha' out, or say units_per_node"
+            )
+        return p // degree, degree
+    fits = [n for n in range(1, p + 1) if p % n == 0 and degree % (p // n) == 0]
+    if units not in fits:
         raise PlanError(
-            f"'alpha' with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
-            "leave 'alpha' out"
+            f"units_per_node={units}: a node of {p} ranks has no such part of units of {degree} "
+            f"ranks; units_per_node that fits: {', '.join(map(str, fits)) or 'none'}"
         )
-    units = patch_devices(tile.a, tile.b, p // degree, shared.alpha)
-    return tuple(unit * degree + i for unit in units for i in range(degree))
+    return units, p // units
+
+
+def _squarest_width(tile: Tile, units: int) -> int:
+    fits = patch_widths(tile.a, tile.b, units)
+    if not fits:
+        raise PlanError(
+            f"units_per_node={units}: {units} units form no patch of the {tile.b}x{tile.a} grid of "
+            f"tiles {tile.a}x{tile.b}; leave 'units_per_node' out"
+        )
+    return min(fits, key=lambda width: (max(width, units // width), -width))
 
 
 def reduce_by(

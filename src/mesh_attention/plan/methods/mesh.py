@@ -18,6 +18,7 @@ from mesh_attention.plan.build.setting import (
     CombineSetting,
     CutSetting,
     DegreeSetting,
+    Setting,
     TileSetting,
     option,
 )
@@ -74,11 +75,13 @@ def plan_mesh(
     directions: Directions = BOTH,
     *,
     degree: int = 1,
+    units_per_node: int | None = None,
     method: str = "mesh",
 ) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank.
 
-    `degree` is that of Ulysses: the tile is then one of units of so many ranks.
+    `degree` is that of Ulysses: the tile is then one of units of so many ranks, of which
+    `units_per_node` have ranks in a node, where that is said.
     """
     setting = setting or MeshSetting()
     cap = setting.max_memory_bytes
@@ -101,7 +104,9 @@ def plan_mesh(
         setting = replace(setting, chunks=chunks, head_slices=heads)
         if cap is not None and heads is not None:
             setting = _within_cap(problem, num_ranks, setting, directions, method)
-    planner = TilePlanner(problem, num_ranks, shared_options(method, setting, ulysses=degree), tile)
+    shared = shared_options(method, setting, ulysses=degree)
+    shared = replace(shared, units_per_node=units_per_node)
+    planner = TilePlanner(problem, num_ranks, shared, tile)
     if cap is not None and planner.shards is not None:
         raise PlanError(
             "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
@@ -146,8 +151,12 @@ def plan_mesh_usp(
     problem: Problem, ranks: int, setting: MeshUspSetting, directions: Directions
 ) -> Plan:
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k != "ulysses"})
-    return plan_mesh(problem, ranks, mesh, directions, degree=degree, method="mesh-usp")
+    of_units = {one.name for one in fields(DegreeSetting)} - {one.name for one in fields(Setting)}
+    mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k not in of_units})
+    places = setting.units_per_node
+    return plan_mesh(
+        *(problem, ranks, mesh, directions), degree=degree, units_per_node=places, method="mesh-usp"
+    )
 
 
 def _given(setting: CutSetting) -> dict[str, Any]:

@@ -6,7 +6,7 @@ and one row here. `candidates` are the settings worth trying when the best one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -81,12 +81,38 @@ def _degrees(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settin
     return [{"ulysses": u} for u in fits if u > 1 or len(fits) == 1]
 
 
+def _rings_of_units(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
+    return [
+        degree | place
+        for degree in _degrees(problem, ranks, ranks_per_node)
+        for place in _unit_places(
+            degree["ulysses"], (1, ranks // degree["ulysses"]), ranks_per_node
+        )
+    ]
+
+
 def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     return [
-        degree | {"tile": tile}
+        degree | {"tile": tile} | place
         for degree in _degrees(problem, ranks, ranks_per_node)
-        for tile in _near_best(problem, ranks // degree["ulysses"])
+        for tile in factorisations(ranks // degree["ulysses"])
+        for place in _unit_places(degree["ulysses"], tile, ranks_per_node)
+        if place or tile in _near_best(problem, ranks // degree["ulysses"])
     ]
+
+
+def _unit_places(
+    degree: int, tile: tuple[int, int], ranks_per_node: int | None
+) -> Iterator[dict[str, Any]]:
+    """Units in order, and as many units in a node as can be: what they gather stays in it then, and
+    what is exchanged for heads leaves it, as most of that does anyway where units are large."""
+    yield {}
+    p = ranks_per_node or 1
+    if p < degree or (p == degree and tile[0] * tile[1] > 1):
+        for units in range(p, 1, -1):
+            if p % units == 0 and degree % (p // units) == 0 and patch_widths(*tile, units):
+                yield {"units_per_node": units}
+                return
 
 
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
@@ -139,7 +165,7 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         ulysses.plan_ulysses,
         _one,
     ),
-    "usp": ("Ulysses inside, a ring outside", ring.UspSetting, ring.plan_usp, _degrees),
+    "usp": ("Ulysses inside, a ring outside", ring.UspSetting, ring.plan_usp, _rings_of_units),
     "startrail": (
         "teams gather Q and KV, team blocks rotate in sub-rings",
         startrail.StarTrailSetting,

@@ -1,0 +1,111 @@
+"""Where the ranks of units are: in order, or a patch of units in every node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.verify import verify
+
+# Ranks, ranks of a node, Ulysses degree, tile, units in a node.
+SHAPES = [
+    (16, 4, 4, (2, 2), 2),
+    (16, 4, 4, (2, 2), 4),
+    (16, 8, 8, (1, 2), 2),
+    (32, 8, 8, (2, 2), 4),
+    (32, 8, 4, (4, 2), 8),
+    (32, 8, 4, (2, 4), 4),
+    (36, 6, 4, (3, 3), 3),
+    (24, 4, 2, (4, 3), 4),
+]
+
+
+def plan_of(method: str, ranks: int, **options: Any) -> Plan:
+    problem = Problem(8 * ranks, 8, 4, num_kv_heads=8, mask=Mask(causal=True))
+    return make_plan(problem, ranks, method=method, **options)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "degree", "tile", "units"), SHAPES)
+def test_a_node_has_as_many_ranks_of_each_unit_of_a_patch(
+    ranks: int, per_node: int, degree: int, tile: tuple[int, int], units: int
+) -> None:
+    plan = plan_of(
+        *("mesh-usp", ranks),
+        ulysses=degree,
+        tile=tile,
+        ranks_per_node=per_node,
+        units_per_node=units,
+    )
+    assert sorted(plan.devices) == list(range(ranks))
+    for node in range(ranks // per_node):
+        inside = [rank for rank in range(ranks) if plan.node_of(rank) == node]
+        assert Counter(Counter(rank // degree for rank in inside).values()) == {
+            per_node // units: units
+        }
+        # Units that gather from each other hold the same heads here.
+        heads = [{rank % degree for rank in inside if rank // degree == u} for u in range(ranks)]
+        assert len({frozenset(one) for one in heads if one}) == 1
+
+
+@pytest.mark.parametrize("method", ["mesh-usp", "usp", "double-ring"])
+def test_whole_units_in_nodes_lie_in_order(method: str) -> None:
+    options: dict[str, Any] = {"ulysses": 4, "ranks_per_node": 8, "units_per_node": 2}
+    assert plan_of(method, 16, **options).devices == tuple(range(16))
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "options"),
+    [
+        ("mesh-usp", 16, {"ulysses": 4, "tile": (2, 2), "ranks_per_node": 4, "units_per_node": 4}),
+        ("mesh-usp", 16, {"ulysses": 4, "tile": (4, 1), "ranks_per_node": 4, "units_per_node": 2}),
+        ("usp", 16, {"ulysses": 4, "ranks_per_node": 4, "units_per_node": 4}),
+        (
+            "usp",
+            12,
+            {"ulysses": 2, "ranks_per_node": 4, "units_per_node": 2, "gradients": "travel"},
+        ),
+        ("double-ring", 16, {"ulysses": 2, "inner": 2, "ranks_per_node": 4, "units_per_node": 4}),
+    ],
+)
+def test_programs_with_units_spread_over_nodes_are_proven(
+    method: str, ranks: int, options: dict[str, Any]
+) -> None:
+    assert verify(plan_of(method, ranks, **options)) == []
+
+
+def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads_alone() -> None:
+    plan = plan_of(
+        *("mesh-usp", 32),
+        ulysses=8,
+        tile=(2, 2),
+        ranks_per_node=8,
+        units_per_node=4,
+    )
+    for one in plan.passes:
+        for name, ranks in one.groups.items():
+            nodes = {plan.node_of(rank) for rank in ranks}
+            is_unit = len({rank // 8 for rank in ranks}) == 1
+            assert (len(nodes) == 4) if is_unit else (len(nodes) == 1), name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"units_per_node": 2}, "'units_per_node' needs ranks_per_node"),
+        ({"units_per_node": 3, "ranks_per_node": 8}, "units_per_node that fits: 2, 4, 8"),
+        ({"units_per_node": 0, "ranks_per_node": 8}, "units_per_node=0: must be a whole number"),
+        ({"units_per_node": 8, "ranks_per_node": 8, "tile": (1, 4)}, "form no patch"),
+        ({"units_per_node": 4, "ranks_per_node": 8, "alpha": 4}, "alpha that fits: 2"),
+        ({"alpha": 1, "ranks_per_node": 6}, "or say units_per_node"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_of("mesh-usp", 16, **{"ulysses": 4, "tile": (2, 2), **options})
