@@ -36,7 +36,6 @@ from mesh_attention.plan.question import ask
 
 NUM_SIMULATED = 4  # settings at most, besides the method's own choice
 NUM_SEEN_AGAIN = 4  # that more than one rank looks at, where not so many can be simulated
-RANKS_TOGETHER = 16  # at most, that are simulated for these
 # Operations of all ranks in these simulations, about; a million takes minutes.
 MAX_SIMULATED_OPERATIONS = 15_000
 
@@ -144,9 +143,8 @@ def finalists(
     first = known[:NUM_SEEN_AGAIN]
     too_many = sum(one.num_operations for one in first) > MAX_SIMULATED_OPERATIONS
     if too_many and any(may_win(one.least) for one in first):
-        known[:NUM_SEEN_AGAIN] = sorted(
-            (_seen_again(search, explored.name, one) for one in first), key=lambda one: one[0]
-        )
+        known[:NUM_SEEN_AGAIN] = [_seen_again(search, explored.name, one) for one in first]
+        known.sort(key=lambda one: one.expected)
     for at, (expected, least, setting, operations, *_) in enumerate(known):
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
@@ -165,13 +163,13 @@ def _seen_again(search: Search, method: str, one: TriedSetting) -> TriedSetting:
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:
-    """Looked at once: by three ranks, and by all where a few stand for them."""
+    """Looked at once, by three ranks."""
     key = method, key_of(setting)
     known: Candidate | None = search.candidates.get(key)
     if known is None:
         plan = search.plan(method, setting)
         seen = search.estimate(plan)
-        seconds = max(seen.seconds, search.few_ranks_seconds(plan, RANKS_TOGETHER))
+        seconds = search.expected_seconds(plan, method, setting, seen)
         known = search.candidates[key] = Candidate(
             *(method, dict(setting)),
             search.score(seconds, seen.peak_bytes),

@@ -47,9 +47,10 @@ RANKS_APART = 24  # at most, where stripes are searched as if they were the only
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_TOGETHER = 16  # at most, that are simulated for every setting that is cut
-FEW_RANKS = 64  # at most, where all ranks of several settings can be
+WAITS_UNSEEN = 1.05  # times what one rank sees of other settings that are cut, under a mask
+FEW_RANKS = 64  # at most, where all ranks of several settings can be simulated
 RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
-MIN_STEPS = 16  # however many ranks there are
+MIN_STEPS = 14  # however many ranks there are
 
 Progress = Callable[[int, int], None]
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
@@ -80,17 +81,23 @@ class Search:
         how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
         return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
 
-    def few_ranks_seconds(self, plan: Plan, most: int) -> float:
-        """By a simulation, where so few ranks stand for all: so it is seen where they wait for each
-        other, because a mask gives them chunks of unlike work. Otherwise nothing; nor where there
-        are so few in all that several settings are simulated in the end."""
+    def expected_seconds(
+        self, plan: Plan, method: str, setting: Mapping[str, Any], seen: Estimate
+    ) -> float:
+        """From what one rank or three see. A mask may give ranks chunks of unlike work, and so they
+        wait for each other: that is simulated where a few stand for all, and reckoned with
+        otherwise. Of few ranks in all several settings are simulated in the end; in rings ranks
+        wait for neighbours, which each of them sees."""
         one, n = plan.direction(self.direction), self.num_ranks
-        if n <= FEW_RANKS or one.copies == 1 or n > most * one.copies:
-            return 0.0
-        if len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) > most:
-            return 0.0
-        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-        return simulate(plan, self.cluster, self.direction, **how).runtime_seconds
+        is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
+        if n <= FEW_RANKS or one.copies == 1 or not is_cut or METHODS[method].rotates:
+            return seen.seconds
+        few = n <= RANKS_TOGETHER * one.copies
+        if few and len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) < n:
+            how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+            timeline = simulate(plan, self.cluster, self.direction, **how)
+            return max(seen.seconds, timeline.runtime_seconds)
+        return seen.seconds * (1.0 if self.problem.mask.is_full else WAITS_UNSEEN)
 
     def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
         plan = self.plan(method, setting)
@@ -280,7 +287,7 @@ class Explored:
             # One rank is enough to rank by: in the middle, where masks leave the mean of work.
             plan = search.plan(self.name, setting)
             seen = search.estimate(plan, (search.num_ranks // 2,))
-            seconds = max(seen.seconds, self._together(plan, setting))
+            seconds = search.expected_seconds(plan, self.name, setting, seen)
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
@@ -297,14 +304,6 @@ class Explored:
             done = len(self._known)
             self._progress(done, max(done, self._expected))
         return score
-
-    def _together(self, plan: Plan, setting: Mapping[str, Any]) -> float:
-        """Where a cut may make ranks wait for each other. In rings they wait for neighbours, and
-        one rank sees as much."""
-        is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
-        if not is_cut or METHODS[self.name].rotates:
-            return 0.0
-        return self._search.few_ranks_seconds(plan, RANKS_TOGETHER)
 
     def ranking(self, settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that the method takes, best first."""
