@@ -34,7 +34,7 @@ from kernels_on_masks import log_normal_pack
 from provenance import taken
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.cluster.cluster import KernelRate, PassRates
+from mesh_attention.cluster.cluster import PassRates
 from mesh_attention.kernels import (
     BlockMask,
     Causal,
@@ -238,13 +238,13 @@ def measure(
         for n, parts in ((0, without), (MARGIN, with_margin))
     )
     usable = {k: [p for p in of if p.seconds > 2 * launch] for k, of in points.items()}
-    rates: dict[str, KernelRate] = {kind.value: fit(usable[kind]) for kind in kinds}
+    rates = [fit(usable[kind]) if kind in kinds else None for kind in CallKind]
     found = PassRates(
         CallKind.RANGE in kinds,
         begins(with_margin if heeds else without),
         MARGIN if heeds else 0,
         launch * 1e6,
-        **rates,
+        *rates,
     )
     return found, usable, told
 

@@ -42,8 +42,8 @@ def test_slices_of_heads_stay_within_the_heads_that_a_rank_holds_and_rise(
 def test_a_search_begins_with_slices_of_heads_where_there_are_several_and_with_2x2_chunks() -> None:
     assert [cut.chunks for cut in first_cuts(Problem(64, 1, 8), 1)] == [(2, 2)]
     several = first_cuts(Problem(64, 4, 8), 4)
-    assert [cut.chunks for cut in several] == [(1, 1), (2, 2)]
-    assert [cut.heads is None for cut in several] == [False, True]
+    assert [cut.chunks for cut in several] == [(1, 1), (1, 2), (2, 2)]
+    assert [cut.heads is None for cut in several] == [False, False, True]
 
 
 def test_what_rotates_is_cut_only_after_an_exchange() -> None:

@@ -7,7 +7,7 @@ reaches half of its rate by that side alone: `1 / (1 + half_rows / rows + half_c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind
@@ -45,7 +45,8 @@ class PassRates:
     `lets_transfers_begin`: a communication finds SMs in the middle of a call; otherwise the kernel
     holds all of them until the call is over, and a communication begins between two calls.
     `sm_margin`: SMs that its calls leave to a communication in flight beside them.
-    `launch` is the host's time for a call, which a shorter kernel cannot hide.
+    `launch` is the host's time for a call, which a shorter kernel cannot hide. `tile_rows`: rows of
+    a tile of one head, of which each SM computes one after the other, where rounds show.
     """
 
     ranges: bool
@@ -55,6 +56,7 @@ class PassRates:
     full: KernelRate | None = None
     causal: KernelRate | None = None
     range: KernelRate | None = None
+    tile_rows: int | None = field(default=None, kw_only=True)
 
     def rate(self, kind: CallKind) -> KernelRate | None:
         match kind:

@@ -189,7 +189,7 @@ class ComputeCosts:
                 seconds,
                 name,
                 not rates.lets_transfers_begin and self._communicates,
-                rates.sm_margin / self._cluster.gpu.sms if rates.sm_margin else None,
+                self._lost(rates, shape, sizes.heads),
             )
             for name, rates in kernels.items()
             if (seconds := self._kernel(rates, shape, sizes.heads)) is not None
@@ -213,8 +213,32 @@ class ComputeCosts:
         slower += rate.half_columns / seen if seen else 0.0
         backward = self._direction is Direction.BACKWARD
         flops = self._problem.flops(pairs, backward=backward) * (heads / self._problem.num_heads)
+        slower *= self._unfilled(rates, shape, heads)
         kernel = self._gap + flops * slower / (rate.tflops * 1e12)
         return max(kernel, rates.launch_microseconds * 1e-6)
+
+    def _unfilled(self, rates: PassRates, shape: _CallSize, heads: int) -> float:
+        """How much longer a call takes because it lasts a whole number of rounds of tiles over all
+        SMs. Of a causal square the tiles are unlike, and shared out as SMs fall free: none takes
+        less time than its largest, twice the mean."""
+        if not rates.tile_rows or not shape.rows:
+            return 1.0
+        sms, tiles = self._cluster.gpu.sms, _tiles(rates, shape, heads)
+        if shape.kind is CallKind.FULL:
+            return -(-tiles // sms) * sms / tiles
+        return max(1.0, 2 * sms / tiles)
+
+    def _lost(self, rates: PassRates, shape: _CallSize, heads: int) -> float | None:
+        """Of its speed beside a communication: the SMs that it leaves. Calls of one or two rounds
+        are not split (`plan/leave_sms.py`), and last a round more."""
+        if not rates.sm_margin:
+            return None
+        sms, lost = self._cluster.gpu.sms, rates.sm_margin / self._cluster.gpu.sms
+        if not rates.tile_rows or shape.kind is not CallKind.FULL or not shape.rows:
+            return lost
+        tiles = _tiles(rates, shape, heads)
+        rounds, fewer = -(-tiles // sms), -(-tiles // (sms - rates.sm_margin))
+        return max(lost, 1 - rounds / fewer) if rounds <= _UNSPLIT_ROUNDS else lost
 
     def _result_bytes(self, shape: _CallSize, sizes: _Sizes) -> int:
         """A result is read, and its accumulator read, unless it is fresh, and written."""
@@ -228,6 +252,13 @@ class ComputeCosts:
         q_side = shape.rows * sizes.heads * problem.head_dim
         kv_side = shape.columns * sizes.kv_heads * (problem.head_dim + problem.v_dim)
         return q_side * once + kv_side * once_kv
+
+
+_UNSPLIT_ROUNDS = 2
+
+
+def _tiles(rates: PassRates, shape: _CallSize, heads: int) -> int:
+    return -(-shape.rows // (rates.tile_rows or shape.rows)) * heads
 
 
 def _score(calls: list[TimedCall]) -> float:
@@ -245,9 +276,10 @@ def _divided(call: TimedCall, split: list[Call]) -> list[TimedCall]:
 
 def _joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
     """Calls that keep nobody waiting are one for each kernel: fewer events to simulate."""
-    free: dict[str, TimedCall] = {}
+    free: dict[tuple[object, ...], TimedCall] = {}
     for call in calls:
         if not call.waits:
-            before = free[call.kernel].seconds if call.kernel in free else 0.0
-            free[call.kernel] = call._replace(seconds=before + call.seconds)
+            key = call.kernel, call.lost
+            before = free[key].seconds if key in free else 0.0
+            free[key] = call._replace(seconds=before + call.seconds)
     return (*(call for call in calls if call.waits), *free.values())

@@ -201,8 +201,8 @@ def pass_rates(
     curves = {kind: meter.curve(kind, gap) for kind in meter.kinds}
     begins, margin, told = meter.room_for_transfers(transfer)
     launch = round(meter.launch_seconds() * 1e6, 1)
-    rates = {kind.value: curve.rate for kind, curve in curves.items()}
-    return PassRates(meter.ranges, begins, margin, launch, **rates), curves, told
+    rates = [curves[kind].rate if kind in curves else None for kind in CallKind]
+    return PassRates(meter.ranges, begins, margin, launch, *rates), curves, told
 
 
 def with_pass(kernels: KernelRates | None, direction: Direction, rates: PassRates) -> KernelRates:
