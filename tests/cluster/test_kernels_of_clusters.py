@@ -251,3 +251,50 @@ def test_keys_one_by_one_and_padded_rows_go_to_the_kernels_that_the_runtime_woul
     alone = without(cluster, *(name for name in cluster.kernels if name not in KEYS_IN_RUNS))
     if direction is Direction.BACKWARD:  # with nothing else to be had, it is counted with
         assert set(simulate(plan, alone, direction).kernel_seconds) == KEYS_IN_RUNS
+
+
+@pytest.mark.parametrize(
+    ("rows", "rounds", "lost"),
+    [
+        (4 * 128, 1, 0.5),  # as many tiles as SMs: a second round without the one that is left
+        (3 * 128, 1, 0.25),  # as many as are left over
+        (6 * 128, 2, 0.25),
+        (8 * 128, 2, 1 / 3),
+        (12 * 128, 3, 0.25),  # split by rows, and so slowed only while something is in flight
+    ],
+)
+def test_full_calls_last_whole_rounds_of_tiles_and_short_ones_another_beside_a_transfer(
+    rows: int, rounds: int, lost: float
+) -> None:
+    where = undisturbed()
+    where = replace(where, gpu=replace(where.gpu, sms=4, gap_microseconds=0.0))
+    rates = PassRates(False, True, 1, 0.0, RATE, RATE, RATE, tile_rows=128)
+    problem = Problem(rows, 1, 128)
+    plan = make_plan(problem, 1, method="mesh", chunks=(1, 1), directions=(Direction.FORWARD,))
+    program = plan.forward.programs[0]
+    op = next(op for op in program.operations if isinstance(op, Attend))
+    seconds = []
+    for one in (rates, replace(rates, tile_rows=None)):
+        costs = ComputeCosts(having(where, mine=one), plan, Direction.FORWARD)
+        (call,) = costs.calls(op, program.buffer_table(), 1)
+        seconds.append(call.seconds)
+        assert call.lost == pytest.approx(lost if one is rates else 0.25)
+    assert seconds[0] / seconds[1] == pytest.approx(rounds * 4 * 128 / rows, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "longer"), [(2 * 128, 4.0), (4 * 128, 2.0), (16 * 128, 1.0)])
+def test_no_causal_square_takes_less_time_than_its_last_tile(rows: int, longer: float) -> None:
+    where = undisturbed()
+    where = replace(where, gpu=replace(where.gpu, sms=4, gap_microseconds=0.0))
+    rates = PassRates(False, True, 0, 0.0, RATE, RATE, RATE, tile_rows=128)
+    problem = Problem(rows, 1, 128, mask=Mask(causal=True))
+    plan = make_plan(problem, 1, method="mesh", chunks=(1, 1), directions=(Direction.FORWARD,))
+    program = plan.forward.programs[0]
+    op = next(op for op in program.operations if isinstance(op, Attend))
+    seconds = [
+        ComputeCosts(having(where, mine=one), plan, Direction.FORWARD)
+        .calls(op, program.buffer_table(), 1)[0]
+        .seconds
+        for one in (rates, replace(rates, tile_rows=None))
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(longer, rel=1e-3)
