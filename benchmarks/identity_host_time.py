@@ -9,8 +9,9 @@ both, and the whole pass; medians over warm calls, forward and backward, eager a
 Two processes on one GPU hold up each other's CUDA calls, so the comparison is also timed by itself
 in a process that has the GPU alone, as on a cluster, with a group of one rank: all that a call does
 on the host for it is the same there, but for the launch of NCCL's kernel, which one rank does not
-need (`identity_parts.py` has two ranks under MPS). An addition to one number is timed beside it: hosts differ by
-a factor of three, and PyTorch's own calls with them. `--alone` leaves out all but this part.
+need (`identity_parts.py` has two ranks under MPS). An addition to one number is timed beside it:
+hosts differ by a factor of three, and PyTorch's own calls with them. `--alone` leaves out all but
+this part.
 """
 
 from __future__ import annotations
