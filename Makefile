@@ -13,7 +13,7 @@ demo: $(STAMP)
 
 # SlipCover writes which lines ran, and then says which did not and whether they are too many.
 test: $(STAMP)
-	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 6 --dist worksteal
+	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 4 --dist worksteal
 	$(BIN)/python -m slipcover --merge coverage.json --out /dev/null --skip-covered --fail-under 89
 
 test-slow: $(STAMP)

@@ -44,6 +44,7 @@ def test_the_best_is_at_least_as_fast_as_the_methods_own_choice(
     assert again.runtime_seconds == best.timeline.runtime_seconds
 
 
+@pytest.mark.slow
 def test_the_climb_finds_what_trying_everything_finds() -> None:
     """In one layout: others are searched like it."""
     options = {"layout": "zigzag"}

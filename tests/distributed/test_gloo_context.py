@@ -71,7 +71,7 @@ def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, .
     return begin, end, kept, len(shared._living_calls)
 
 
-@pytest.mark.parametrize("way", ["function", "objects"])
+@pytest.mark.parametrize("way", ["function", pytest.param("objects", marks=pytest.mark.slow)])
 def test_80_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
     pool: WorkerPool, way: str
 ) -> None:

@@ -201,7 +201,7 @@ REPORTED = {
     ("causal forward", "usp U=8"): ("2.0", "1.9"),
 }
 # A causal ring or a backward one of 256 ranks takes ten seconds and more to plan.
-SLOW = {("backward", "ring"), ("causal forward", "ring")}
+SLOW = {("forward", "ring"), ("backward", "ring"), ("causal forward", "ring")}
 
 
 def cell_of(key: tuple[str, str]) -> Cell:
