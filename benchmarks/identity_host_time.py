@@ -38,6 +38,7 @@ from mesh_attention.runtime.watch import Watch
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 2, 4096, 16, 128
 CALLS = 100
+LIMIT = timedelta(seconds=60)
 Times = dict[str, list[float]]
 
 
@@ -52,7 +53,8 @@ def timed(name: str, function: Callable[..., Any], times: Times) -> Callable[...
     return call
 
 
-def measure(rank: int, port: int, path: str) -> None:
+def join_ranks(rank: int, ranks: int, port: int) -> torch.device:
+    """On one GPU, each as a node of its own."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -62,8 +64,12 @@ def measure(rank: int, port: int, path: str) -> None:
     )
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("nccl", rank=rank, world_size=RANKS, timeout=limit, device_id=device)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=LIMIT, device_id=device)
+    return device
+
+
+def measure(rank: int, port: int, path: str) -> None:
+    device = join_ranks(rank, RANKS, port)
     rows = []
     guard = {name: getattr(Guard, name) for name in ("begin", "settle")}
     for graph in (False, True):

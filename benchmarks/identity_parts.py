@@ -15,12 +15,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from identity_host_time import Nobody
+from identity_host_time import LIMIT, Nobody, join_ranks
 from mps import MpsDaemon
 from provenance import taken
 from torch.multiprocessing.spawn import spawn
@@ -34,7 +33,6 @@ from mesh_attention.runtime.identity import (
 from mesh_attention.runtime.watch import Watch
 
 ROWS, CALLS = 10, 50
-LIMIT = timedelta(seconds=60)
 Parts = dict[str, Callable[[], object]]
 
 
@@ -68,16 +66,7 @@ def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -
 
 
 def measure(rank: int, ranks: int, port: int, path: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        NCCL_HOSTID=f"node{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-    )
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=LIMIT, device_id=device)
+    device = join_ranks(rank, ranks, port)
     group, stream = dist.new_group(range(ranks)), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     assert group is not None
     comparison, nobody = DeviceComparison(group, device, stream), Nobody()

@@ -12,8 +12,9 @@ from simulated_cases import problem_of
 
 from mesh_attention.cluster import Cluster, best, load_cluster, simulate
 from mesh_attention.cluster.best import Best, find_best
-from mesh_attention.cluster.explored import Explored, a_search
+from mesh_attention.cluster.explored import Explored
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.search import a_search
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction

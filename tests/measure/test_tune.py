@@ -21,8 +21,8 @@ from mesh_attention.cluster.answers import VARIABLE, is_measured, kept_answer, s
 from mesh_attention.cluster.best import candidate
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.contenders import Contender, contenders
-from mesh_attention.cluster.explored import a_search
 from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cluster.search import a_search
 from mesh_attention.cluster.tuning import Tuning
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError

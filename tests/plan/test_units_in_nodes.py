@@ -103,6 +103,7 @@ def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads
         ({"units_per_node": 0, "ranks_per_node": 8}, "units_per_node=0: must be a whole number"),
         ({"units_per_node": 8, "ranks_per_node": 8, "tile": (1, 4)}, "form no patch"),
         ({"units_per_node": 4, "ranks_per_node": 8, "alpha": 4}, "alpha that fits: 2"),
+        ({"units_per_node": 4, "ranks_per_node": 10**12 - 1}, "that fits: 9+$"),
         ({"alpha": 1, "ranks_per_node": 6}, "or say units_per_node"),
     ],
 )

@@ -19,10 +19,10 @@ from typing import Any
 
 from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.explored import Progress
 from mesh_attention.cluster.load import a_cluster
 from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.planning import ask_on
+from mesh_attention.cluster.search import Progress
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import read_text, replacing
 from mesh_attention.plan.methods.table import AUTO, METHODS

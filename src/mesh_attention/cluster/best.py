@@ -15,16 +15,13 @@ from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.explored import (
     Explored,
     Place,
-    Progress,
-    Score,
-    Search,
     TriedSetting,
-    a_search,
     key_of,
     layouts_of,
     place_of,
 )
 from mesh_attention.cluster.planning import tokens_stay
+from mesh_attention.cluster.search import Progress, Score, Search, a_search
 from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap

@@ -15,7 +15,8 @@ from typing import Any
 
 from mesh_attention.cluster.best import Candidate, candidate, finalists
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.explored import Explored, Place, Progress, Search, a_search, layouts_of
+from mesh_attention.cluster.explored import Explored, Place, layouts_of
+from mesh_attention.cluster.search import Progress, Search, a_search
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.first_answer import methods_with
 from mesh_attention.plan.plan import Direction

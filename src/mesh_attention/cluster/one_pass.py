@@ -16,7 +16,8 @@ from typing import Any
 
 from mesh_attention.cluster.best import Candidate, candidate, finalists
 from mesh_attention.cluster.compute_cost import kernels_for
-from mesh_attention.cluster.explored import Explored, Place, Score, Search
+from mesh_attention.cluster.explored import Explored, Place
+from mesh_attention.cluster.search import Score, Search
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import LayoutKind

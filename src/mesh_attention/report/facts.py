@@ -11,9 +11,9 @@ from typing import Any
 
 from mesh_attention.cluster.auto import BestOfAll
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.explored import Search, a_search
 from mesh_attention.cluster.one_pass import Standing
 from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
+from mesh_attention.cluster.search import Search, a_search
 from mesh_attention.cluster.timeline import Event, Timeline
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import problem_text

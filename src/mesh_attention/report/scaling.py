@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.explored import Score, Search
 from mesh_attention.cluster.planning import rates_of
 from mesh_attention.cluster.ranking import mfu_percent
+from mesh_attention.cluster.search import Score, Search
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.plan.methods.first_answer import first_answers, methods_with
 from mesh_attention.plan.plan import Direction

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.cluster.cuts import Cut, free_names
-from mesh_attention.cluster.explored import Search
+from mesh_attention.cluster.search import Search
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.methods.first_answer import methods_with

@@ -106,7 +106,8 @@ def _patch_of_node(shared: SharedOptions) -> tuple[int, int]:
                 "leave 'alpha' out, or say units_per_node"
             )
         return p // degree, degree
-    fits = [n for n in range(1, p + 1) if p % n == 0 and degree % (p // n) == 0]
+    # By ranks of a unit in a node, which are few: a node may be said to have any number.
+    fits = [p // one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
     if units not in fits:
         raise PlanError(
             f"units_per_node={units}: a node of {p} ranks has no such part of units of {degree} "
