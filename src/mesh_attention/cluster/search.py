@@ -68,13 +68,13 @@ class Search:
             return seen.seconds
         few = n <= RANKS_TOGETHER * one.copies
         if few and len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) < n:
-            how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-            timeline = simulate(plan, self.cluster, self.direction, **how)
-            return max(seen.seconds, timeline.runtime_seconds)
+            return max(seen.seconds, self._simulated(plan).runtime_seconds)
         return seen.seconds * (1.0 if self.problem.mask.is_full else WAITS_UNSEEN)
 
     def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
-        plan = self.plan(method, setting)
+        return self._simulated(self.plan(method, setting))
+
+    def _simulated(self, plan: Plan) -> Timeline:
         how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
         return simulate(plan, self.cluster, self.direction, **how)
 
