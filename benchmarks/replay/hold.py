@@ -28,7 +28,7 @@ from replay.stand_in_data import (
     Stock,
     WriteTable,
     memory_runs,
-    write_table,
+    write_tables,
 )
 from replay.transport import Landing
 
@@ -79,22 +79,27 @@ class CudaHolder:
 
     def _filling(self, landings: Sequence[Landing]) -> Callable[[int], object]:
         pieces = [memory_runs(x, self._stock.of(buffer, x.dtype)) for buffer, x in landings]
-        found = write_table(pieces)
-        # The caller's tensors come anew with every call, most often where they were before.
-        if found not in self._tables:
-            self._tables[found] = torch.tensor(
-                found.numbers or ((0,) * 5,), dtype=torch.int64, device=self._device
+        found = write_tables(pieces)
+        tokens, statistics = map(self._on_device, found)
+        options: dict[str, Any] = {"TOKENS": _shape(found[0]), "STATISTICS": _shape(found[1])}
+        counts = [len(table.numbers) for table in found]
+
+        def work(nanoseconds: int) -> None:
+            hold_kernel[(self._sms,)](
+                *(tokens, counts[0], statistics, counts[1], nanoseconds),
+                **options,
+                num_warps=WARPS,
             )
-        options: dict[str, Any] = {
-            "WORD": _WORDS[found.word_bytes],
-            "STOCK_WORDS": STOCK_BYTES // found.word_bytes,
-            "ROWS": found.rows,
-            "COLUMNS": found.columns,
-            "ALIGNED": found.aligned,
-            "num_warps": WARPS,
-        }
-        table, count = self._tables[found], len(found.numbers)
-        return lambda nanoseconds: hold_kernel[(self._sms,)](table, count, nanoseconds, **options)
+
+        return work
+
+    def _on_device(self, table: WriteTable) -> Tensor:
+        # The caller's tensors come anew with every call, most often where they were before.
+        if table not in self._tables:
+            self._tables[table] = torch.tensor(
+                table.numbers or ((0,) * 5,), dtype=torch.int64, device=self._device
+            )
+        return self._tables[table]
 
     def _copying(self, landings: Sequence[Landing]) -> Callable[[int], object]:
         pairs = [
@@ -109,6 +114,12 @@ class CudaHolder:
             until_kernel[(1,)](self._stamp, nanoseconds, num_warps=1)
 
         return work
+
+
+def _shape(table: WriteTable) -> tuple[Any, ...]:
+    """What the kernel is compiled for: words, and blocks of runs."""
+    word = table.word_bytes
+    return _WORDS[word], STOCK_BYTES // word, table.rows, table.columns, table.aligned
 
 
 class _Held:
@@ -149,24 +160,17 @@ def _later() -> tl.tensor:
     )
 
 
-# Numbers that change from one message to the next must not compile anything anew.
-@triton.jit(do_not_specialize=["num_pieces", "nanoseconds"])
-def hold_kernel(
-    pieces: tl.tensor,
-    num_pieces: tl.int32,
-    nanoseconds: tl.int64,
-    WORD: tl.constexpr,
-    STOCK_WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> None:
+@triton.jit
+def _write(pieces: tl.tensor, num_pieces: tl.int32, SHAPE: tl.constexpr) -> None:
     """`pieces` holds for each piece: target, stock (addresses), words, words of a run, stride.
 
-    A piece is runs of words, one stride apart. Each program writes every n-th block of it, then
-    waits until `nanoseconds` have passed since it began.
+    A piece is runs of words, one stride apart. Each program writes every n-th block of it.
     """
-    begin = _now()
+    WORD: tl.constexpr = SHAPE[0]
+    STOCK_WORDS: tl.constexpr = SHAPE[1]
+    ROWS: tl.constexpr = SHAPE[2]
+    COLUMNS: tl.constexpr = SHAPE[3]
+    ALIGNED: tl.constexpr = SHAPE[4]
     run = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     for piece in range(num_pieces):
@@ -189,6 +193,23 @@ def hold_kernel(
             start = tl.multiple_of((block * (ROWS * COLUMNS)) % STOCK_WORDS, ROWS * COLUMNS)
             number = tl.load(stock + start + run * COLUMNS + column)
             tl.store(target + rows * stride + columns, number, inside)
+
+
+# Numbers that change from one message to the next must not compile anything anew.
+@triton.jit(do_not_specialize=["num_tokens", "num_statistics", "nanoseconds"])
+def hold_kernel(
+    tokens: tl.tensor,
+    num_tokens: tl.int32,
+    statistics: tl.tensor,
+    num_statistics: tl.int32,
+    nanoseconds: tl.int64,
+    TOKENS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+) -> None:
+    """Writes the pieces of both tables, and waits until so long has passed since it began."""
+    begin = _now()
+    _write(tokens, num_tokens, TOKENS)
+    _write(statistics, num_statistics, STATISTICS)
     now = begin
     while now - begin < nanoseconds:
         now = _later()

@@ -11,6 +11,7 @@ from replay.stand_in_data import (
     WriteTable,
     memory_runs,
     write_table,
+    write_tables,
 )
 from torch import Tensor
 
@@ -63,3 +64,17 @@ def test_rows_of_usual_size_are_written_in_long_vectors() -> None:
 
 def test_nothing_to_write_is_a_table_without_pieces() -> None:
     assert write_table([]).numbers == ()
+
+
+def test_statistics_of_few_heads_do_not_narrow_the_blocks_of_tokens() -> None:
+    tokens = torch.zeros(300, 1, 8, 64, dtype=torch.bfloat16)
+    statistics = torch.zeros(300, 1, 8, 1)
+    pieces = [tokens[:, :, 2:4], statistics[:, :, 2:4], tokens[:, :, 5:6]]
+    found = write_tables([memory_runs(piece, piece) for piece in pieces])
+    assert [table.columns for table in found] == [32, 2]  # words of 4 bytes
+    assert [len(table.numbers) for table in found] == [2, 1]
+    for table in found:
+        follow(table)
+    assert all(bool(piece.ne(0).all()) for piece in pieces)
+    assert int(tokens.ne(0).sum()) == 300 * 3 * 64
+    assert int(statistics.ne(0).sum()) == 300 * 2
