@@ -112,12 +112,9 @@ class WriteTable:
 def write_tables(pieces: Sequence[MemoryRuns]) -> tuple[WriteTable, WriteTable]:
     """Of tokens, and of statistics: an LSE of two heads is 8 bytes of every row, and blocks that
     are cut for such runs write tokens at a quarter of the speed."""
-    short = [piece.length < SHORT_BYTES for piece in pieces]
-    tokens, statistics = (
-        write_table([piece for piece, is_short in zip(pieces, short, strict=True) if is_short is of])
-        for of in (False, True)
-    )
-    return tokens, statistics
+    long = [piece for piece in pieces if piece.length >= SHORT_BYTES]
+    short = [piece for piece in pieces if piece.length < SHORT_BYTES]
+    return write_table(long), write_table(short)
 
 
 def write_table(pieces: Sequence[MemoryRuns]) -> WriteTable:

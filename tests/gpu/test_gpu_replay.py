@@ -70,14 +70,30 @@ def test_stand_ins_last_as_long_as_they_should(sms: int, microseconds: int) -> N
     assert found == pytest.approx(wanted, rel=0.02)
 
 
+def exchanged(megabytes: int) -> list[tuple[Buffer, Tensor]]:
+    """What exchanges of heads bring back: two of 64 heads of every row, and their LSE."""
+    rows = megabytes * 2**20 // (16 * 128 * 2)
+    out = torch.empty(rows, 1, 64, 128, dtype=torch.bfloat16, device=DEVICE)
+    lse = torch.empty(rows, 1, 64, 1, device=DEVICE)
+    statistics_buffer = buffer(Kind.LSE, Precision.ACCUMULATE)
+    found = []
+    for head in range(0, 64, 8):
+        found.append((buffer(Kind.OUT), out[:, :, head : head + 2]))
+        found.append((statistics_buffer, lse[:, :, head : head + 2]))
+    return found
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("megabytes", [64])
-def test_bytes_are_written_at_the_speed_of_memory(megabytes: int) -> None:
+@pytest.mark.parametrize("what", [landing, exchanged])
+def test_bytes_are_written_at_the_speed_of_memory(
+    what: Callable[[int], list[tuple[Buffer, Tensor]]],
+) -> None:
     from replay.hold import CudaHolder
 
-    for sms in (0, 16):
+    megabytes = 64
+    for sms in (0, 16) if what is landing else (16,):
         holder = CudaHolder(DEVICE, sms)
-        start = holder.prepare(landing(megabytes), 0.0)
+        start = holder.prepare(what(megabytes), 0.0)
         start(())
         times = [seconds_of(lambda s=start: s(()), holder.stream) for _ in range(5)]  # type: ignore[misc]
         rate = megabytes * 2**20 / statistics.median(times) / 1e9

@@ -19,6 +19,7 @@ from mesh_attention.cluster.load import ClusterError
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
 from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.leave_sms import leaves_whole
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import (
     Attend,
@@ -35,12 +36,22 @@ from mesh_attention.plan.split_calls import split_calls
 
 class TimedCall(NamedTuple):
     """`waits`: no communication begins before its end. `lost` is the part of its speed that goes to
-    a communication in flight beside it; None is what the cluster says for all."""
+    a communication in flight beside it; None is what the cluster says for all. `whole`: it cannot
+    be split for transfers (`plan/leave_sms.py`): it leaves SMs to its end, or they wait for it."""
 
     seconds: float
     kernel: str = ""  # none for a pass over memory
     waits: bool = False
     lost: float | None = None
+    whole: bool = False
+
+    def beside(self, transfers: float) -> TimedCall:
+        """As the executor would have it, if transfers are in flight that last so long."""
+        if not self.whole:
+            return self
+        if not leaves_whole(transfers, self.seconds):
+            return self._replace(waits=True)
+        return self._replace(seconds=self.seconds / (1.0 - (self.lost or 0.0)), lost=0.0)
 
 
 class _Sizes(NamedTuple):
@@ -190,6 +201,7 @@ class ComputeCosts:
                 name,
                 not rates.lets_transfers_begin and self._communicates,
                 self._lost(rates, shape, sizes.heads),
+                shape.kind is CallKind.CAUSAL and bool(rates.sm_margin) and self._communicates,
             )
             for name, rates in kernels.items()
             if (seconds := self._kernel(rates, shape, sizes.heads)) is not None
@@ -254,7 +266,7 @@ class ComputeCosts:
         return q_side * once + kv_side * once_kv
 
 
-_UNSPLIT_ROUNDS = 2
+_UNSPLIT_ROUNDS = 1
 
 
 def _tiles(rates: PassRates, shape: _CallSize, heads: int) -> int:
@@ -275,7 +287,11 @@ def _divided(call: TimedCall, split: list[Call]) -> list[TimedCall]:
 
 
 def _joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
-    """Calls that keep nobody waiting are one for each kernel: fewer events to simulate."""
+    """Calls that keep nobody waiting are one for each kernel: fewer events to simulate. Beside
+    others that are split for transfers, those that cannot be have none to keep waiting."""
+    if all(call.whole for call in calls):
+        return tuple(calls)
+    calls = [call._replace(whole=False) for call in calls]
     free: dict[tuple[object, ...], TimedCall] = {}
     for call in calls:
         if not call.waits:

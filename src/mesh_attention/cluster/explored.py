@@ -36,6 +36,7 @@ NEAR = 1.02  # times the best so far: other cuts are not refined
 NUM_REFINED = 2  # shapes that meet the cut found for the best one
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
+NUM_EVEN = 6  # settings that are tried in even chunks
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
 MIN_STEPS = 14  # however many ranks there are
@@ -95,6 +96,7 @@ class Explored:
             return
         self.try_shapes()
         self.try_cuts()
+        self.try_even_chunks()
         self.try_other_ways()
 
     @property
@@ -145,16 +147,27 @@ class Explored:
             self._most = self.tried + max(MIN_STEPS, RANKS_AND_STEPS // self._search.num_ranks)
             if ranking and self._is_near_the_best(ranking[0], NEAR):
                 _refine(self, free, self._held, ranking)
+        self._most = math.inf
 
     def try_other_ways(self) -> None:
         """The best with other ways of combining what ranks of several nodes computed."""
-        self._most = math.inf
         best, options = self.all_in_order()[0], METHODS[self.name].options()
         several = self._search.num_ranks > self._search.cluster.node.ranks
         if several and "combine" in options and self.given.get("combine") is None:
             for way in _ways_to_combine(self._search.problem):
                 if way.value != best.combined:
                     self.attempt(best.setting | {"combine": way.value})
+
+    def try_even_chunks(self) -> None:
+        """Of settings that take little time but for ranks that wait for each other, as under a
+        causal mask those in many chunks do: the same in chunks of as much work."""
+        if "even_chunks" not in METHODS[self.name].options() or "even_chunks" in self.given:
+            return
+        if self._search.problem.mask.is_full or self.layout is not LayoutKind.ZIGZAG:
+            return
+        known = sorted((one for one in self._known.values() if one), key=lambda one: one.least)
+        for one in [one for one in known if one.setting.get("chunks", (1, 1)) != (1, 1)][:NUM_EVEN]:
+            self.attempt(one.setting | {"even_chunks": True})
 
     def other_tiles(self, shape: dict[str, Any]) -> list[dict[str, Any]]:
         """Where units exchange heads, and a node has a patch of them: which tile is the best

@@ -160,6 +160,7 @@ class OnePass:
         passed: list[Score] = []  # bounds of settings that cannot be the best
         if not explored.follows:
             explored.try_cuts()
+            explored.try_even_chunks()
             best, (_, seconds) = bounds.best[which[-1]], explored.all_in_order()[0].expected
             if best is None or seconds <= _OTHER_WAYS * best[1]:
                 explored.try_other_ways()

@@ -236,8 +236,19 @@ class _Streams:
                 self._done[self._computing_at] = 1
                 return True
         self._call = self._calls.popleft()
+        if self._call.whole and self._disturbed:
+            self._call = self._call.beside(self._issued_seconds())
         self._call_left = self._call.seconds
         return True
+
+    def _issued_seconds(self) -> float:
+        """Of transfers that come before the current computation and are not done."""
+        left = sum(left for _, left in self._moving)
+        for move in self._moves:
+            if move.at > self._computing_at:
+                break
+            left += move.seconds
+        return left
 
 
 def _here(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> int:

@@ -146,7 +146,7 @@ class _Simulation:
             pass
         if state.computation is not None and state.call is not None:
             # A communication kernel that waits for other ranks occupies its SMs too.
-            lost = state.call.lost if state.communicating else 0.0
+            lost = state.call.lost if state.in_flight else 0.0
             if lost is None:
                 lost = self._cluster.disturbance.compute_slowdown
             self._clock.set_speed(state.computation, 1.0 - lost)
@@ -180,13 +180,33 @@ class _Simulation:
             if not state.calls:
                 state.finish(at, self._clock.now)
                 return True
-        state.call = call = state.calls.pop()
+        call = state.calls.pop()
         if call.kernel:
             seconds = self._kernel_seconds
             seconds[call.kernel] = seconds.get(call.kernel, 0.0) + call.seconds
+        if call.whole:
+            call = call.beside(self._issued_seconds(state))
+        state.call = call
         state.computation = Activity(call.seconds, partial(self._computed, state))
         self._clock.start(state.computation)
         return True
+
+    def _issued_seconds(self, state: RankState) -> float:
+        """Of communications that come before the current computation and are not done."""
+        found = 0.0
+        for at in state.issued(state.computing_at):
+            op = state.operations[at]
+            if isinstance(op, SendRecv):
+                ranks, here = self._one.groups[op.group], self._plan.devices[state.rank]
+                size = self._remembered.num_bytes(state.rank, op.receives or op.sends)
+                other = ranks[op.from_member if op.receives else op.to_member]
+                found += self._costs.flow(self._plan.devices[other], here, size)
+            else:
+                assert isinstance(op, Collective)
+                member = self._one.members[op.group][state.rank]
+                flows = self._remembered.flows(state.rank, op)
+                found += self._costs.collective(op, flows, member)
+        return found
 
     def _computed(self, state: RankState) -> None:
         state.computation = state.call = None
@@ -196,7 +216,7 @@ class _Simulation:
 
     def _arrive(self, state: RankState, at: int) -> None:
         op = state.operations[at]
-        state.communicating += 1
+        state.in_flight.append(at)
         state.times.issued[at] = state.times.start[at] = self._clock.now
         if isinstance(op, SendRecv):
             self._arrive_at_peers(state, at, op)
@@ -299,7 +319,7 @@ class _Simulation:
     def _communicated(self, ends: list[_Place]) -> None:
         for rank, at in ends:
             state = self._ranks[rank]
-            state.communicating -= 1
+            state.in_flight.remove(at)
             state.finish(at, self._clock.now)
         for rank, _ in ends:
             self._advance(self._ranks[rank])

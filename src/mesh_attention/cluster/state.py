@@ -7,8 +7,9 @@ same one divide it (`clock.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from mesh_attention.cluster.clock import Activity, Capacity
 from mesh_attention.cluster.cluster import Cluster
@@ -59,7 +60,7 @@ class RankState:
         self.call: TimedCall | None = None
         self.calls: list[TimedCall] = []
         self.computing_at = 0
-        self.communicating = 0  # communications in flight
+        self.in_flight: list[int] = []  # communications, and those that wait for other ranks
         self.known_computing = False
         self.transfers: list[Transfer] = []
         self._waits = waits
@@ -73,6 +74,13 @@ class RankState:
     def finished(self) -> bool:
         return all(self._done)
 
+    def issued(self, before: int) -> Iterator[int]:
+        """Communications that come before this operation, and are in flight or about to be."""
+        for at in chain(self.in_flight, self._communication):
+            if at >= before:
+                return
+            yield at
+
     def take_computation(self) -> int | None:
         """The next computation, if it can begin now."""
         if self._at_once and not self._is_before(self._compute, self._communication):
@@ -85,7 +93,7 @@ class RankState:
             computes = self.computation is not None or self.calls
             if computes or not self._is_before(self._communication, self._compute):
                 return None
-        elif self.communicating:
+        elif self.in_flight:
             return None
         return self._take(self._communication)
 

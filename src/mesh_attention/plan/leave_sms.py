@@ -89,6 +89,12 @@ def leave_sms(
     return Leaving(replace(program, operations=tuple(operations)), found)
 
 
+def leaves_whole(transfers: float, call: float) -> bool:
+    """Whether a call that is not split leaves SMs, by how long both last, in any unit. Otherwise a
+    transfer that comes while it runs begins after it."""
+    return _LONGER * transfers > call / 2
+
+
 class _Transfers:
     def __init__(self, plan: Plan, one: Pass, table: Mapping[str, Buffer], rates: Rates) -> None:
         self._plan, self._one, self._rates = plan, one, rates
@@ -137,7 +143,7 @@ def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, 
     if call.kind is CallKind.RANGE:  # who knows how little its rows see
         return [(call, True)]
     if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
-        return [(call, needed > _pairs(call) / 2)]
+        return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
     tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - SMS_OF_TRANSFERS
     whole = -(-tiles // fewer)

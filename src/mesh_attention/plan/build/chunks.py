@@ -64,6 +64,20 @@ def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
     )
 
 
+def chunk_slots(halves: tuple[int, ...], count: int, *, even: bool = False) -> tuple[Spans, ...]:
+    """The slots of each of so many chunks. Even ones have as much of both halves of a zigzag, from
+    its two ends: then chunks have about as much work each under a causal mask, on every rank.
+
+    >>> chunk_slots((0, 4, 8), 2), chunk_slots((0, 4, 8), 2, even=True)
+    ((((0, 4),), ((4, 8),)), (((0, 2), (6, 8)), ((2, 4), (4, 6))))
+    """
+    if not even or len(halves) != 3 or not 1 < count <= halves[1] == halves[2] - halves[1]:
+        return tuple(((chunk.start, chunk.stop),) for chunk in chunks_between(halves, count))
+    _, half, size = halves
+    bounds = [i * half // count for i in range(count + 1)]
+    return tuple(((a, b), (size - b, size - a)) for a, b in pairwise(bounds))
+
+
 def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:
     """These chunks of rows for each slice of the heads, slice after slice.
 

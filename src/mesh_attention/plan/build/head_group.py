@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Buffer, Kind, Role
-from mesh_attention.plan.build.chunks import Chunk, by_heads, chunks_between
+from mesh_attention.plan.build.chunks import Chunk, by_heads, chunk_slots, chunks_between
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.spans import Spans, clip_spans, joined, slice_spans
@@ -80,7 +80,7 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=64)  # all tensors and head groups of a rank ask for the same
 def unit_rows(
-    layout: Layout, degree: int, unit: int, count: int = 1
+    layout: Layout, degree: int, unit: int, count: int = 1, even: bool = False
 ) -> tuple[Spans, tuple[Spans, ...]]:
     """The places of a unit's rows, and for each member where its own lie among them.
 
@@ -96,13 +96,11 @@ def unit_rows(
     places: list[tuple[int, int]] = []
     found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
-    for chunk in chunks_between(layout.halves, count):
+    for chunk in chunk_slots(layout.halves, count, even=even):
         parts = []  # (first position, places), member by member
         for rank in range(first, first + degree):
-            place, own = rank * slots, clip_spans(((0, slots),), chunk.start, chunk.stop)
-            if by_position:
-                own = clip_spans(layout.parts(rank), chunk.start, chunk.stop)
-            for a, b in own:
+            place, whole = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
+            for a, b in chain.from_iterable(clip_spans(whole, *stretch) for stretch in chunk):
                 position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
                 parts.append((position, place + a, place + b))
         rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
@@ -117,10 +115,12 @@ def unit_rows(
 
 class PassCut(NamedTuple):
     """How finely the rows and heads of a unit are exchanged: chunks of queries and of keys, for
-    each slice of heads, given by KV heads. A slice is exchanged at once where it is not chunked."""
+    each slice of heads, given by KV heads. A slice is exchanged at once where it is not chunked.
+    `even`: chunks of rows have as much of both halves of a zigzag."""
 
     chunks: tuple[int, int]
     slices: tuple[int, ...]
+    even: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -150,6 +150,12 @@ class HeadGroup:
     @property
     def num_units(self) -> int:
         return self.q_layout.num_ranks // self.degree
+
+    @property
+    def has_even_chunks(self) -> bool:
+        """Whether some chunk has rows of both halves of a zigzag, from its two ends."""
+        slots = self.slots(Kind.Q) + self.slots(Kind.K)
+        return any(len(stretches) > 1 for stretches in slots)
 
     def rank_of(self, unit: int) -> int:
         return unit * self.degree + self.index
@@ -182,19 +188,26 @@ class HeadGroup:
     def exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
         """The chunks in which a tensor is exchanged, each with an equal part of every member."""
         assert self.cut is not None
-        parts, count = self._parts(kind)
-        rows = [
-            Chunk(
-                *(chunk.index, self.degree * chunk.start, self.degree * chunk.stop),
-                cuts=tuple(self.degree * cut for cut in chunk.cuts),
-                apart=True,
-            )
-            for chunk in chunks_between(self.layout(kind).halves, count)
-        ]
+        parts, rows, at = self._parts(kind)[0], list[Chunk](), 0
+        for index, stretches in enumerate(self.slots(kind)):
+            sizes = [
+                self.degree * (min(b, h2) - max(a, h1))
+                for a, b in stretches
+                for h1, h2 in pairwise(self.layout(kind).halves)
+                if max(a, h1) < min(b, h2)
+            ]
+            cuts = tuple(accumulate(sizes, initial=0))
+            rows.append(Chunk(index, at, at + cuts[-1], cuts, apart=True))
+            at += cuts[-1]
         (first, last), slices = self.heads(kind), self.cut.slices
         if parts > 1:
             return by_heads(rows, [(last - first) // parts] * parts)
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
+
+    def slots(self, kind: Kind) -> tuple[Spans, ...]:
+        """Of each member, those of each chunk of rows that is exchanged."""
+        even = self.cut is not None and self.cut.even
+        return chunk_slots(self.layout(kind).halves, self._parts(kind)[1], even=even)
 
     def _parts(self, kind: Kind) -> tuple[int, int]:
         """Parts of the heads, and chunks of rows. Queries of one KV head are cut by heads as far as
@@ -208,11 +221,15 @@ class HeadGroup:
 
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows."""
-        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1])[0]
+        return self._unit_rows(kind, unit)[0]
 
     def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
         """Of each member: where the parts of its own rows lie among the rows of its unit."""
-        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1])[1]
+        return self._unit_rows(kind, unit)[1]
+
+    def _unit_rows(self, kind: Kind, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
+        even = self.cut is not None and self.cut.even
+        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1], even)
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""

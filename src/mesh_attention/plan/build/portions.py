@@ -84,10 +84,10 @@ class Portions:
     def _chunk(self, task: Task, kind: Kind) -> Chunk:
         return self._chunks[kind.is_key_side][task.index[0]]
 
-    def _slots(self, task: Task, kind: Kind) -> tuple[int, int]:
-        """Of each member, those that belong to a portion."""
-        chunk, degree = self._chunk(task, kind), self._head_groups[0].degree
-        return chunk.start // degree, chunk.stop // degree
+    def _slots(self, task: Task, kind: Kind) -> Spans:
+        """Of each member, those that belong to a portion; slices of heads have the same."""
+        slots = self._head_groups[0].slots(kind)
+        return slots[task.index[0] % len(slots)]
 
     def _make_given(self, task: Task, parts: tuple[Spans, Spans]) -> tuple[tuple[Piece, ...], ...]:
         """A rank's own rows of a portion, for each head group its heads of them."""
@@ -95,7 +95,8 @@ class Portions:
             tuple(
                 Piece(f"{kind.value}{copy}", a, b, heads)
                 for kind in self._kinds[task.kind]
-                for a, b in clip_spans(parts[kind.is_key_side], *self._slots(task, kind))
+                for stretch in self._slots(task, kind)
+                for a, b in clip_spans(parts[kind.is_key_side], *stretch)
                 for copy, heads in (self._heads_of(task, kind, group),)
             )
             for group in self._head_groups
@@ -128,11 +129,11 @@ class Portions:
 
     def _sums(self, task: Task) -> Iterator[Operation]:
         for kind in self._kinds[task.kind]:
-            a, b = self._slots(task, kind)
-            for total, copies in self._holders.sums if kind.is_key_side else ():
-                parts = tuple(
-                    Piece(f"{kind.value}.copy{copy}", a, b, heads)
-                    for copy, heads in enumerate(copies)
-                )
-                end = Piece(kind.value, a, b, total)
-                yield Merge(task, MergeRule.SUM, parts, (end,))
+            for a, b in self._slots(task, kind) if kind.is_key_side else ():
+                for total, copies in self._holders.sums:
+                    parts = tuple(
+                        Piece(f"{kind.value}.copy{copy}", a, b, heads)
+                        for copy, heads in enumerate(copies)
+                    )
+                    end = Piece(kind.value, a, b, total)
+                    yield Merge(task, MergeRule.SUM, parts, (end,))

@@ -82,6 +82,8 @@ class TilePass(ABC):
         setting = {"chunks": f"{self.q.chunks_of_slice}x{self.kv.chunks_of_slice}"}
         if len(self.slices) > 1:
             setting["head_slices"] = "+".join(map(str, self.slices))
+        if self.head_group.has_even_chunks:
+            setting["even_chunks"] = "on"
         return setting
 
     # What a subclass says.

@@ -174,7 +174,8 @@ def cut_of(setting: ChunkSetting, direction: Direction, problem: Problem, degree
         raise PlanError(
             f"{names[0]}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
         )
-    return PassCut(chunks, sizes_for(problem, degree, getattr(setting, names[1]), names[1]))
+    slices = sizes_for(problem, degree, getattr(setting, names[1]), names[1])
+    return PassCut(chunks, slices)
 
 
 class TilePlanner:
@@ -197,6 +198,7 @@ class TilePlanner:
         tile: Tile,
         chunks: tuple[int, int] = (1, 1),
         slices: tuple[int, ...] = (1,),
+        even: bool = False,
     ) -> OnDemand[TilePass]:
         """One pass on each head group."""
         shared, nodes = self._shared, self.nodes
@@ -204,7 +206,7 @@ class TilePlanner:
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         kind = TileForward if direction is Direction.FORWARD else TileBackward
-        out, cut = shared.gather_out, PassCut(chunks, slices)
+        out, cut = shared.gather_out, PassCut(chunks, slices, even)
         # What goes to another layout on the way is exchanged at once.
         at_once = shared.ulysses == 1 or self.shards is not None or cut.is_whole
         exchanged = None if at_once else cut

@@ -18,7 +18,6 @@ from mesh_attention.plan.build.setting import (
     CombineSetting,
     CutSetting,
     DegreeSetting,
-    Setting,
     TileSetting,
     option,
 )
@@ -67,6 +66,12 @@ class AllGatherKvSetting(CombineSetting, CutSetting):
 class MeshUspSetting(MeshSetting, DegreeSetting):
     """As the mesh, on units of `ulysses` ranks."""
 
+    even_chunks: bool = option(
+        False,
+        "chunks of rows have as much of both halves of a zigzag, from its two ends: under a causal "
+        "mask each is as much work on every rank, and ranks do not wait for each other",
+    )
+
 
 def plan_mesh(
     problem: Problem,
@@ -76,12 +81,13 @@ def plan_mesh(
     *,
     degree: int = 1,
     units_per_node: int | None = None,
+    even_chunks: bool = False,
     method: str = "mesh",
 ) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank.
 
     `degree` is that of Ulysses: the tile is then one of units of so many ranks, of which
-    `units_per_node` have ranks in a node, where that is said.
+    `units_per_node` have ranks in a node, where that is said. `even_chunks`: of what they exchange.
     """
     setting = setting or MeshSetting()
     cap = setting.max_memory_bytes
@@ -118,7 +124,7 @@ def plan_mesh(
     seen = replace(problem, mask=Mask()) if setting.one_call and units == 1 else problem
 
     def build(direction: Direction) -> Pass:
-        cut = cut_of(setting, direction, problem, degree)
+        cut = cut_of(setting, direction, problem, degree)._replace(even=even_chunks)
         passes = planner.tile_passes(direction, shapes[direction], *cut)
         schedule = order_tasks(
             passes[0],
@@ -137,7 +143,13 @@ def plan_mesh(
             )
         )
 
-    return planner.plan(map(build, directions))
+    plan = planner.plan(map(build, directions))
+    if even_chunks and plan.passes and not any("even_chunks" in p.setting for p in plan.passes):
+        raise PlanError(
+            "even_chunks=True: no pass exchanges a zigzag for heads in chunks of rows; it needs "
+            "layout=zigzag, 'ulysses' of 2 or more and 'chunks', without relayout=True"
+        )
+    return plan
 
 
 def plan_all_gather_kv(
@@ -151,11 +163,14 @@ def plan_mesh_usp(
     problem: Problem, ranks: int, setting: MeshUspSetting, directions: Directions
 ) -> Plan:
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    of_units = {one.name for one in fields(DegreeSetting)} - {one.name for one in fields(Setting)}
-    mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k not in of_units})
-    places = setting.units_per_node
+    names = {one.name for one in fields(MeshSetting)}
+    mesh = MeshSetting(**{k: v for k, v in _given(setting).items() if k in names})
     return plan_mesh(
-        *(problem, ranks, mesh, directions), degree=degree, units_per_node=places, method="mesh-usp"
+        *(problem, ranks, mesh, directions),
+        degree=degree,
+        units_per_node=setting.units_per_node,
+        even_chunks=setting.even_chunks,
+        method="mesh-usp",
     )
 
 
