@@ -16,12 +16,11 @@ from mesh_attention.cluster.explored import (
     Explored,
     Place,
     TriedSetting,
-    key_of,
     layouts_of,
     place_of,
 )
 from mesh_attention.cluster.planning import tokens_stay
-from mesh_attention.cluster.search import Progress, Score, Search, a_search
+from mesh_attention.cluster.search import Progress, Score, Search, a_search, key_of
 from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap

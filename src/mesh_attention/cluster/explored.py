@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
 from mesh_attention.cluster.planning import tokens_stay
-from mesh_attention.cluster.search import Progress, Score, Search
+from mesh_attention.cluster.search import Key, Progress, Score, Search, key_of
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
@@ -36,12 +36,11 @@ NEAR = 1.02  # times the best so far: other cuts are not refined
 NUM_REFINED = 2  # shapes that meet the cut found for the best one
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
-NUM_EVEN = 6  # settings that are tried in even chunks
+NUM_EVEN = 4  # settings that are tried in even chunks
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
 MIN_STEPS = 14  # however many ranks there are
 
-Key = tuple[tuple[str, Any], ...]
 Layouts = tuple[LayoutKind | None, ...]
 Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 
@@ -81,6 +80,7 @@ class Explored:
         self._refusal: PlanError | None = None
         self.least_moving = math.inf  # seconds of all transfers, of any setting
         self._most: float = math.inf  # settings to try
+        self._best_seconds = math.inf  # of what fits into memory
         self.given = dict(search.given)
         if layout is not None and layout is not _own_layout(method, search.problem.mask):
             self.given["layout"] = layout.value
@@ -210,7 +210,9 @@ class Explored:
             # One rank is enough to rank by: in the middle, where masks leave the mean of work.
             plan = search.plan(self.name, setting)
             seen = search.estimate(plan, (search.num_ranks // 2,))
-            seconds = search.expected_seconds(plan, self.name, setting, seen)
+            seconds = search.expected_seconds(plan, self.name, setting, seen, self._best_seconds)
+            if search.score(0.0, seen.peak_bytes) == (False, 0.0):
+                self._best_seconds = min(self._best_seconds, seconds)
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
@@ -240,10 +242,6 @@ class Explored:
     @property
     def tried(self) -> int:
         return sum(one is not None for one in self._known.values())
-
-
-def key_of(setting: Mapping[str, Any]) -> Key:
-    return tuple(sorted(setting.items()))
 
 
 def layouts_of(search: Search) -> Layouts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,12 @@ WAITS_UNSEEN = 1.05  # times what one rank sees of other settings that are cut, 
 FEW_RANKS = 64  # at most, where all ranks of several settings can be simulated
 
 Progress = Callable[[int, int], None]
+Key = tuple[tuple[str, Any], ...]  # a setting
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
+
+
+def key_of(setting: Mapping[str, Any]) -> Key:
+    return tuple(sorted(setting.items()))
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Search:
     overlap: Overlap = Overlap.EVENTS
     kernel: str | None = None
     candidates: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    timelines: dict[tuple[str, Key], Timeline] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def plan(self, method: str, setting: Mapping[str, Any]) -> Plan:
         only = (self.direction,)
@@ -56,27 +65,39 @@ class Search:
         return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
 
     def expected_seconds(
-        self, plan: Plan, method: str, setting: Mapping[str, Any], seen: Estimate
+        self,
+        plan: Plan,
+        method: str,
+        setting: Mapping[str, Any],
+        seen: Estimate,
+        best: float = math.inf,
     ) -> float:
         """From what one rank or three see. A mask may give ranks chunks of unlike work, and so they
         wait for each other: that is simulated where a few stand for all, and reckoned with
         otherwise. Of few ranks in all several settings are simulated in the end; in rings ranks
-        wait for neighbours, which each of them sees."""
+        wait for neighbours, which each of them sees. What takes longer than the best so far without
+        all that is not looked at further."""
         one, n = plan.direction(self.direction), self.num_ranks
         is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
         if n <= FEW_RANKS or one.copies == 1 or not is_cut or METHODS[method].rotates:
             return seen.seconds
         few = n <= RANKS_TOGETHER * one.copies
+        if few and seen.seconds > best:
+            return seen.seconds
         if few and len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) < n:
-            return max(seen.seconds, self._simulated(plan).runtime_seconds)
+            return max(seen.seconds, self.simulate(method, setting, plan).runtime_seconds)
         return seen.seconds * (1.0 if self.problem.mask.is_full else WAITS_UNSEEN)
 
-    def simulate(self, method: str, setting: Mapping[str, Any]) -> Timeline:
-        return self._simulated(self.plan(method, setting))
-
-    def _simulated(self, plan: Plan) -> Timeline:
-        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-        return simulate(plan, self.cluster, self.direction, **how)
+    def simulate(
+        self, method: str, setting: Mapping[str, Any], plan: Plan | None = None
+    ) -> Timeline:
+        """Once. `plan`: of this setting, where it is made already."""
+        key = method, key_of(setting)
+        if key not in self.timelines:
+            plan = self.plan(method, setting) if plan is None else plan
+            how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+            self.timelines[key] = simulate(plan, self.cluster, self.direction, **how)
+        return self.timelines[key]
 
     def score(self, seconds: float, peak_bytes: int) -> Score:
         return peak_bytes > self.cluster.gpu.memory_gib * 2**30, seconds

@@ -162,10 +162,10 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> int:
         """Workspace together with the caller's shards and the results."""
-        problem = self.plan.problem
-        kept = max(
-            sum(b.num_bytes(problem) for b in p.buffers if b.role is not Role.WORKSPACE)
-            for p in self.one.programs
+        problem, programs = self.plan.problem, self.one.programs
+        kept = max(  # ranks that do the same with other heads have as much
+            sum(b.num_bytes(problem) for b in programs[r].buffers if b.role is not Role.WORKSPACE)
+            for r in range(0, len(programs), self.one.copies)
         )
         return self.workspace_bytes + kept
 
