@@ -1,8 +1,9 @@
 """Writes docs/scaling.md: strong and weak scaling of the methods, simulated, and draws some of it.
 
-    python docs/make_scaling.py                      all of it; an hour of a core, with a bar
+    python docs/make_scaling.py                      all of it; hours of two cores, with a bar
     python docs/make_scaling.py --max-ranks 32       a part of the page, to try it
     python docs/make_scaling.py --jobs 8             on so many processes
+    python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
 
 Every cell is a simulation at the best setting that `find_best` finds, each pass for itself. USP
 keeps the degree people use, 8 or as many as there are ranks. `auto` is the best over all methods
@@ -12,11 +13,12 @@ and settings, and its cells name what that is. Rings and searches of 256 take lo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mesh_attention.cli.output import progress
@@ -132,20 +134,31 @@ def cells(row: Point) -> list[Point]:
     ]
 
 
-def simulate_all(points: Iterable[Point], jobs: int) -> dict[Point, Found]:
-    """Each point once, the long ones first."""
-    ordered = sorted(set(points), key=lambda p: (p.ranks, p.method in LONG), reverse=True)
-    found: dict[Point, Found] = {}
+def simulate_all(points: Iterable[Point], jobs: int, kept: Path | None) -> dict[Point, Found]:
+    """Each point once, the long ones first. `kept`: a file of those that are known; what is found
+    is added to it point by point."""
+    found = _known(kept)
+    wanted = set(points)
+    missing = wanted - found.keys()
+    ordered = sorted(missing, key=lambda p: (p.ranks, p.method in LONG), reverse=True)
     with ProcessPoolExecutor(jobs) as pool, progress("simulating") as tell:
         waiting = {pool.submit(simulate_point, point): point for point in ordered}
-        for done in as_completed(waiting):
-            found[waiting[done]] = done.result()
+        for number, done in enumerate(as_completed(waiting), len(wanted) - len(missing) + 1):
+            point = waiting[done]
+            found[point] = done.result()
+            if kept is not None:
+                with kept.open("a") as file:
+                    print(json.dumps([asdict(point), asdict(found[point])]), file=file)
             if tell:
-                tell(len(found), len(waiting))
+                tell(number, len(wanted))
             else:  # nobody watches a bar: a line for each in its place
-                line = f"{len(found)} of {len(waiting)}: {waiting[done]}"
-                print(line, file=sys.stderr, flush=True)
+                print(f"{number} of {len(wanted)}: {point}", file=sys.stderr, flush=True)
     return found
+
+
+def _known(kept: Path | None) -> dict[Point, Found]:
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    return {Point(**point): Found(**found) for point, found in map(json.loads, lines)}
 
 
 def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
@@ -201,6 +214,7 @@ def page(
     clusters: tuple[str, ...],
     jobs: int,
     *,
+    kept: Path | None = None,
     picture: bool = False,
 ) -> str:
     """The whole page."""
@@ -215,7 +229,7 @@ def page(
         for row in rows_of(cluster, scaling)
         for cell in cells(row)
     ]
-    found = simulate_all(points, jobs)
+    found = simulate_all(points, jobs, kept)
     if picture:
         draw(found, strong, clusters)
     parts = [INTRODUCTION]
@@ -230,6 +244,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-ranks", type=int, default=256, help="leave larger runs out")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="clusters to simulate")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--found", type=Path, help="a file of points, to go on from")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page")
     args = parser.parse_args(arguments)
     strong, weak = (
@@ -237,7 +252,8 @@ def main(arguments: list[str]) -> int:
         for scaling in (STRONG, WEAK)
     )
     whole = args.output == PAGE
-    args.output.write_text(page(strong, weak, tuple(args.clusters), args.jobs, picture=whole))
+    text = page(*(strong, weak, tuple(args.clusters), args.jobs), kept=args.found, picture=whole)
+    args.output.write_text(text)
     return 0
 
 

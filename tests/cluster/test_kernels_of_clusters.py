@@ -259,8 +259,8 @@ def test_keys_one_by_one_and_padded_rows_go_to_the_kernels_that_the_runtime_woul
         (4 * 128, 1, 0.5),  # as many tiles as SMs: a second round without the one that is left
         (3 * 128, 1, 0.25),  # as many as are left over
         (6 * 128, 2, 0.25),
-        (8 * 128, 2, 0.25),  # the next call fills what the last round leaves
-        (12 * 128, 3, 0.25),
+        (8 * 128, 2, 1 / 3),
+        (12 * 128, 3, 0.25),  # split by rows, and so slowed only while something is in flight
     ],
 )
 def test_full_calls_last_whole_rounds_of_tiles_and_short_ones_another_beside_a_transfer(
