@@ -3,8 +3,8 @@
 First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
 then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
 and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
-and halving while that helps, and the cut found with the next best shapes. Last, the best of all
-that with other ways of combining. What the caller gave stays as it is.
+and halving while that helps, and the cut found with the next best shapes. Last, what takes the least
+but for waiting in even chunks, and the best of all that with other ways of combining. What the caller gave stays as it is.
 
 Layouts are searched one after the other (`layouts_of`), each as if it were the only one: what is
 the best in one of them need not be near the best in another. Of many ranks that would take long;
@@ -27,7 +27,7 @@ from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
 NUM_SHAPES = 3  # that are cut
@@ -160,7 +160,10 @@ class Explored:
 
     def try_even_chunks(self) -> None:
         """Of settings that take little time but for ranks that wait for each other, as under a
-        causal mask those in many chunks do: the same in chunks of as much work."""
+        causal mask those in many chunks do: the same in chunks of as much work. Not forward, where
+        the kernels for calls without a mask are faster than those that even chunks need."""
+        if self._search.direction is Direction.FORWARD:
+            return
         if "even_chunks" not in METHODS[self.name].options() or "even_chunks" in self.given:
             return
         if self._search.problem.mask.is_full or self.layout is not LayoutKind.ZIGZAG:
