@@ -3,8 +3,9 @@
 First every shape worth trying (tile, node patch, team, degree, ...: the method's own candidates),
 then the best of them cut into a few slices of heads and into a few chunks of rows. Then, for slices
 and for chunks since steps do not lead from one to the other: the cut of the best shape, by doubling
-and halving while that helps, and the cut found with the next best shapes. Last, what takes the least
-but for waiting in even chunks, and the best of all that with other ways of combining. What the caller gave stays as it is.
+and halving while that helps, and the cut found with the next best shapes. Then even chunks, where
+ranks wait for each other. Last, the best of all that with other ways of combining. What the caller
+gave stays as it is.
 
 Layouts are searched one after the other (`layouts_of`), each as if it were the only one: what is
 the best in one of them need not be near the best in another. Of many ranks that would take long;

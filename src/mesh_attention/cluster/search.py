@@ -25,6 +25,7 @@ from mesh_attention.plan.question import ask
 
 RANKS_TOGETHER = 16  # at most, that are simulated for every setting that is cut
 WAITS_UNSEEN = 1.05  # times what one rank sees of other settings that are cut, under a mask
+NEAR_THE_BEST = 1.03  # times the best so far
 FEW_RANKS = 64  # at most, where all ranks of several settings can be simulated
 
 Progress = Callable[[int, int], None]
@@ -76,13 +77,13 @@ class Search:
         wait for each other: that is simulated where a few stand for all, and reckoned with
         otherwise. Of few ranks in all several settings are simulated in the end; in rings ranks
         wait for neighbours, which each of them sees. What takes longer than the best so far without
-        all that is not looked at further."""
+        all that is not looked at further, unless it is near: better ones may lie behind it."""
         one, n = plan.direction(self.direction), self.num_ranks
         is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
         if n <= FEW_RANKS or one.copies == 1 or not is_cut or METHODS[method].rotates:
             return seen.seconds
         few = n <= RANKS_TOGETHER * one.copies
-        if few and seen.seconds > best:
+        if few and seen.seconds > NEAR_THE_BEST * best:
             return seen.seconds
         if few and len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) < n:
             return max(seen.seconds, self.simulate(method, setting, plan).runtime_seconds)
