@@ -15,11 +15,11 @@ there stripes, which move what zigzag does, are tried with what was the best in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mesh_attention.cluster.cuts import Cut, first_cuts, free_names
+from mesh_attention.cluster.climb import refine
+from mesh_attention.cluster.cuts import first_cuts, free_names
 from mesh_attention.cluster.planning import tokens_stay
 from mesh_attention.cluster.search import Key, Progress, Score, Search, key_of
 from mesh_attention.errors import PlanError
@@ -34,7 +34,6 @@ from mesh_attention.plan.problem import Problem
 NUM_SHAPES = 3  # that are cut
 HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
 NEAR = 1.02  # times the best so far: other cuts are not refined
-NUM_REFINED = 2  # shapes that meet the cut found for the best one
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
 NUM_EVEN = 4  # settings that are tried in even chunks
@@ -147,7 +146,7 @@ class Explored:
         for ranking in rankings:
             self._most = self.tried + max(MIN_STEPS, RANKS_AND_STEPS // self._search.num_ranks)
             if ranking and self._is_near_the_best(ranking[0], NEAR):
-                _refine(self, free, self._held, ranking)
+                refine(self, free, self._held, ranking)
         self._most = math.inf
 
     def try_other_ways(self) -> None:
@@ -278,48 +277,3 @@ def _of_each_degree(shapes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first = {one.get("ulysses"): one for one in reversed(shapes)}
     others = [one for one in first.values() if one not in shapes[:NUM_SHAPES]]
     return [*shapes[:NUM_SHAPES], *others]
-
-
-def _refine(
-    search: Explored,
-    free: Sequence[str],
-    held: Callable[[Mapping[str, Any]], int],
-    ranking: Sequence[dict[str, Any]],
-) -> None:
-    if not ranking:
-        return
-    shapes: list[dict[str, Any]] = []
-    for setting in ranking:
-        shape = {name: value for name, value in setting.items() if name not in free}
-        if shape not in shapes:
-            shapes.append(shape)
-    first = shapes[0]
-    best, lead = _climb(search, first, Cut.of(ranking[0], held(ranking[0])), free)
-    for shape in search.other_tiles(first):
-        for cut in {best, replace(best, chunks=best.chunks[::-1])}:
-            score = search.attempt(shape | cut.options(free))
-            if score is not None and (lead is None or score < lead):
-                first, best, lead = shape, cut, score
-    if first != shapes[0]:
-        best, lead = _climb(search, first, best, free)
-    for shape in shapes[1:NUM_REFINED]:
-        here = replace(best, held=held(shape))
-        score = search.attempt(shape | here.options(free))
-        if score is not None and (lead is None or score < lead):
-            best, lead = _climb(search, shape, here, free)
-
-
-def _climb(
-    search: Explored, shape: dict[str, Any], cut: Cut, free: Sequence[str]
-) -> tuple[Cut, Score | None]:
-    """From a cut to better neighbours until there are none."""
-    best, score = cut, search.attempt(shape | cut.options(free))
-    while True:
-        found = best
-        for near in best.neighbours():
-            other = search.attempt(shape | near.options(free))
-            if other is not None and (score is None or other < score):
-                found, score = near, other
-        if found == best:
-            return best, score
-        best = found
