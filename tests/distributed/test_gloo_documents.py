@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel
+from mesh_attention.errors import PlanError
 from support.document_case import DIM, HEADS, error, make, one_by_one, tensors
 from support.held import grown, resources
 from support.pool import WorkerPool
@@ -35,6 +36,48 @@ def test_documents_and_lengths_that_change_with_every_batch_are_exact(
 ) -> None:
     for errors in pool.run(many_batches, ranks, changes):
         assert max(errors) < 1e-5
+
+
+UNITS = {"ulysses": 3, "units_per_node": 2, "ranks_per_node": 2}
+PATCHES: list[tuple[int, dict[str, Any]]] = [
+    (4, {"method": "mesh", "tile": (2, 2), "alpha": 1, "ranks_per_node": 2}),
+    (6, {"method": "mesh-usp", **UNITS}),
+    (6, {"method": "usp", **UNITS, "relayout": True}),
+    (6, UNITS),
+]
+
+
+@pytest.mark.parametrize(("ranks", "changes"), PATCHES, ids=repr)
+def test_documents_on_ranks_in_another_order_are_exact(
+    pool: WorkerPool, ranks: int, changes: dict[str, Any]
+) -> None:
+    for errors in pool.run(many_batches, ranks, changes):
+        assert max(errors) < 1e-5
+
+
+def other_places(rank: int, world_size: int) -> list[str]:
+    """A layer whose tokens are elsewhere than those of the batch, and positions of one that is."""
+    found = []
+    with make(method="mesh-usp", **UNITS) as moved, make(method="mesh-usp", ulysses=3) as usual:
+        pairs: list[tuple[ContextParallel, ContextParallel]] = [(moved, usual), (usual, moved)]
+        for first, second in pairs:
+            docs = first.documents([0, 20, 64], also=[second])
+            q, k, v, _ = (first.shard(x, 1, documents=docs) for x in tensors([0, 20, 64], 1))
+            try:
+                second.attention(q, k, v, documents=docs)
+            except PlanError as refusal:
+                found.append(str(refusal))
+        docs = moved.documents([0, 64])
+        found.append(str(moved.positions(documents=docs)[:2].tolist()))
+    return found
+
+
+def test_layers_of_a_batch_with_tokens_on_other_ranks_are_refused(pool: WorkerPool) -> None:
+    starts = [f"[{6 * at}, {6 * at + 1}]" for at in (0, 3, 1, 4, 2, 5)]
+    for (first, second, at), wanted in zip(pool.run(other_places, 6), starts, strict=True):
+        for refusal in (first, second):
+            assert refusal.startswith("this attention has its tokens on other ranks than the docum")
+        assert at == wanted
 
 
 def windows_too(rank: int, world_size: int) -> tuple[list[float], int]:

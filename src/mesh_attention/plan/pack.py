@@ -42,6 +42,7 @@ class Pack:
     """A batch of documents, shared out.
 
     layout     in which the layers work; the tensors lie so too, unless `relayout`
+    devices    the place in the process group of each partition
     num_rows   rows of the batch that are one pack here, one after the other
     reason     what was chosen for it and why, in a line
     """
@@ -53,6 +54,7 @@ class Pack:
     stretches: Stretches | None
     ways: tuple[tuple[Layer, Way], ...]  # for those whose way was chosen
     reason: str
+    devices: tuple[int, ...]
     num_rows: int = 1
     relayout: bool = False  # its tensors are contiguous shards
 
@@ -83,7 +85,8 @@ class Pack:
     def words(self) -> str:
         """What ranks compare: a digest, and enough for people to see a difference."""
         told = (self.documents, self.kv_documents, self.layout_kind, self.stretches, self.num_rows)
-        digest = blake2b(repr((*told, self.relayout)).encode(), digest_size=16).hexdigest()
+        places = self.relayout, self.devices
+        digest = blake2b(repr((*told, *places)).encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
     def question(self, layer: Layer) -> Question:
@@ -96,6 +99,15 @@ class Pack:
                 "both objects"
             )
         problem = layer.problem.with_documents(self.documents, self.kv_documents)
+        if (
+            _devices(layer, problem, self.num_ranks, self.layout_kind, self.stretches)
+            != self.devices
+        ):
+            raise PlanError(
+                "this attention has its tokens on other ranks than the documents were made for: "
+                "'alpha' and 'units_per_node' say where, and must be the same in all layers of a "
+                "batch; make the documents with also=[...], or say relayout=True in all"
+            )
         if layer.given is not None:
             return layer.given.for_batch(problem, self.layout_kind, self.stretches)
         way, _ = self._way(layer)
@@ -166,9 +178,36 @@ class Packer:
             *(documents, kv_documents, self.num_ranks, layout, stretches),
             ways=ways,
             reason=reason,
+            devices=self._devices(documents, kv_documents, layout, stretches),
             num_rows=num_rows,
             relayout=self.relayout,
         )
+
+    def _devices(
+        self,
+        documents: Starts,
+        kv_documents: Starts,
+        layout: LayoutKind,
+        stretches: Stretches | None,
+    ) -> tuple[int, ...]:
+        """As the first layer has it; others are asked when they are called."""
+        first = self.layers[0]
+        problem = first.problem.with_documents(documents, kv_documents)
+        return _devices(first, problem, self.num_ranks, layout, stretches)
+
+
+def _devices(
+    layer: Layer,
+    problem: Problem,
+    num_ranks: int,
+    layout: LayoutKind,
+    stretches: Stretches | None,
+) -> tuple[int, ...]:
+    """Where the partitions of a layer lie; in order, unless the caller says otherwise. Contiguous
+    shards are those of the process group, whatever is behind them."""
+    if layer.given is None or layer.relayout:
+        return tuple(range(num_ranks))
+    return layer.given.for_batch(problem, layout, stretches).devices
 
 
 def _rates(layers: Sequence[Layer]) -> Rates:

@@ -61,6 +61,11 @@ class Question:
         backward = None if self.backward is None else self.backward.with_problem(problem)
         return replace(self, problem=problem, backward=backward)
 
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of the plan, whose programs are not made for it."""
+        return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
+
     def plan(self) -> Plan:
         if self._tried:
             return self._tried.pop()

@@ -74,7 +74,7 @@ class Documents:
     planning alone has chosen for it; printed, it says what and why."""
 
     def __init__(self, context: Context, pack: Pack) -> None:
-        num_ranks = len(context.groups.ranks)
+        num_ranks, place = len(context.groups.ranks), dist.get_rank(context.groups.parent)
         if pack.layout.num_ranks != num_ranks:
             raise MeshAttentionError(
                 f"the pack is for {pack.layout.num_ranks} ranks, and the process group has "
@@ -82,8 +82,8 @@ class Documents:
             )
         self.pack = pack
         self.shards = Shards(
-            *(*pack.shards, dist.get_rank(context.groups.parent)),
-            devices=tuple(range(num_ranks)),
+            *(*pack.shards, pack.devices.index(place)),
+            devices=pack.devices,
             words=pack.words,
             starts=(pack.documents, pack.kv_documents),
             num_rows=pack.num_rows,
