@@ -108,20 +108,13 @@ def deal(
         setting |= listed(setting, problem.q_tokens, ranks, turn)
         if "chunks" in method.options():
             setting["chunks"] = _CHUNKS[turn % 5]
-        if "even_chunks" in method.options() and _has_chunks_of_rows(setting, problem, ranks):
-            setting["even_chunks"] = True
+        if "even_chunks" in method.options() and setting["layout"] == "zigzag":
+            setting["even_chunks"] = setting["ulysses"] > 1 and not setting["relayout"]
         if "head_slices" in method.options() and turn % 6 == 0:
             held = problem.kv_heads // (setting.get("ulysses") or 1)
             if 1 < held <= 8:
                 setting["head_slices"] = (1, 1)  # tests also run it with fewer heads
         yield setting
-
-
-def _has_chunks_of_rows(setting: Setting, problem: Problem, ranks: int) -> bool:
-    """Whether keys of both halves of a zigzag are exchanged for heads in chunks."""
-    exchanged = setting["ulysses"] > 1 and not setting["relayout"]
-    slots = problem.keys // ranks
-    return exchanged and setting["layout"] == "zigzag" and 1 < setting["chunks"][1] <= slots // 2
 
 
 def every_setting(method: Method, problem: Problem, ranks: int) -> Iterator[Setting]:

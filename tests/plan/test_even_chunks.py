@@ -46,9 +46,9 @@ def test_every_slot_is_in_one_chunk(halves: tuple[int, ...], count: int) -> None
     found = chunk_slots(halves, count, even=True)
     slots = [slot for chunk in found for a, b in chunk for slot in range(a, b)]
     assert sorted(slots) == list(range(halves[-1]))
-    if len(halves) == 3 and 1 < count <= halves[1]:
-        for chunk in found:
-            (a, b), (c, d) = chunk
+    if len(halves) == 3:
+        assert len(found) == min(count, halves[1])
+        for (a, b), (c, d) in found:
             assert (a, b) == (halves[-1] - d, halves[-1] - c)
 
 
@@ -95,18 +95,32 @@ def _all_pairs(plan: Plan) -> int:
     [
         {"layout": "contiguous"},
         {"layout": "striped"},
-        {"chunks": (1, 1)},
+        {"layout": "contiguous", "chunks": (1, 1)},
         {"ulysses": 1, "tile": (2, 4)},
         {"relayout": True},
-        {"chunks": (2, 1), "heads": 4, "kv_heads": 1, "ulysses": 2},  # queries are cut by heads
     ],
 )
-def test_where_nothing_would_be_even_it_is_refused(options: dict[str, Any]) -> None:
-    given: dict[str, Any] = {
-        "ranks": 8, "degree": 2, "tile": (2, 2), "chunks": (2, 2), "heads": 2, "kv_heads": 2,
-    }  # fmt: skip
-    with pytest.raises(PlanError, match="even_chunks=True: no pass exchanges a zigzag for heads"):
-        plan_of(**{**given, **options})
+def test_other_layouts_and_rows_that_are_not_exchanged_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="even_chunks=True is for a zigzag that ranks exchange"):
+        plan_of(8, 2, **{"tile": (2, 2), "chunks": (2, 2), "heads": 2, "kv_heads": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("chunks", "heads", "kv_heads", "tokens"),
+    [
+        ((1, 1), 2, 2, 256),  # a whole has both halves
+        ((2, 1), 4, 1, 256),  # queries of one KV head are cut by heads, and each part has all rows
+        ((4, 4), 2, 2, 5),  # fewer rows than chunks
+        ((4, 4), 2, 2, 37),
+    ],
+)
+def test_what_has_all_rows_is_even_and_short_batches_have_fewer_chunks(
+    chunks: tuple[int, int], heads: int, kv_heads: int, tokens: int
+) -> None:
+    problem = Problem(tokens, heads, 4, num_kv_heads=kv_heads, mask=Mask(causal=True))
+    options: dict[str, Any] = {"ulysses": 2, "tile": (2, 2), "chunks": chunks}
+    plan = make_plan(problem, 8, method="mesh-usp", even_chunks=True, **options)
+    assert verify(plan) == []
 
 
 @pytest.mark.parametrize("value", [2, "maybe"])

@@ -66,14 +66,16 @@ def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
 
 def chunk_slots(halves: tuple[int, ...], count: int, *, even: bool = False) -> tuple[Spans, ...]:
     """The slots of each of so many chunks. Even ones have as much of both halves of a zigzag, from
-    its two ends: then chunks have about as much work each under a causal mask, on every rank.
+    its two ends: then chunks have about as much work each under a causal mask, on every rank. There
+    are fewer where a half has fewer slots.
 
     >>> chunk_slots((0, 4, 8), 2), chunk_slots((0, 4, 8), 2, even=True)
     ((((0, 4),), ((4, 8),)), (((0, 2), (6, 8)), ((2, 4), (4, 6))))
     """
-    if not even or len(halves) != 3 or not 1 < count <= halves[1] == halves[2] - halves[1]:
+    if not even or len(halves) != 3:
         return tuple(((chunk.start, chunk.stop),) for chunk in chunks_between(halves, count))
     _, half, size = halves
+    count = min(count, half)
     bounds = [i * half // count for i in range(count + 1)]
     return tuple(((a, b), (size - b, size - a)) for a, b in pairwise(bounds))
 

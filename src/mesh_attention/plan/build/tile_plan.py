@@ -192,6 +192,10 @@ class TilePlanner:
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
         self.lowerings = Lowerings(*self._layouts, problem.rows, one_call=shared.one_call)
 
+    @property
+    def is_zigzag(self) -> bool:
+        return all(layout.kind is LayoutKind.ZIGZAG for layout in self._layouts)
+
     def tile_passes(
         self,
         direction: Direction,

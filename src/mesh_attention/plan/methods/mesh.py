@@ -113,6 +113,11 @@ def plan_mesh(
     shared = shared_options(method, setting, ulysses=degree)
     shared = replace(shared, units_per_node=units_per_node)
     planner = TilePlanner(problem, num_ranks, shared, tile)
+    if even_chunks and (degree == 1 or planner.shards is not None or not planner.is_zigzag):
+        raise PlanError(
+            "even_chunks=True is for a zigzag that ranks exchange for heads: it needs "
+            "layout=zigzag and 'ulysses' of 2 or more, without relayout=True"
+        )
     if cap is not None and planner.shards is not None:
         raise PlanError(
             "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
@@ -143,13 +148,7 @@ def plan_mesh(
             )
         )
 
-    plan = planner.plan(map(build, directions))
-    if even_chunks and plan.passes and not any("even_chunks" in p.setting for p in plan.passes):
-        raise PlanError(
-            "even_chunks=True: no pass exchanges a zigzag for heads in chunks of rows; it needs "
-            "layout=zigzag, 'ulysses' of 2 or more and 'chunks', without relayout=True"
-        )
-    return plan
+    return planner.plan(map(build, directions))
 
 
 def plan_all_gather_kv(
