@@ -130,10 +130,11 @@ def finalists(
     may_win: Callable[[Score], bool] = lambda _: True,
 ) -> Iterator[tuple[Score, Score, dict[str, Any]]]:
     """Settings worth a simulation of all ranks, the best first; the method's own choice; and the
-    best that is not cut, since one rank does not see what others lose by a cut. What is expected of
-    each, what is the least, and the setting; `in_place`: of those that leave tokens where they are
-    by default. `may_win`, asked with the least: what may not is not looked at again."""
-    own, uncut = key_of(explored.given), False
+    best that is not cut, and the best in even chunks, since one rank does not see what others lose
+    by a cut. What is expected of each, what is the least, and the setting; `in_place`: of those
+    that leave tokens where they are by default. `may_win`, asked with the least: what may not is
+    not looked at again."""
+    own, uncut, even = key_of(explored.given), False, False
     simulated = 0
     known = [one for one in explored.all_in_order() if one.stays or not in_place]
     first = known[:NUM_SEEN_AGAIN]
@@ -145,11 +146,12 @@ def finalists(
         simulated += operations
         much = at >= NUM_SIMULATED or (at > 0 and simulated > MAX_SIMULATED_OPERATIONS)
         whole = setting.get("chunks") == (1, 1) and "head_slices" not in setting
-        if key_of(setting) == own or (whole and not uncut):
+        is_even = "even_chunks" in setting
+        if key_of(setting) == own or (whole and not uncut) or (is_even and not even):
             yield least, least, setting  # passed over only where it cannot be better
         elif not much:
             yield expected, least, setting
-        uncut = uncut or whole
+        uncut, even = uncut or whole, even or is_even
 
 
 def _seen_again(search: Search, method: str, one: TriedSetting) -> TriedSetting:

@@ -65,6 +65,7 @@ class Portions:
         self._incoming = (IN, *_IN_CHUNKS)
         self._holders = Holders(head_groups)
         self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
+        self._slots_of = [first.slots(kind) for kind in (Kind.Q, Kind.K)]
         self._given = cache(self._make_given)
         self._held = lru_cache(maxsize=_KEPT)(self._make_held)
         self.operations = lru_cache(maxsize=_KEPT)(self._operations)
@@ -86,7 +87,7 @@ class Portions:
 
     def _slots(self, task: Task, kind: Kind) -> Spans:
         """Of each member, those that belong to a portion; slices of heads have the same."""
-        slots = self._head_groups[0].slots(kind)
+        slots = self._slots_of[kind.is_key_side]
         return slots[task.index[0] % len(slots)]
 
     def _make_given(self, task: Task, parts: tuple[Spans, Spans]) -> tuple[tuple[Piece, ...], ...]:
