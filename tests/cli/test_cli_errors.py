@@ -32,6 +32,7 @@ IMPOSSIBLE = [
     ("volume --alpha 3", "--ranks-per-node"),
     ("volume --alpha 3 --ranks-per-node 8", "alpha that fits: 2, 4"),
     ("volume --alpha 9 --ranks-per-node 999999999999999999", "leave --alpha out"),
+    ("volume --compare --units-per-node 2 --ranks-per-node 2", "leave --units-per-node out"),
     ("volume --chunks 9x9", "at most 16"),
     ("volume --backward-chunks 5x4", "at most 16"),
     ("volume --backward-tile 3x3", "tiles that fit"),

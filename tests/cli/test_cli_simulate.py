@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from mesh_attention.cli.main import main
+from mesh_attention.cli.simulate import Simulated, for_people
 from mesh_attention.cluster import cluster_names
+from mesh_attention.cluster import simulate as simulate_plan
+from mesh_attention.cluster.planning import plan_on
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
 
 KEYS = {"runtime_seconds", "mfu_percent", "exposed_communication_seconds", "peak_bytes", "setting"}
 SMALL = "simulate --method mesh --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
@@ -163,3 +169,17 @@ def test_waiting_for_slower_ranks_is_no_communication(
     out = capsys.readouterr().out
     assert re.search(r"^exposed communication +0.000 ms \(0%\)$", out, re.MULTILINE)
     assert re.search(r"^waiting for other ranks +[0-9.]+ ms \([1-9]", out, re.MULTILINE)
+
+
+def test_passes_of_two_methods_are_told_apart() -> None:
+    problem = Problem(4096, 8, 64, mask=Mask(causal=True))
+    found = []
+    for method, direction in (("usp", Direction.FORWARD), ("mesh-usp", Direction.BACKWARD)):
+        plan = plan_on("paper", problem, 4, method=method, directions=(direction,))
+        found.append(Simulated(simulate_plan(plan, "paper", direction), {}))
+    lines = for_people(found).splitlines()
+    assert lines[0].startswith("usp and mesh-usp on 4 ranks of paper")
+    assert any(line.startswith("forward: usp, ") for line in lines)
+    assert any(line.startswith("backward: mesh-usp, ") for line in lines)
+    assert for_people(found[:1]).startswith("usp on 4 ranks")
+    assert "forward: usp" not in for_people(found[:1])

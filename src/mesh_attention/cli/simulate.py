@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
-        lambda: "\n".join([_for_people(found), *files]),
+        lambda: "\n".join([for_people(found), *files]),
     )
 
 
@@ -164,12 +164,13 @@ def _show_clusters(args: argparse.Namespace) -> int:
     return show(args, lambda: to_json, lambda: "\n".join(lines))
 
 
-def _for_people(found: Sequence[Simulated]) -> str:
+def for_people(found: Sequence[Simulated]) -> str:
     first = found[0].timeline
     plan, cluster = first.plan, first.cluster
     nodes = -(-plan.num_ranks // cluster.node.ranks)
+    methods = list(dict.fromkeys(one.timeline.plan.method for one in found))
     head = (
-        f"{plan.method} on {plan.num_ranks} ranks of {cluster.name}, {nodes} "
+        f"{' and '.join(methods)} on {plan.num_ranks} ranks of {cluster.name}, {nodes} "
         f"node{'s' if nodes > 1 else ''} of {cluster.node.ranks}\n{problem_text(plan.problem)}"
     )
     numbers = [one.to_json() for one in found]
@@ -190,7 +191,8 @@ def _for_people(found: Sequence[Simulated]) -> str:
     for one in found:
         tried = "" if one.tried is None else f" (best of {one.tried} tried)"
         words = ", ".join(f"{key} {_word(value)}" for key, value in one.setting.items())
-        lines.append(f"{one.direction}: {words}{tried}")
+        method = f"{one.timeline.plan.method}, " if len(methods) > 1 else ""
+        lines.append(f"{one.direction}: {method}{words}{tried}")
         lines.append(f"{one.direction}: {_kernels_text(one.timeline)}")
         limit = cluster.gpu.memory_gib * 2**30
         if one.timeline.peak_bytes > limit:

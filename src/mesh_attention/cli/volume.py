@@ -75,7 +75,8 @@ def _show_comparison(args: argparse.Namespace) -> int:
     }
     for name in sorted(tried):
         if getattr(args, name) is not None:
-            raise UsageError(f"--compare tries all methods and settings; leave --{name} out")
+            flag = name.replace("_", "-")
+            raise UsageError(f"--compare tries all methods and settings; leave --{flag} out")
     with progress("planning") as tell:
         rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
     return show(args, lambda: [row.to_json() for row in rows], lambda: _compared(rows))
