@@ -168,7 +168,7 @@ def for_people(found: Sequence[Simulated]) -> str:
     first = found[0].timeline
     plan, cluster = first.plan, first.cluster
     nodes = -(-plan.num_ranks // cluster.node.ranks)
-    methods = list(dict.fromkeys(one.timeline.plan.method for one in found))
+    methods = list(dict.fromkeys(f"{one.timeline.plan.method}" for one in found))
     head = (
         f"{' and '.join(methods)} on {plan.num_ranks} ranks of {cluster.name}, {nodes} "
         f"node{'s' if nodes > 1 else ''} of {cluster.node.ranks}\n{problem_text(plan.problem)}"
