@@ -214,12 +214,12 @@ class Explored:
             plan = search.plan(self.name, setting)
             seen = search.estimate(plan, (search.num_ranks // 2,))
             seconds = search.expected_seconds(plan, self.name, setting, seen, self._best_seconds)
-            if search.score(0.0, seen.peak_bytes) == (False, 0.0):
-                self._best_seconds = min(self._best_seconds, seconds)
         except PlanError as error:
             self._refusal = self._refusal or error
         else:
-            score = search.score(seconds, seen.peak_bytes)
+            score = too_large, _ = search.score(seconds, seen.peak_bytes)
+            if not too_large:
+                self._best_seconds = min(self._best_seconds, seconds)
             least = search.score(seen.least_seconds, seen.peak_bytes)
             self._known[key] = TriedSetting(
                 *(score, least, setting, seen.num_operations),

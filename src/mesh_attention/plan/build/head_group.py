@@ -206,8 +206,7 @@ class HeadGroup:
 
     def slots(self, kind: Kind) -> tuple[Spans, ...]:
         """Of each member, those of each chunk of rows that is exchanged."""
-        even = self.cut is not None and self.cut.even
-        return chunk_slots(self.layout(kind).halves, self._parts(kind)[1], even=even)
+        return chunk_slots(self.layout(kind).halves, self._parts(kind)[1], even=self._is_even)
 
     def _parts(self, kind: Kind) -> tuple[int, int]:
         """Parts of the heads, and chunks of rows. Queries of one KV head are cut by heads as far as
@@ -228,8 +227,11 @@ class HeadGroup:
         return self._unit_rows(kind, unit)[1]
 
     def _unit_rows(self, kind: Kind, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
-        even = self.cut is not None and self.cut.even
-        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1], even)
+        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1], self._is_even)
+
+    @property
+    def _is_even(self) -> bool:
+        return self.cut is not None and self.cut.even
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
