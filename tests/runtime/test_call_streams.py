@@ -11,6 +11,19 @@ from mesh_attention.runtime.compute import _forward
 from mesh_attention.runtime.streams import ComputeStreams
 
 
+class Noted:
+    """Stands for a stream or an event: writes down what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_event(self, event: Noted) -> None:
+        self._log.append(f"{self.name} waits for {event.name}")
+
+    def record(self, stream: Noted) -> None:
+        self._log.append(f"{self.name} on {stream.name}")
+
+
 class Log(list[str]):
     """Stands for the streams and for the rows that results go to."""
 
@@ -45,9 +58,27 @@ def test_with_one_stream_there_is_nothing_to_finish() -> None:
     streams._main = streams._stream = only  # as a GPU has it: it would refuse to wait for itself
     streams.turn()
     streams.follow()
-    streams.switch()
+    waited: list[int] = []
+    streams.wait(lambda: waited.append(1))
+    assert waited == [1]
     streams.pause()
     streams.resume()
     streams.finish()
     assert streams._stream is only
     assert not streams.two
+
+
+@pytest.mark.parametrize(("last", "next_one"), [("main", "side"), ("side", "main")])
+def test_what_both_streams_need_lets_the_stream_of_the_next_call_go_first(
+    monkeypatch: pytest.MonkeyPatch, last: str, next_one: str
+) -> None:
+    log: list[str] = []
+    streams: Any = ComputeStreams(torch.device("cpu"))
+    streams._main, streams._side = Noted("main", log), Noted("side", log)
+    streams._stream = streams._main if last == "main" else streams._side
+    streams._passed = Noted("passed", log)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(f"on {stream.name}"))
+    streams.wait(lambda: log.append("wait"))
+    there = ["wait", f"passed on {next_one}", f"{last} waits for passed"]
+    assert log == [f"on {next_one}", *there, f"on {last}"]
+    assert streams._stream.name == last

@@ -47,6 +47,9 @@ class PassRates:
     `sm_margin`: SMs that its calls leave to a communication in flight beside them.
     `launch` is the host's time for a call, which a shorter kernel cannot hide. `tile_rows`: rows of
     a tile of one head, of which each SM computes one after the other, where rounds show.
+    `tile_keys`: keys that a program has of one head, where a communication finds enough SMs only
+    when a round of programs ends. `slowdown`: the part of its speed that it loses beside a
+    communication, where it has no margin; left out, what the cluster says for all.
     """
 
     ranges: bool
@@ -57,6 +60,12 @@ class PassRates:
     causal: KernelRate | None = None
     range: KernelRate | None = None
     tile_rows: int | None = field(default=None, kw_only=True)
+    tile_keys: int | None = field(default=None, kw_only=True)
+    slowdown: float | None = field(default=None, kw_only=True)
+
+    def lost(self, sms: int) -> float | None:
+        """Beside a communication, of its speed on a GPU with so many SMs; None: as all."""
+        return self.sm_margin / sms if self.sm_margin else self.slowdown
 
     def rate(self, kind: CallKind) -> KernelRate | None:
         match kind:

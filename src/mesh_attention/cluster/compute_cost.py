@@ -33,17 +33,27 @@ from mesh_attention.plan.program import (
 )
 from mesh_attention.plan.split_calls import split_calls
 
+_AT_ONCE = 1e-9  # seconds: what is left of a round by rounding
+_ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
+
 
 class TimedCall(NamedTuple):
     """`waits`: no communication begins before its end. `lost` is the part of its speed that goes to
     a communication in flight beside it; None is what the cluster says for all. `whole`: it cannot
-    be split for transfers (`plan/leave_sms.py`): it leaves SMs to its end, or they wait for it."""
+    be split for transfers (`plan/leave_sms.py`): it leaves SMs to its end, or they wait for it.
+    `round`: seconds after which enough programs end for a communication to begin."""
 
     seconds: float
     kernel: str = ""  # none for a pass over memory
     waits: bool = False
     lost: float | None = None
     whole: bool = False
+    round: float = 0.0  # none: at any time
+
+    def until_sms(self, left: float) -> float:
+        """Seconds until a communication finds SMs, where so many are left of it."""
+        rest = left % self.round if self.round else 0.0
+        return rest if _AT_ONCE < rest < self.round - _AT_ONCE else 0.0
 
     def beside(self, transfers: float) -> TimedCall:
         """As the executor would have it, if transfers are in flight that last so long."""
@@ -210,6 +220,11 @@ class ComputeCosts:
             return None
         best = min(found, key=lambda call: _score([call]))
         after = self._gap + self._memory(self._result_bytes(shape, sizes))
+        keys = kernels[best.kernel].tile_keys
+        if keys and self._communicates:
+            programs = -(-shape.columns // keys) * sizes.heads
+            rounds = _ENDS_OF_A_ROUND * -(-programs // self._cluster.gpu.sms)
+            best = best._replace(round=best.seconds / rounds)
         return best._replace(seconds=best.seconds + after)
 
     def _kernel(self, rates: PassRates, shape: _CallSize, heads: int) -> float | None:
@@ -244,10 +259,10 @@ class ComputeCosts:
         """Of its speed beside a communication: the SMs that it leaves. Calls of one or two rounds
         are not split (`plan/leave_sms.py`), and last a round more. Sometimes the next call fills
         that round, sometimes not: 12 % of a pass were lost where this was not counted."""
-        if not rates.sm_margin:
-            return None
-        sms, lost = self._cluster.gpu.sms, rates.sm_margin / self._cluster.gpu.sms
-        if not rates.tile_rows or shape.kind is not CallKind.FULL or not shape.rows:
+        sms = self._cluster.gpu.sms
+        lost = rates.lost(sms)
+        full = shape.kind is CallKind.FULL and shape.rows
+        if not rates.sm_margin or lost is None or not rates.tile_rows or not full:
             return lost
         tiles = _tiles(rates, shape, heads)
         rounds, fewer = -(-tiles // sms), -(-tiles // (sms - rates.sm_margin))
@@ -297,6 +312,8 @@ def _joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
     for call in calls:
         if not call.waits:
             key = call.kernel, call.lost
-            before = free[key].seconds if key in free else 0.0
-            free[key] = call._replace(seconds=before + call.seconds)
+            before = free[key] if key in free else TimedCall(0.0)
+            free[key] = call._replace(
+                seconds=before.seconds + call.seconds, round=max(before.round, call.round)
+            )
     return (*(call for call in calls if call.waits), *free.values())

@@ -147,7 +147,8 @@ class OnePass:
         kernels = kernels_for(search.cluster.passes(search.direction), layout).values()
         rate = max(rate.tflops for kernel in kernels for rate in kernel.rates.values()) * 1e12
         usual, sms = search.cluster.disturbance.compute_slowdown, search.cluster.gpu.sms
-        lost = min(one.sm_margin / sms if one.sm_margin else usual for one in kernels)
+        found = [one.lost(sms) for one in kernels]
+        lost = min(usual if one is None else one for one in found)
         return max(moving, flops / search.num_ranks / rate + lost * moving)
 
     def _search(self, explored: Explored, bounds: _Bounds) -> None:

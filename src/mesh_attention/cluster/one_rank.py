@@ -167,10 +167,12 @@ class _Streams:
         self._call: TimedCall | None = None
         self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
         self._call_left = 0.0
+        self._until_sms = math.inf  # for the next move, where it waits for them
 
     def run(self) -> float:
         now = 0.0
         while True:
+            self._until_sms = math.inf
             while self._begin_move() or self._begin_call():
                 pass
             call, moving = self._call, self._moving
@@ -181,7 +183,7 @@ class _Streams:
             call_needs = self._call_left / call_speed if call else math.inf
             speeds = [self._speed(move, beside=both) for move, _ in moving]
             needs = [left / speed for (_, left), speed in zip(moving, speeds, strict=True)]
-            step = min(call_needs, min(needs, default=math.inf))
+            step = min(call_needs, self._until_sms, min(needs, default=math.inf))
             now += step
             self._call_left -= step * call_speed
             self._moving = []
@@ -217,6 +219,11 @@ class _Streams:
                 return False
         elif self._moving:
             return False
+        if self._disturbed and self._call is not None:
+            until = self._call.until_sms(self._call_left)
+            if until:
+                self._until_sms = until
+                return False
         move = self._moves.popleft()
         left = move.seconds * (move.sharing if self._disturbed else 1.0)
         self._moving.append((move, left))

@@ -163,8 +163,26 @@ class _Simulation:
         at = state.take_communication()
         if at is None:
             return False
+        until = self._until_sms(state)
+        if until:
+            state.waiting = at
+            self._clock.start(Activity(until, partial(self._found_sms, state, at)))
+            return False
         self._arrive(state, at)
         return True
+
+    def _until_sms(self, state: RankState) -> float:
+        """What a communication that ends leaves is taken before the next one begins."""
+        computation = state.computation
+        if state.call is None or computation is None or not state.call.round:
+            return 0.0
+        done = (self._clock.now - computation.since) * computation.speed
+        return state.call.until_sms(computation.left - done)
+
+    def _found_sms(self, state: RankState, at: int) -> None:
+        state.waiting = None
+        self._arrive(state, at)
+        self._advance(state)
 
     def _begin_computation(self, state: RankState) -> bool:
         """The next kernel call of the current computation, or the first of the next."""

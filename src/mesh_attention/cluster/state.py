@@ -61,6 +61,7 @@ class RankState:
         self.calls: list[TimedCall] = []
         self.computing_at = 0
         self.in_flight: list[int] = []  # communications, and those that wait for other ranks
+        self.waiting: int | None = None  # a communication that finds no SM yet
         self.known_computing = False
         self.transfers: list[Transfer] = []
         self._waits = waits
@@ -76,7 +77,8 @@ class RankState:
 
     def issued(self, before: int) -> Iterator[int]:
         """Communications that come before this operation, and are in flight or about to be."""
-        for at in chain(self.in_flight, self._communication):
+        waiting = () if self.waiting is None else (self.waiting,)
+        for at in chain(self.in_flight, waiting, self._communication):
             if at >= before:
                 return
             yield at
@@ -93,7 +95,7 @@ class RankState:
             computes = self.computation is not None or self.calls
             if computes or not self._is_before(self._communication, self._compute):
                 return None
-        elif self.in_flight:
+        elif self.in_flight or self.waiting is not None:
             return None
         return self._take(self._communication)
 

@@ -7,7 +7,8 @@ begin so far begins there, because it comes first wherever SMs fall free; one th
 before, and the programs that it kept waiting run beside the rest.
 
 The programs of such kernels have a fixed share of the tiles each, so a full call lasts a whole
-number of rounds. Cuts lie where a round ends, and a call stays whole where a cut saves none.
+number of rounds. Of the two parts the second begins where programs of the first have no tile left,
+so a last round of few tiles costs none of its own. A call stays whole where a cut saves no round.
 """
 
 from __future__ import annotations
@@ -152,8 +153,18 @@ def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, 
         leaving = rounds * fewer // heads  # tiles of a head
         rest = tiles - leaving * heads
         if leaving and rest > 0:
-            cuts.append((rounds - (-rest // sms) + _CUT, leaving * TILE_ROWS))
+            cuts.append((_rounds(rest, leaving * heads, sms) + _CUT, leaving * TILE_ROWS))
     if not cuts or min(cuts)[0] >= whole:
         return [(call, True)]
     middle = call.q_stop - min(cuts)[1]
     return [(replace(call, q_stop=middle), False), (replace(call, q_start=middle), True)]
+
+
+def _rounds(first: int, leaving: int, sms: int) -> int:
+    """Of tiles with the whole GPU, and of those that follow and leave SMs. They begin on the SMs
+    that have had one tile less, as far as transfers do not take those."""
+    rounds, one_more = divmod(first, sms)
+    others, others_more = divmod(leaving, sms - SMS_OF_TRANSFERS)
+    soon = max(0, sms - one_more - SMS_OF_TRANSFERS)
+    begin_late = one_more > 0 and others_more > soon
+    return rounds + others + (one_more + others_more > 0) + begin_late

@@ -231,11 +231,7 @@ class Executor:
             streams.pause()
             yield
             streams.resume()
-        handle.wait()
-        if streams.two:
-            streams.switch()
-            handle.wait()
-            streams.switch()
+        streams.wait(handle.wait)
 
     def _work(self, step: ProgramStep, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
