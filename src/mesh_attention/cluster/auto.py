@@ -126,11 +126,12 @@ class _Part:
 def _limit(
     passes: Sequence[OnePass], one: OnePass, layout: LayoutKind | None, layouts: Layouts
 ) -> Score | None:
-    """What a pass must be better than for a plan in this layout to be chosen: what is best with
-    tokens where they are, less what all other passes take in this layout, or take at least."""
-    unmoved = [known[0] for other in passes if (known := other.unmoved())]
-    too_much, seconds = _sum(unmoved)
-    if layout is layouts[0] or too_much or len(unmoved) < len(passes):
+    """What a pass must be better than for a plan in this layout to be chosen: what is best in one
+    place so far, less what all other passes take in this layout, or take at least."""
+    if layout is layouts[0] or not all(other.simulated for other in passes):
+        return None
+    too_much, seconds = _sum_of(_in_one_place(passes))
+    if too_much:
         return None
     for other in passes:
         if other is one:

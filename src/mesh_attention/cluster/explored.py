@@ -51,7 +51,7 @@ def place_of(plan: Plan) -> Place:
 
 class TriedSetting(NamedTuple):
     """A setting by one rank: the score that is expected, and the least. `stays`: tokens are where
-    they are by default."""
+    they are by default. `copies`: ranks for which one may stand."""
 
     expected: Score
     least: Score
@@ -60,6 +60,7 @@ class TriedSetting(NamedTuple):
     place: Place
     combined: str | None  # how partial results are, where they are
     stays: bool
+    copies: int
 
 
 class Explored:
@@ -221,11 +222,13 @@ class Explored:
             if not too_large:
                 self._best_seconds = min(self._best_seconds, seconds)
             least = search.score(seen.least_seconds, seen.peak_bytes)
+            one = plan.direction(search.direction)
             self._known[key] = TriedSetting(
                 *(score, least, setting, seen.num_operations),
                 place=place_of(plan),
-                combined=plan.direction(search.direction).setting.get("q_reduce"),
+                combined=one.setting.get("q_reduce"),
                 stays=tokens_stay(plan, search.given),
+                copies=one.copies,
             )
             self.least_moving = min(self.least_moving, seen.moving_seconds)
         if self._progress:
