@@ -80,12 +80,22 @@ def test_windows_documents_and_prefixes_equal_the_truth(pool: WorkerPool) -> Non
             },
         ),
         (8, {"method": "mesh-usp", "ulysses": 4, "tile": (2, 1), "even_chunks": True}),
+        (
+            8,
+            {
+                "method": "mesh-usp",
+                "ulysses": 2,
+                "tile": (1, 4),
+                "chunks": (2, 2),
+                "short_start": True,
+            },
+        ),
         (9, {"tile": (3, 3), "rotation": False}),
         (6, {"tile": (2, 3), "backward_tile": (3, 2), "gather_out": True}),
     ],
     ids=[
         *("patches", "patches-reduced", "patches-in-nodes", "units-in-nodes", "even-chunks"),
-        *("no-rotation", "two-tiles"),
+        *("short-start", "no-rotation", "two-tiles"),
     ],
 )
 def test_mappings_and_tiles_of_every_kind_equal_the_truth(

@@ -33,6 +33,7 @@ _SHAPE = ("ulysses", "inner", "tile", "team")
 _OTHER = (
     "alpha", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
     "costs", "even_chunks", "gamma", "head_slices", "max_memory_bytes", "ranks_per_node",
+    "short_start",
     "scheduler", "stretches", "stripe_block", "units_per_node",
 )  # fmt: skip
 _CHUNKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))
@@ -110,6 +111,9 @@ def deal(
             setting["chunks"] = _CHUNKS[turn % 5]
         if "even_chunks" in method.options() and setting["layout"] == "zigzag":
             setting["even_chunks"] = setting["ulysses"] > 1 and not setting["relayout"]
+        if "short_start" in method.options():
+            exchanges = setting["ulysses"] > 1 and not setting["relayout"]
+            setting["short_start"] = exchanges and turn % 2 == 0
         if "head_slices" in method.options() and turn % 6 == 0:
             held = problem.kv_heads // (setting.get("ulysses") or 1)
             if 1 < held <= 8:

@@ -37,6 +37,7 @@ NEAR = 1.02  # times the best so far: other cuts are not refined
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
 NUM_EVEN = 4  # settings that are tried in even chunks
+NUM_SHORT = 3  # settings in chunks of keys that are tried with a short start
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
 MIN_STEPS = 14  # however many ranks there are
@@ -98,6 +99,7 @@ class Explored:
         self.try_shapes()
         self.try_cuts()
         self.try_even_chunks()
+        self.try_short_start()
         self.try_other_ways()
 
     @property
@@ -172,6 +174,17 @@ class Explored:
         known = sorted((one for one in self._known.values() if one), key=lambda one: one.least)
         for one in [one for one in known if one.setting.get("chunks", (1, 1)) != (1, 1)][:NUM_EVEN]:
             self.attempt(one.setting | {"even_chunks": True})
+
+    def try_short_start(self) -> None:
+        """Of the best settings in chunks of keys: the same with a short first one. Not backward,
+        where a call lasts long, and no computation waits so long for its first transfers."""
+        if self._search.direction is Direction.BACKWARD:
+            return
+        if "short_start" not in METHODS[self.name].options() or "short_start" in self.given:
+            return
+        known = [one for one in self.all_in_order() if one.setting.get("chunks", (1, 1))[1] > 1]
+        for one in known[:NUM_SHORT]:
+            self.attempt(one.setting | {"short_start": True})
 
     def other_tiles(self, shape: dict[str, Any]) -> list[dict[str, Any]]:
         """Where units exchange heads, and a node has a patch of them: which tile is the best

@@ -170,6 +170,7 @@ class OnePass:
         if not explored.follows:
             explored.try_cuts()
             explored.try_even_chunks()
+            explored.try_short_start()
             best, (_, seconds) = bounds.best[which[-1]], explored.all_in_order()[0].expected
             if best is None or seconds <= _OTHER_WAYS * best[1]:
                 explored.try_other_ways()

@@ -55,29 +55,41 @@ class Chunk:
 def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
     """`count` chunks of nearly equal size of rows whose parts `halves` a gather keeps apart; never
     more than there are rows."""
-    size = halves[-1]
-    count = min(count, size)
-    bounds = [i * size // count for i in range(count + 1)]
     return tuple(
         Chunk(i, start, stop, (0, *(h - start for h in halves if start < h < stop), stop - start))
-        for i, (start, stop) in enumerate(pairwise(bounds))
+        for i, (start, stop) in enumerate(pairwise(_bounds(halves[-1], count)))
     )
 
 
-def chunk_slots(halves: tuple[int, ...], count: int, *, even: bool = False) -> tuple[Spans, ...]:
+def chunk_slots(
+    halves: tuple[int, ...], count: int, *, even: bool = False, short_start: bool = False
+) -> tuple[Spans, ...]:
     """The slots of each of so many chunks. Even ones have as much of both halves of a zigzag, from
     its two ends: then chunks have about as much work each under a causal mask, on every rank. There
-    are fewer where a half has fewer slots.
+    are fewer where a half has fewer slots. With a short start the first of several is cut at a
+    quarter of it.
 
     >>> chunk_slots((0, 4, 8), 2), chunk_slots((0, 4, 8), 2, even=True)
     ((((0, 4),), ((4, 8),)), (((0, 2), (6, 8)), ((2, 4), (4, 6))))
+    >>> chunk_slots((0, 4, 8), 2, short_start=True)
+    (((0, 1),), ((1, 4),), ((4, 8),))
     """
-    if not even or len(halves) != 3:
-        return tuple(((chunk.start, chunk.stop),) for chunk in chunks_between(halves, count))
-    _, half, size = halves
-    count = min(count, half)
-    bounds = [i * half // count for i in range(count + 1)]
+    size = halves[-1]
+    folded = even and len(halves) == 3
+    bounds = _bounds(halves[1] if folded else size, count)
+    if short_start and len(bounds) > 2 and bounds[1] >= _SHORT:
+        bounds.insert(1, bounds[1] // _SHORT)
+    if not folded:
+        return tuple(((a, b),) for a, b in pairwise(bounds))
     return tuple(((a, b), (size - b, size - a)) for a, b in pairwise(bounds))
+
+
+_SHORT = 4  # part of the first chunk that comes before the rest of it
+
+
+def _bounds(size: int, count: int) -> list[int]:
+    count = min(count, size)
+    return [i * size // count for i in range(count + 1)]
 
 
 def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:

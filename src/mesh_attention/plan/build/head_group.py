@@ -80,13 +80,14 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=64)  # all tensors and head groups of a rank ask for the same
 def unit_rows(
-    layout: Layout, degree: int, unit: int, count: int = 1, even: bool = False
+    layout: Layout, degree: int, unit: int, chunks: tuple[Spans, ...] | None = None
 ) -> tuple[Spans, tuple[Spans, ...]]:
     """The places of a unit's rows, and for each member where its own lie among them.
 
     Members come one after the other, or in order of position where that makes long stretches of
     them: so a unit of zigzag partitions is a zigzag partition of larger blocks. With several chunks
-    that is the order inside each of them: all members have an equal part of every chunk.
+    that is the order inside each of them: all members have an equal part of every chunk, given by
+    the slots of a member.
     """
     slots, first = layout.slots, unit * degree
     # Alone a rank has its rows as they are; a zigzag lies in order of position.
@@ -96,7 +97,7 @@ def unit_rows(
     places: list[tuple[int, int]] = []
     found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
-    for chunk in chunk_slots(layout.halves, count, even=even):
+    for chunk in chunks or (((0, slots),),):
         parts = []  # (first position, places), member by member
         for rank in range(first, first + degree):
             place, whole = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
@@ -116,11 +117,13 @@ def unit_rows(
 class PassCut(NamedTuple):
     """How finely the rows and heads of a unit are exchanged: chunks of queries and of keys, for
     each slice of heads, given by KV heads. A slice is exchanged at once where it is not chunked.
-    `even`: chunks of rows have as much of both halves of a zigzag."""
+    `even`: chunks of rows have as much of both halves of a zigzag. `short_start`: the first chunk
+    of keys is cut once more, so that there is something to compute sooner."""
 
     chunks: tuple[int, int]
     slices: tuple[int, ...]
     even: bool = False
+    short_start: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -156,6 +159,11 @@ class HeadGroup:
         """Whether some chunk has rows of both halves of a zigzag, from its two ends."""
         slots = self.slots(Kind.Q) + self.slots(Kind.K)
         return any(len(stretches) > 1 for stretches in slots)
+
+    @property
+    def has_short_start(self) -> bool:
+        """Whether there is a chunk of keys more than asked for, before the others."""
+        return self.cut is not None and len(self.slots(Kind.K)) > self.cut.chunks[1]
 
     def rank_of(self, unit: int) -> int:
         return unit * self.degree + self.index
@@ -206,7 +214,10 @@ class HeadGroup:
 
     def slots(self, kind: Kind) -> tuple[Spans, ...]:
         """Of each member, those of each chunk of rows that is exchanged."""
-        return chunk_slots(self.layout(kind).halves, self._parts(kind)[1], even=self._is_even)
+        cut = self.cut or PassCut((1, 1), (1,))
+        halves, count = self.layout(kind).halves, self._parts(kind)[1]
+        short = cut.short_start and kind.is_key_side
+        return chunk_slots(halves, count, even=cut.even, short_start=short)
 
     def _parts(self, kind: Kind) -> tuple[int, int]:
         """Parts of the heads, and chunks of rows. Queries of one KV head are cut by heads as far as
@@ -227,11 +238,7 @@ class HeadGroup:
         return self._unit_rows(kind, unit)[1]
 
     def _unit_rows(self, kind: Kind, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
-        return unit_rows(self.layout(kind), self.degree, unit, self._parts(kind)[1], self._is_even)
-
-    @property
-    def _is_even(self) -> bool:
-        return self.cut is not None and self.cut.even
+        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""

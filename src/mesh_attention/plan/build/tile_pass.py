@@ -79,11 +79,15 @@ class TilePass(ABC):
     @property
     def cut_setting(self) -> dict[str, str]:
         """How it is cut, for people."""
-        setting = {"chunks": f"{self.q.chunks_of_slice}x{self.kv.chunks_of_slice}"}
+        short = self.head_group.has_short_start
+        keys = self.kv.chunks_of_slice - short  # as they were asked for
+        setting = {"chunks": f"{self.q.chunks_of_slice}x{keys}"}
         if len(self.slices) > 1:
             setting["head_slices"] = "+".join(map(str, self.slices))
         if self.head_group.has_even_chunks:
             setting["even_chunks"] = "on"
+        if short:
+            setting["short_start"] = "on"
         return setting
 
     # What a subclass says.

@@ -203,6 +203,7 @@ class TilePlanner:
         chunks: tuple[int, int] = (1, 1),
         slices: tuple[int, ...] = (1,),
         even: bool = False,
+        short_start: bool = False,
     ) -> OnDemand[TilePass]:
         """One pass on each head group."""
         shared, nodes = self._shared, self.nodes
@@ -210,7 +211,7 @@ class TilePlanner:
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         kind = TileForward if direction is Direction.FORWARD else TileBackward
-        out, cut = shared.gather_out, PassCut(chunks, slices, even)
+        out, cut = shared.gather_out, PassCut(chunks, slices, even, short_start)
         # What goes to another layout on the way is exchanged at once.
         at_once = shared.ulysses == 1 or self.shards is not None or cut.is_whole
         exchanged = None if at_once else cut

@@ -71,6 +71,11 @@ class MeshUspSetting(MeshSetting, DegreeSetting):
         "chunks of rows have as much of both halves of a zigzag, from its two ends: under a causal "
         "mask each is as much work on every rank, and ranks do not wait for each other",
     )
+    short_start: bool = option(
+        False,
+        "the first chunk of keys, where they are in chunks, is cut at a quarter of it: exchanges "
+        "are in flight for less time before there is something to compute",
+    )
 
 
 def plan_mesh(
@@ -82,12 +87,14 @@ def plan_mesh(
     degree: int = 1,
     units_per_node: int | None = None,
     even_chunks: bool = False,
+    short_start: bool = False,
     method: str = "mesh",
 ) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank.
 
     `degree` is that of Ulysses: the tile is then one of units of so many ranks, of which
-    `units_per_node` have ranks in a node, where that is said. `even_chunks`: of what they exchange.
+    `units_per_node` have ranks in a node, where that is said. `even_chunks` and `short_start`: of
+    what they exchange.
     """
     setting = setting or MeshSetting()
     cap = setting.max_memory_bytes
@@ -118,6 +125,11 @@ def plan_mesh(
             "even_chunks=True is for a zigzag that ranks exchange for heads: it needs "
             "layout=zigzag and 'ulysses' of 2 or more, without relayout=True"
         )
+    if short_start and (degree == 1 or planner.shards is not None):
+        raise PlanError(
+            "short_start=True is for what ranks exchange for heads: it needs 'ulysses' of 2 or "
+            "more, without relayout=True"
+        )
     if cap is not None and planner.shards is not None:
         raise PlanError(
             "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
@@ -129,7 +141,8 @@ def plan_mesh(
     seen = replace(problem, mask=Mask()) if setting.one_call and units == 1 else problem
 
     def build(direction: Direction) -> Pass:
-        cut = cut_of(setting, direction, problem, degree)._replace(even=even_chunks)
+        cut = cut_of(setting, direction, problem, degree)
+        cut = cut._replace(even=even_chunks, short_start=short_start)
         passes = planner.tile_passes(direction, shapes[direction], *cut)
         schedule = order_tasks(
             passes[0],
@@ -169,6 +182,7 @@ def plan_mesh_usp(
         degree=degree,
         units_per_node=setting.units_per_node,
         even_chunks=setting.even_chunks,
+        short_start=setting.short_start,
         method="mesh-usp",
     )
 
