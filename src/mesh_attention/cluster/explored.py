@@ -36,7 +36,7 @@ HOPEFUL = 1.4  # times the best shape as it is: slower ones are not cut
 NEAR = 1.02  # times the best so far: other cuts are not refined
 RANKS_APART = 24  # at most, where stripes are searched as if they were the only layout
 NUM_IN_STRIPES = 4  # settings that are tried there otherwise
-NUM_EVEN = 4  # settings that are tried in even chunks
+NUM_EVEN = 3  # settings that are tried in even chunks
 NUM_SHORT = 3  # settings in chunks of keys that are tried with a short start
 STRIPES_SEEN = 64  # tokens a rank at most, where what is seen is looked for in stripes
 RANKS_AND_STEPS = 640  # settings that are tried to refine a cut, times ranks: each takes longer
@@ -172,8 +172,15 @@ class Explored:
         if self._search.problem.mask.is_full or self.layout is not LayoutKind.ZIGZAG:
             return
         known = sorted((one for one in self._known.values() if one), key=lambda one: one.least)
-        for one in [one for one in known if one.setting.get("chunks", (1, 1)) != (1, 1)][:NUM_EVEN]:
-            self.attempt(one.setting | {"even_chunks": True})
+        cut = [one for one in known if one.setting.get("chunks", (1, 1)) != (1, 1)]
+        found = self.ranking(one.setting | {"even_chunks": True} for one in cut[:NUM_EVEN])
+        # For chunks that are alike another tile, or a finer cut of keys, may be the best.
+        for best in found[:1]:
+            tiles = [one["tile"] for one in self._shapes if _differ_in_tile(one, best)]
+            found = self.ranking([best, *(best | {"tile": tile} for tile in tiles)])
+        for best in found[:1]:
+            kq, kkv = best["chunks"]
+            self.attempt(best | {"chunks": (kq, 2 * kkv)})
 
     def try_short_start(self) -> None:
         """Of the best settings in chunks of keys: the same with a short first one. Not backward,
@@ -279,6 +286,11 @@ def layouts_of(search: Search) -> Layouts:
 def _own_layout(method: str, mask: Mask) -> LayoutKind:
     """Of a method that is not told any, under a mask that hides something."""
     return usual_layout(mask) if METHODS[method].by_stretches else LayoutKind.ZIGZAG
+
+
+def _differ_in_tile(shape: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:
+    """And in nothing else that the shape says."""
+    return {name for name, value in shape.items() if setting.get(name) != value} == {"tile"}
 
 
 def _ways_to_combine(problem: Problem) -> tuple[Combine, ...]:

@@ -82,6 +82,8 @@ class Search:
         is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
         if n <= FEW_RANKS or one.copies == 1 or not is_cut or METHODS[method].rotates:
             return seen.seconds
+        if setting.get("even_chunks"):  # ranks have as much work, and wait for nobody
+            return seen.seconds
         few = n <= RANKS_TOGETHER * one.copies
         if few and seen.seconds > NEAR_THE_BEST * best:
             return seen.seconds

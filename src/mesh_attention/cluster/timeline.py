@@ -101,19 +101,24 @@ class Timeline:
 
     @cached_property
     def _busy(self) -> list[tuple[dict[Stream, float], float]]:
-        """Of each rank: its streams at work, and any of them."""
-        result = []
-        for rank in range(len(self.ranks)):
-            busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
-            any_busy = any_until = 0.0
-            for event in sorted(self.events(rank), key=lambda event: event.start):
-                begin = max(event.start, until[event.stream])  # transfers may run at once
-                busy[event.stream] += max(0.0, event.end - begin)
-                until[event.stream] = max(begin, event.end)
-                any_busy += max(0.0, event.end - max(event.start, any_until))
-                any_until = max(any_until, event.end)
-            result.append((busy, any_busy))
-        return result
+        """Of each rank: its streams at work, and any of them. One that stands for others has its
+        times in common with them."""
+        known: dict[int, tuple[dict[Stream, float], float]] = {}
+        for rank, times in enumerate(self.ranks):
+            if id(times) not in known:
+                known[id(times)] = self._busy_of(rank)
+        return [known[id(times)] for times in self.ranks]
+
+    def _busy_of(self, rank: int) -> tuple[dict[Stream, float], float]:
+        busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
+        any_busy = any_until = 0.0
+        for event in sorted(self.events(rank), key=lambda event: event.start):
+            begin = max(event.start, until[event.stream])  # transfers may run at once
+            busy[event.stream] += max(0.0, event.end - begin)
+            until[event.stream] = max(begin, event.end)
+            any_busy += max(0.0, event.end - max(event.start, any_until))
+            any_until = max(any_until, event.end)
+        return busy, any_busy
 
     @property
     def idle_seconds(self) -> list[float]:
