@@ -267,6 +267,19 @@ def test_in_a_place_what_turned_out_slow_does_not_keep_others_from_being_tried()
     assert one.at(place)[1].name == "good"
 
 
+def test_a_place_is_as_good_as_what_is_expected_of_any_setting_there() -> None:
+    """One that was simulated and is slow does not hide what the other pass would have here."""
+    place = ("zigzag", ())
+    slow, good = (
+        Candidate("mesh", {"tile": tile}, (False, seconds), (False, 0.1), place, 1)
+        for tile, seconds in (((1, 4), 0.9), ((2, 2), 0.6))
+    )
+    one: Any = object.__new__(OnePass)
+    one.candidates, one.simulated = [slow, good], [((False, 1.5), slow, None)]
+    one.at_best = lambda: {place: ((False, 1.5), None)}
+    assert one.places() == {place: (False, 0.6)}
+
+
 def test_rings_of_one_unit_are_not_called_a_double_ring() -> None:
     """They are USP's, or Ulysses itself where there is one unit."""
     problem = problem_of(4096)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS, Leaving, leave_sms
+from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS, Leaving, _rounds, leave_sms
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
 from mesh_attention.plan.verify import verify
@@ -94,6 +95,33 @@ def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin()
     for at, leaves in found.calls.items():
         assert leaves == (True,)
         assert len(attends(found)[at].calls) == 1
+
+
+def rounds_by_hand(first: int, leaving: int, sms: int) -> int:
+    """Every SM by itself: when it has done its tiles of the first part, and those of the other on
+    what transfers leave of them, the first that are free first."""
+    free = sorted(first // sms + (sm < first % sms) for sm in range(sms))
+    fewer = sms - SMS_OF_TRANSFERS
+    tiles = [leaving // fewer + (program < leaving % fewer) for program in range(fewer)]
+    ends = [at + n for at, n in zip(free[SMS_OF_TRANSFERS:], tiles, strict=True) if n]
+    return max(free[-1], *ends)
+
+
+def test_rounds_of_two_parts_are_counted_sm_by_sm() -> None:
+    random = Random(0)
+    for _ in range(2000):
+        case = random.randint(1, 800), random.randint(1, 800), random.randint(18, 140)
+        assert _rounds(*case) == rounds_by_hand(*case), case
+    assert _rounds(400, 112, SMS) == 4  # in place of five: of the last round only four tiles
+
+
+def test_a_call_of_four_rounds_is_split_though_its_heads_do_not_fill_the_last() -> None:
+    """8 heads of 64 tiles: 112 of them leave SMs, and the rest has three rounds and four tiles."""
+    found = leaving(ring(4 * 64 * 128), rates=FAST)
+    at, leaves = next(iter(found.calls.items()))
+    assert leaves == (False, True)
+    first, rest = attends(found)[at].calls
+    assert (first.q_stop - first.q_start, rest.q_stop - rest.q_start) == (50 * 128, 14 * 128)
 
 
 def test_a_call_of_a_round_stays_whole() -> None:

@@ -161,12 +161,12 @@ def _seen_again(search: Search, method: str, one: TriedSetting) -> TriedSetting:
 
 
 def candidate(search: Search, method: str, setting: Mapping[str, Any]) -> Candidate:
-    """Looked at once, by three ranks."""
+    """Looked at once, by three ranks; by one, where all were simulated to see what it expects."""
     key = method, key_of(setting)
     known: Candidate | None = search.candidates.get(key)
     if known is None:
         plan = search.plan(method, setting)
-        seen = search.estimate(plan)
+        seen = search.estimate(plan, (search.num_ranks // 2,) if key in search.timelines else None)
         seconds = search.expected_seconds(plan, method, setting, seen)
         known = search.candidates[key] = Candidate(
             *(method, dict(setting)),

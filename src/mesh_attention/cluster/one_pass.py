@@ -18,7 +18,7 @@ from typing import Any
 from mesh_attention.cluster.best import Candidate, candidate, finalists
 from mesh_attention.cluster.compute_cost import kernels_for
 from mesh_attention.cluster.explored import Explored, Place
-from mesh_attention.cluster.search import FEW_RANKS, Score, Search
+from mesh_attention.cluster.search import FEW_RANKS, Score, Search, key_of
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import LayoutKind
@@ -239,9 +239,9 @@ class OnePass:
     def places(self) -> dict[Place, Score]:
         """What to expect at best in each."""
         found = {place: score for place, (score, _) in self.at_best().items()}
-        simulated = {one.place for _, one, _ in self.simulated}
+        simulated = {(one.name, key_of(one.options)) for _, one, _ in self.simulated}
         for one in self.candidates:
-            if one.place not in simulated:
+            if (one.name, key_of(one.options)) not in simulated:
                 found[one.place] = min(found.get(one.place, one.expected), one.expected)
         return found
 
