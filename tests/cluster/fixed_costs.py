@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mesh_attention.cluster import Cluster, load_cluster
 from mesh_attention.cluster.cluster import Disturbance
-from mesh_attention.cluster.compute_cost import TimedCall
+from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Attend, AttendBackward, Operation
 from mesh_attention.plan.traffic import Flows

@@ -15,9 +15,10 @@ from mesh_attention.cli.main import main
 from mesh_attention.cluster import Cluster, load_cluster, simulate
 from mesh_attention.cluster.best import find_best
 from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
-from mesh_attention.cluster.compute_cost import KEYS_IN_RUNS, ComputeCosts, TimedCall
+from mesh_attention.cluster.compute_cost import KEYS_IN_RUNS, ComputeCosts
 from mesh_attention.cluster.load import ClusterError, parse_cluster
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward

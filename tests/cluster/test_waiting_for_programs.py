@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mesh_attention.cluster import Cluster, load_cluster, simulate
-from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
+from mesh_attention.cluster.compute_cost import ComputeCosts
 from mesh_attention.cluster.one_rank import estimate
 from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
@@ -54,9 +56,9 @@ def test_a_round_is_that_of_all_programs_over_all_sms() -> None:
 def test_all_ranks_and_one_wait_for_programs_alike() -> None:
     """Where work is alike on all of them."""
     problem = Problem(256 * K, 16, 128, mask=Mask(causal=True))
-    options = {"ulysses": 4, "tile": (8, 1), "units_per_node": 8, "chunks": (2, 2)}
-    cut = {"head_slices": (1, 1), "even_chunks": True}
-    plan = plan_on(PAPER, problem, 32, method="mesh-usp", **options, **cut)
+    options: dict[str, Any] = {"ulysses": 4, "tile": (8, 1), "units_per_node": 8}
+    options |= {"chunks": (2, 2), "head_slices": (1, 1), "even_chunks": True}
+    plan = plan_on(PAPER, problem, 32, method="mesh-usp", **options)
     seconds = []
     for tile_keys in (None, 128):
         cluster = told(PAPER, tile_keys=tile_keys, slowdown=0.12)

@@ -16,52 +16,21 @@ from typing import NamedTuple
 
 from mesh_attention.cluster.cluster import REFERENCE_HEADS, Cluster, PassRates
 from mesh_attention.cluster.load import ClusterError
+from mesh_attention.cluster.timed_call import TimedCall, divided, joined, score
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.draw.work import CallPairs
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.leave_sms import leaves_whole
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
     Attention,
-    Call,
     CallKind,
     Free,
     Merge,
     Operation,
 )
 from mesh_attention.plan.split_calls import split_calls
-
-_AT_ONCE = 1e-9  # seconds: what is left of a round by rounding
-_ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
-
-
-class TimedCall(NamedTuple):
-    """`waits`: no communication begins before its end. `lost` is the part of its speed that goes to
-    a communication in flight beside it; None is what the cluster says for all. `whole`: it cannot
-    be split for transfers (`plan/leave_sms.py`): it leaves SMs to its end, or they wait for it.
-    `round`: seconds after which enough programs end for a communication to begin."""
-
-    seconds: float
-    kernel: str = ""  # none for a pass over memory
-    waits: bool = False
-    lost: float | None = None
-    whole: bool = False
-    round: float = 0.0  # none: at any time
-
-    def until_sms(self, left: float) -> float:
-        """Seconds until a communication finds SMs, where so many are left of it."""
-        rest = left % self.round if self.round else 0.0
-        return rest if _AT_ONCE < rest < self.round - _AT_ONCE else 0.0
-
-    def beside(self, transfers: float) -> TimedCall:
-        """As the executor would have it, if transfers are in flight that last so long."""
-        if not self.whole:
-            return self
-        if not leaves_whole(transfers, self.seconds):
-            return self._replace(waits=True)
-        return self._replace(seconds=self.seconds / (1.0 - (self.lost or 0.0)), lost=0.0)
 
 
 class _Sizes(NamedTuple):
@@ -171,10 +140,10 @@ class ComputeCosts:
             rectangles, whole = self._ways(kernels, sizes, shapes)
             if rectangles is not None and isinstance(op, Attend):
                 pairs = zip(rectangles, split_calls(op, sizes.heads, splits), strict=True)
-                rectangles = [part for call, split in pairs for part in _divided(call, split)]
+                rectangles = [part for call, split in pairs for part in divided(call, split)]
             ways = [way for way in (rectangles, whole) if way is not None]
             if ways:
-                return _joined(min(ways, key=_score))
+                return joined(min(ways, key=score))
         raise AssertionError(shapes)  # the cluster was read so that every call has a kernel
 
     def _ways(
@@ -218,7 +187,7 @@ class ComputeCosts:
         ]
         if not found:
             return None
-        best = min(found, key=lambda call: _score([call]))
+        best = min(found, key=lambda call: score([call]))
         after = self._gap + self._memory(self._result_bytes(shape, sizes))
         keys = kernels[best.kernel].tile_keys
         if keys and self._communicates:
@@ -283,37 +252,8 @@ class ComputeCosts:
 
 
 _UNSPLIT_ROUNDS = 2
+_ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
 
 
 def _tiles(rates: PassRates, shape: _CallSize, heads: int) -> int:
     return -(-shape.rows // (rates.tile_rows or shape.rows)) * heads
-
-
-def _score(calls: list[TimedCall]) -> float:
-    held = max((call.seconds for call in calls if call.waits), default=0.0)
-    return sum(call.seconds for call in calls) + held / 2
-
-
-def _divided(call: TimedCall, split: list[Call]) -> list[TimedCall]:
-    """By rows. Splits are free: a call begins while the last programs of the one before end."""
-    if not call.waits:
-        return [call]
-    rows = [one.q_stop - one.q_start for one in split]
-    return [call._replace(seconds=call.seconds * r / sum(rows)) for r in rows]
-
-
-def _joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
-    """Calls that keep nobody waiting are one for each kernel: fewer events to simulate. Beside
-    others that are split for transfers, those that cannot be have none to keep waiting."""
-    if all(call.whole for call in calls):
-        return tuple(calls)
-    calls = [call._replace(whole=False) for call in calls]
-    free: dict[tuple[object, ...], TimedCall] = {}
-    for call in calls:
-        if not call.waits:
-            key = call.kernel, call.lost
-            before = free[key] if key in free else TimedCall(0.0)
-            free[key] = call._replace(
-                seconds=before.seconds + call.seconds, round=max(before.round, call.round)
-            )
-    return (*(call for call in calls if call.waits), *free.values())

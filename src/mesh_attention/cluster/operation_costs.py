@@ -12,7 +12,8 @@ from typing import Protocol
 
 from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.cluster.communication_cost import CommunicationCosts
-from mesh_attention.cluster.compute_cost import ComputeCosts, TimedCall
+from mesh_attention.cluster.compute_cost import ComputeCosts
+from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.plan.buffers import Buffer, Piece
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem

@@ -13,7 +13,7 @@ from itertools import chain
 
 from mesh_attention.cluster.clock import Activity, Capacity
 from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.compute_cost import TimedCall
+from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.cluster.timeline import RankTimes
 from mesh_attention.cluster.waits import WaitsOfOps
 from mesh_attention.plan.program import Communication, Operation
