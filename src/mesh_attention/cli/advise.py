@@ -25,6 +25,7 @@ from mesh_attention.cli.values import one_of
 from mesh_attention.cluster.answers import keep_answer
 from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.collector import collector_paused
 from mesh_attention.cluster.found import (
     NEAREST,
     Machine,
@@ -34,7 +35,6 @@ from mesh_attention.cluster.found import (
 )
 from mesh_attention.cluster.load import cluster_names, load_cluster
 from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
-from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction

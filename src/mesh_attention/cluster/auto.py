@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.collector import collector_paused
 from mesh_attention.cluster.explored import Layouts, layouts_of
 from mesh_attention.cluster.one_pass import OnePass, Simulated, Standing, standing_of
 from mesh_attention.cluster.planning import PLACES, ask_on
 from mesh_attention.cluster.reasons import why
 from mesh_attention.cluster.search import Progress, Score, Search, a_search
-from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.first_answer import methods_with

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.collector import collector_paused
 from mesh_attention.cluster.explored import (
     Explored,
     Place,
@@ -21,7 +22,6 @@ from mesh_attention.cluster.explored import (
 )
 from mesh_attention.cluster.planning import tokens_stay
 from mesh_attention.cluster.search import Progress, Score, Search, a_search, key_of
-from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.timeline import Timeline
 from mesh_attention.cluster.waits import Overlap
 from mesh_attention.errors import PlanError

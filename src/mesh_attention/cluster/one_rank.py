@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.collector import collector_paused
 from mesh_attention.cluster.operation_costs import ClusterCosts
-from mesh_attention.cluster.simulate import collector_paused
 from mesh_attention.cluster.timed_call import TimedCall
 from mesh_attention.cluster.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role

@@ -9,15 +9,14 @@ holds the GPU until it ends, a communication begins between two of its calls onl
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from mesh_attention.cluster.clock import Activity, Capacity, Clock
 from mesh_attention.cluster.cluster import Cluster
+from mesh_attention.cluster.collector import collector_paused
 from mesh_attention.cluster.copies import ranks_to_simulate
 from mesh_attention.cluster.load import ClusterError, a_cluster
 from mesh_attention.cluster.operation_costs import (
@@ -66,19 +65,6 @@ def simulate(
     ranks = range(plan.num_ranks) if costs else ranks_to_simulate(plan, one, cluster, overlap)
     with collector_paused():
         return _Simulation(plan, one, cluster, given, overlap, ranks).run()
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """A simulation makes hundreds of thousands of small objects, none of them garbage: looking for
-    cycles among them takes a third of the time. A search of 256 ranks holds half a GiB without."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
