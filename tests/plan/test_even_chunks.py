@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from exchanged_plans import exchanged_plan
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.chunks import chunk_slots
@@ -26,18 +27,8 @@ SHAPES = [
 ]
 
 
-def plan_of(
-    ranks: int,
-    degree: int,
-    tile: tuple[int, int],
-    chunks: tuple[int, int],
-    heads: int,
-    kv_heads: int,
-    **options: Any,
-) -> Plan:
-    problem = Problem(32 * ranks, heads, 4, num_kv_heads=kv_heads, mask=Mask(causal=True))
-    named = {"ulysses": degree, "tile": tile, "chunks": chunks, "even_chunks": True}
-    return make_plan(problem, ranks, method="mesh-usp", **{**named, **options})
+def plan_of(*shape: Any, **options: Any) -> Plan:
+    return exchanged_plan(*shape, **{"even_chunks": True, **options})
 
 
 @pytest.mark.parametrize("halves", [(0, 8, 16), (0, 7, 14), (0, 3, 6), (0, 1, 2), (0, 9)])

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from exchanged_plans import exchanged_plan
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.build.chunks import chunk_slots
-from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllToAll, Attend
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.verify import verify
@@ -29,20 +28,8 @@ SHAPES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def plan_of(
-    ranks: int,
-    degree: int,
-    tile: tuple[int, int],
-    chunks: tuple[int, int],
-    heads: int,
-    kv_heads: int,
-    **options: Any,
-) -> Plan:
-    problem = Problem(
-        64 * ranks, heads, 4, num_kv_heads=kv_heads, mask=Mask(causal=True), element_bytes=8
-    )
-    named = {"ulysses": degree, "tile": tile, "chunks": chunks, "short_start": True}
-    return make_plan(problem, ranks, method="mesh-usp", **{**named, **options})
+def plan_of(*shape: Any, **options: Any) -> Plan:
+    return exchanged_plan(*shape, **{"short_start": True, **options})
 
 
 @pytest.mark.parametrize("halves", [(0, 8, 16), (0, 7, 14), (0, 1, 2), (0, 9), (0, 64)])
