@@ -102,6 +102,7 @@ def measure(
         peak_bytes=peak_bytes - there_before,
         workspace_bytes=executor.workspace_bytes,
         planned_scratch_bytes=executor.scratch_bytes,
+        mask_bytes=executor.memory.mask_bytes,
         stand_in_bytes=holder.num_bytes,
         kernels=tuple(sorted({choice.kernel.name for choice in executor.choices.values()})),
     )

@@ -104,6 +104,7 @@ class Replayed:
     peak_bytes: int
     workspace_bytes: int
     planned_scratch_bytes: int
+    mask_bytes: int
     stand_in_bytes: int
     kernels: tuple[str, ...]
 
@@ -125,7 +126,7 @@ class Replayed:
 
     @property
     def planned_bytes(self) -> int:
-        """Workspace, shards and results by the plan, and what kernel calls return at most."""
+        """Workspace, shards and results by the plan, what kernel calls return at most, masks."""
         workspace = workspace_map(self.given.program, self.given.plan.problem).total_bytes
         return workspace + self._other_bytes
 
@@ -138,7 +139,7 @@ class Replayed:
     def _other_bytes(self) -> int:
         problem, buffers = self.given.plan.problem, self.given.program.buffers
         kept = sum(b.num_bytes(problem) for b in buffers if b.role is not Role.WORKSPACE)
-        return kept + self.planned_scratch_bytes
+        return kept + self.planned_scratch_bytes + self.mask_bytes
 
     def to_json(self) -> dict[str, Any]:
         given, predicted = self.given, self.given.predicted

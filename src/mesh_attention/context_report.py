@@ -11,6 +11,7 @@ from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.share import Share
 from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.runtime.workspace import PassMemory
 
 
 class Reports:
@@ -81,6 +82,11 @@ class Reports:
             for direction, report in self._share.reports.items()
             for kind, reasons in report.kernels.items()
         }
+
+    def memory(self) -> dict[str, PassMemory]:
+        """Of the latest call of each pass, with documents or without: bytes that it takes on this
+        rank's device besides the caller's tensors, masks as far as they have been made."""
+        return {str(direction): one.memory for direction, one in self._share.reports.items()}
 
     def transports(self) -> dict[str, tuple[str, str]]:
         """Of the latest call of each pass: for each group of ranks its transport, and why that

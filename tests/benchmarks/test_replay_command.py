@@ -35,6 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankToReplay, dict[str,
             peak_bytes=3 * 2**20,
             workspace_bytes=2**20,
             planned_scratch_bytes=2**20,
+            mask_bytes=2**10,
             stand_in_bytes=0,
             kernels=("some",),
         )

@@ -9,7 +9,7 @@ import torch
 from block_cases import RANGES, MaskMaker
 from torch import Tensor
 
-from mesh_attention.kernels import MaskKind, Request, RowRange
+from mesh_attention.kernels import MaskKind, Request, RowRange, intervals
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges, _aligned
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
@@ -51,6 +51,20 @@ def test_gathered_blocks_in_any_order_become_as_few_intervals_as_there_are() -> 
     expected = dense_mask(mask, 16, 16, CPU)
     assert expected is not None
     assert torch.equal(spread(ends, 16), expected)
+
+
+@pytest.mark.parametrize("maker", RANGES, ids=lambda maker: maker.__name__)
+@pytest.mark.parametrize("most_cells", [1, 64, 1000])
+def test_a_few_queries_at_a_time_have_the_same_intervals(
+    maker: MaskMaker, most_cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some see more intervals than others."""
+    mask = maker(61, 90)
+    assert isinstance(mask, RowRange)
+    mask = replace(mask, key_position=mask.key_position[torch.randperm(90)])
+    whole = interval_ends(mask, CPU)
+    monkeypatch.setattr(intervals, "_MOST_CELLS", most_cells)
+    assert torch.equal(interval_ends(mask, CPU), whole)
 
 
 def test_padded_keys_are_in_no_interval() -> None:

@@ -75,3 +75,12 @@ def test_the_same_tensor_twice_is_told_apart() -> None:
     x, y, target = torch.full((8,), 2.0), torch.full((8,), 5.0), torch.empty(8)
     launch(x, y, target)
     assert torch.equal(target, torch.full((8,), 17.0))
+
+
+def test_another_kernel_in_place_of_the_first_has_its_arguments() -> None:
+    compiled = Compiled()
+    launch = WrittenLaunch(compiled, compiled.execute, tuple(torch.ones(3, 8)))
+    launch.begin_with(lambda x, doubled: doubled.copy_(4 * x.sum()))
+    x, y, target = torch.ones(1), torch.full((8,), 5.0), torch.empty(8)
+    launch(x, y, target)  # x as no other kernel would take it
+    assert torch.equal(target, torch.full((8,), 17.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import faster_calls
-from mesh_attention.runtime.fuse import without_copies
+from mesh_attention.runtime.fuse import placed, without_copies, without_row_sums
 from mesh_attention.testing import run_local
 from support.cases import Case
 
@@ -93,6 +95,52 @@ def test_accumulators_of_several_attentions_stay() -> None:
     assert len(attends) > 1
     assert {table[op.out.buffer].precision for op in attends} == {Precision.ACCUMULATE}
     assert num_merges(after) == num_merges(before)
+
+
+def attentions(program: Program) -> list[AttendBackward]:
+    return [op for op in program.operations if isinstance(op, AttendBackward)]
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {"method": "mesh", "chunks": (1, 1)}),
+        (1, {"method": "mesh", "chunks": (2, 1)}),  # which read rows of their own
+        (4, {"method": "allgather-kv"}),
+    ],
+)
+@pytest.mark.parametrize("shown", [False, True])
+def test_rows_that_stay_and_are_read_once_are_not_summed(
+    world: int, options: dict[str, Any], shown: bool
+) -> None:
+    case = Case(world, 64, 64, heads=(2, 2), mask=Mask(causal=True), options=options)
+    plan = case.plan()
+    before = plan.program(world - 1, Direction.BACKWARD)
+    after, memory = placed(before, plan.problem, shown=shown)
+    assert all(op.out is None for op in attentions(before))
+    assert attentions(after)
+    for op in attentions(after):
+        assert op.delta is None
+        assert op.out is not None
+        assert (op.out.start, op.out.stop) == (op.grad_out.start, op.grad_out.stop)
+    planned = workspace_map(before, plan.problem)
+    assert memory == planned if shown else memory.total_bytes <= planned.total_bytes
+    kept, _ = placed(before, plan.problem, shown=shown, lse_gradient=True)
+    assert all(op.out is None for op in attentions(kept))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ring"},  # reads the same rows again and again
+        {"method": "mesh", "tile": (2, 2)},  # sends them
+        {"method": "ulysses"},
+    ],
+)
+def test_rows_that_travel_or_are_read_again_are_summed_once(options: dict[str, Any]) -> None:
+    case = Case(4, 64, 64, heads=(4, 4), mask=Mask(causal=True), options=options)
+    before = case.plan().program(1, Direction.BACKWARD)
+    assert without_row_sums(before) is before
 
 
 class WritesItself(Reference):

@@ -295,10 +295,12 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(tmp_path: 
             out = cp.attention(q, k, v)
             assert isinstance(out, Tensor)
             torch.autograd.backward(out.sum())
-        told = cp.kernels()
+        told, memory = cp.kernels(), cp.memory()
         cp.close()
     finally:
         dist.destroy_process_group()
+    assert list(memory) == ["forward", "backward"]
+    assert memory["backward"].kernel_bytes >= 3 * 16 * 2 * 8 * 4  # the three gradients
     assert told["forward causal"] == (("forward_only", "chosen"),)
     backward = told["backward causal"]
     assert backward[0] == ("forward_only", "has no backward pass")

@@ -40,7 +40,7 @@ class CudnnRanges:
     name = "cudnn_ranges"
     takes_unions = True
     deterministic = True
-    backward_needs = BackwardNeeds(finite_lse=True)
+    backward_needs = BackwardNeeds()
 
     def refuses(self, request: Request) -> str | None:
         if request.device_type != "cuda":
@@ -65,14 +65,14 @@ class CudnnRanges:
         return why_not_grouped(request) or _why_unusable() or _why_no_such_heads(request)
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
-        """Results; backward an fp32 accumulator of dq and two rows of statistics, and where query
+        """Results; backward an fp32 accumulator of dq and three rows of statistics, and where query
         heads share keys one of dk and dv; rows in tiles of 128."""
         results = block.result_bytes(direction, block.element_bytes)
         if direction is Direction.FORWARD:
             return results + 128
         rows, keys = (-(-n // 128) * 128 for n in (block.num_queries, block.num_keys))
         D, E = (-(-dim // 16) * 16 for dim in (block.head_dim, block.v_head_dim))
-        own = rows * block.num_heads * (D + 2) * 4
+        own = rows * block.num_heads * (D + 3) * 4
         if block.num_heads != block.num_kv_heads:
             own += keys * block.num_kv_heads * (D + E) * 4
         return results + own
@@ -105,16 +105,15 @@ class CudnnRanges:
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         prepared = _prepared(block.mask, q, k, v, backward=True)
-        # It takes row sums from `out`, less the gradient of the log-sum-exp: with zeros for the
-        # one, and -delta for the other, neither `out` nor a stand-in has to be there.
-        minus_delta: tuple[Tensor, ...] = ()
         if given.delta is not None:
-            out, minus_delta = prepared.zeros(grad_out), (-given.delta.contiguous(),)
+            # In the place of `out` something that nobody reads.
+            prepared.backward(
+                block, (q, k, v, grad_out, grad_out, given.lse, dq, dk, dv, given.delta)
+            )
         else:
             assert given.out is not None  # either is
-            out = _aligned(given.out.to(q.dtype))
-        tensors = (q, k, v, out, grad_out, given.lse, dq, dk, dv, *minus_delta)
-        prepared.backward(block, tensors)
+            out, lse = _aligned(given.out.to(q.dtype)), _in_order(given.lse)
+            prepared.backward(block, (q, k, v, out, grad_out, lse, dq, dk, dv))
         return dq, dk, dv
 
 
@@ -124,7 +123,6 @@ class _Prepared:
     def __init__(self, plan: Any) -> None:
         self._plan = plan
         self._launches: dict[Any, WrittenLaunch] = {}
-        self._zeros: Tensor | None = None
 
     def forward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
         scale = block.softmax_scale
@@ -148,24 +146,51 @@ class _Prepared:
         key = (deterministic, scale, *(x.stride() for x in tensors))
         launch = self._launches.get(key)
         if launch is None:
-            others, minus_delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
-            backward = _flex("FlexAttentionBwd")
-            compiled = _ready(
-                backward(*others, self._plan, *minus_delta, deterministic=deterministic)
-            )
-
-            def execute(*given: Tensor, **own: Any) -> None:
-                others, minus_delta = given[:_NUM_WITHOUT_DELTA], given[_NUM_WITHOUT_DELTA:]
-                compiled.execute(*others, self._plan, *minus_delta, softmax_scale=scale, **own)
-
-            launch = self._launches[key] = WrittenLaunch(compiled, execute, tensors)
+            launch = self._launches[key] = self._written(tensors, deterministic, scale)
         launch(*tensors)
 
-    def zeros(self, like: Tensor) -> Tensor:
-        """In place of `out`: one row, spread over all."""
-        if self._zeros is None:
-            self._zeros = like.new_zeros(like.shape[3]).expand(like.shape)
-        return self._zeros
+    def _written(
+        self, tensors: tuple[Tensor, ...], deterministic: bool, scale: float
+    ) -> WrittenLaunch:
+        """It makes row sums of `out`, less the gradient of the log-sum-exp, in a first kernel that
+        reads as much as ours for delta did. Where delta is there, a kernel of our own hands it on,
+        and `out` is there for that first kernel's sake alone, once."""
+        q, k, v, out, grad_out, lse, *grads = tensors
+        has_delta = len(tensors) > _NUM_WITHOUT_DELTA
+        if has_delta:
+            out = grad_out.new_zeros(grad_out.shape[3]).expand(grad_out.shape)
+            lse, grads[3] = _in_order(lse), _in_order(grads[3])
+        tensors = (q, k, v, out, grad_out, lse, *grads)
+        others, delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
+        backward = _flex("FlexAttentionBwd")
+        compiled = _ready(backward(*others, self._plan, *delta, deterministic=deterministic))
+
+        def execute(*given: Tensor, **own: Any) -> None:
+            others, delta = given[:_NUM_WITHOUT_DELTA], given[_NUM_WITHOUT_DELTA:]
+            compiled.execute(*others, self._plan, *delta, softmax_scale=scale, **own)
+
+        launch = WrittenLaunch(compiled, execute, tensors)
+        if has_delta:
+            launch.begin_with(_hand_on)
+        return launch
+
+
+def _hand_on(
+    out: Tensor,
+    grad_out: Tensor,
+    tiled_delta: Tensor,
+    lse: Tensor,
+    tiled_lse: Tensor,
+    grad_q: Tensor | None,
+    cumulative: None,
+    delta: Tensor,
+    longest: int,
+) -> None:
+    """In place of the package's first kernel, with its arguments."""
+    # Imported here: it needs Triton, without which this kernel is never chosen.
+    from mesh_attention.kernels.fused.tiles import tile_statistics
+
+    tile_statistics(delta, lse, tiled_delta, tiled_lse, grad_q)
 
 
 def _ready(compiled: Any) -> Any:
@@ -183,8 +208,9 @@ def _why_unusable() -> str | None:
     low, high = (".".join(map(str, bound)) for bound in _VERSIONS)
     if not _VERSIONS[0] <= tuple(map(int, version.split(".")[:2])) < _VERSIONS[1]:
         return f"was written for {_PACKAGE} from {low} to below {high}, found {version}"
-    for name in ("create_mask_plan", "FlexAttentionFwd", "FlexAttentionBwd"):
-        found = load("cudnn.flex_attention", name)
+    wanted = ("create_mask_plan", "FlexAttentionFwd", "FlexAttentionBwd")
+    for module, name in (*(("cudnn.flex_attention", name) for name in wanted), ("triton", "jit")):
+        found = load(module, name)
         if isinstance(found, str):
             return found
     return None
@@ -219,6 +245,14 @@ def _aligned(x: Tensor) -> Tensor:
     if x.requires_grad:
         x = x.detach()
     return x if _fits(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_order(x_BHS: Tensor) -> Tensor:
+    """Contiguous, also by the strides of sides of length one, at which the package looks."""
+    _, H, S = x_BHS.shape
+    if x_BHS.stride() == (H * S, S, 1):
+        return x_BHS
+    return x_BHS.clone(memory_format=torch.contiguous_format)
 
 
 def _fits(x: Tensor | None) -> TypeGuard[Tensor]:

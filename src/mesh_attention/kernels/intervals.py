@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from mesh_attention.kernels.interface import RowRange
 
 _MOST_RUNS = 4096
 _FAR = 1 << 40  # behind every row
+_MOST_CELLS = 1 << 19  # of queries by runs of keys, some eighty bytes for each
 
 
 def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
@@ -37,30 +40,57 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
         lo, hi = lo[None], hi[None]
     start = position[first_row].long()[:, None]
     length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
+    runs = _Runs(first_row[:, None], start, length)
+    # Some queries at a time: all of a long sequence by all runs of keys are more memory than the
+    # pass takes that the mask is for.
+    some = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
+    num_queries = lo.shape[1]
+    found = [
+        _pairs(runs, lo[:, at : at + some], hi[:, at : at + some])
+        for at in range(0, max(num_queries, 1), some)
+    ]
+    most = max(x.shape[1] for x in found)
+    # Intervals that a query does not have are empty ones behind its last.
+    pairs = torch.cat(
+        [torch.cat((x, x[:, -1:].expand(-1, most - x.shape[1])), dim=1) for x in found]
+    )
+    if bool((pairs[:, 0] > 0).any()):
+        pairs = torch.cat((pairs.new_zeros(len(pairs), 1), pairs), dim=1)
+    else:
+        pairs = pairs[:, 1:]
+    return pairs.T.contiguous()
+
+
+class _Runs(NamedTuple):
+    """Of keys, each a column: the rows and the positions where they begin, and how many."""
+
+    row: Tensor
+    position: Tensor
+    length: Tensor
+
+
+def _pairs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
+    """(S, 2 n) int32: where what queries see begins and ends, b0, e0, b1, e1, ..."""
     # (S, runs * intervals): where what is seen of a run begins and ends, as rows.
-    first_row = first_row[:, None]
     low, high = (
-        (first_row + torch.minimum((bound.T[:, None] - start).clamp_(min=0), length)).flatten(1)
+        (
+            runs.row + torch.minimum((bound.T[:, None] - runs.position).clamp_(min=0), runs.length)
+        ).flatten(1)
         for bound in (lo, hi)
     )
-    seen = (low < high) & (start >= 0).expand(len(start), len(lo)).flatten()
-    low, high = low.masked_fill(~seen, -1), high.masked_fill(~seen, -1)
+    real = (runs.position >= 0).expand(len(runs.row), len(lo)).flatten()
+    seen = (low < high) & real
+    low, high = low.masked_fill_(~seen, -1), high.masked_fill_(~seen, -1)
     before = torch.cummax(high, dim=1).values.roll(1, dims=1)
     before[:, 0] = -1
     opens = seen & (low != before)
     number = opens.cumsum(dim=1) - 1  # of the interval that a run belongs to
-    most = max(int(number.max()) + 1, 1)
+    most = max(int(number.max()) + 1, 1) if number.numel() else 1
     target = number.clamp_(min=0)
-    begins = torch.full((len(low), most), _FAR, device=device)
-    ends = torch.full((len(low), most), -1, device=device)
-    begins.scatter_reduce_(1, target, low.masked_fill(~seen, _FAR), "amin")
+    begins = torch.full((len(low), most), _FAR, device=low.device)
+    ends = torch.full((len(low), most), -1, device=low.device)
+    begins.scatter_reduce_(1, target, low.masked_fill_(~seen, _FAR), "amin")
     ends.scatter_reduce_(1, target, high, "amax")
-    # Intervals that a query does not have are empty ones behind its last.
     ends = ends.clamp_(min=0).cummax(dim=1).values
     begins = torch.minimum(begins, ends)
-    pairs = torch.stack((begins, ends), dim=2).flatten(1).int()  # b0, e0, b1, e1, ...
-    if bool((begins[:, 0] > 0).any()):
-        pairs = torch.cat((pairs.new_zeros(len(low), 1), pairs), dim=1)
-    else:
-        pairs = pairs[:, 1:]
-    return pairs.T.contiguous()
+    return torch.stack((begins, ends), dim=2).flatten(1).int()

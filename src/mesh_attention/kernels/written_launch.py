@@ -57,6 +57,10 @@ class WrittenLaunch:
         written = {a.offset for a in self._calls[0][1]} if len(self._calls) > 1 else set()
         self._pieces = [(a, at not in written) for at, a in own.items()]
 
+    def begin_with(self, kernel: Callable[..., None]) -> None:
+        """In place of the first kernel, with the same arguments, which need only suit this one."""
+        self._calls[0] = kernel, self._calls[0][1]
+
     def leave(self, sms: int) -> None:
         """The forward kernel is persistent: it holds as many multiprocessors as it is told of."""
         if sms:

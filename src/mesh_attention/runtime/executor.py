@@ -30,6 +30,7 @@ from mesh_attention.kernels import (
     kind_of,
 )
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
+from mesh_attention.kernels.kept import kept_bytes
 from mesh_attention.kernels.speed import leaves_sms, lets_transfers_begin
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.leave_sms import leave_sms
@@ -39,6 +40,7 @@ from mesh_attention.plan.program import (
     Attention,
     Communication,
     Operation,
+    Program,
 )
 from mesh_attention.plan.split_calls import split_long_calls
 from mesh_attention.plan.way_costs import Rates
@@ -57,7 +59,7 @@ from mesh_attention.runtime.program_steps import ProgramStep, program_steps
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams
 from mesh_attention.runtime.transport.interface import Handle, Transport
-from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
+from mesh_attention.runtime.workspace import PassMemory, Workspace, WorkspaceBlock
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
@@ -91,9 +93,6 @@ class Executor:
         out, as PyTorch is asked. `rates`: how long transfers last."""
         known_ranges = {} if known_ranges is None else known_ranges
         program = one.programs[rank]
-        # Communications without a stream of their own follow the compute stream: then it is one.
-        two = transport.own_stream if two_streams is None else two_streams
-        self._streams = ComputeStreams(call_shape.device, two=two)
         if call_shape.dtype.itemsize != plan.problem.element_bytes:
             raise MeshAttentionError(
                 f"the plan is for {plan.problem.element_bytes}-byte elements, but the tensors are "
@@ -119,9 +118,17 @@ class Executor:
         kernels = {k: c.kernel for k, c in choices.items() if isinstance(c, Choice)}
         self.faster = faster_calls(program, plan, kernels, one.direction)
         program = self.faster.program
+        # Communications without a stream of their own follow the compute stream: then it is one,
+        # and where there is nothing that a call could run beside.
+        two = transport.own_stream and _runs_beside(program) if two_streams is None else two_streams
+        self._streams = ComputeStreams(call_shape.device, two=two)
         if self._streams.two and not lets_transfers_begin(kernels, one.direction):
             program = split_long_calls(program)
-        program, self._memory = placed(program, plan.problem, shown=transport.shows_workspace)
+        program, self._memory = placed(
+            *(program, plan.problem),
+            shown=transport.shows_workspace,
+            lse_gradient=lse_gradient,
+        )
         waits = dependencies(program, self._memory)
         leaves: Mapping[int, tuple[bool, ...]] = {}
         if self._streams.two:
@@ -151,7 +158,6 @@ class Executor:
         self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
         self.workspace_bytes = self._memory.total_bytes * call_shape.batch
-        # What kernel calls take on top of the workspace, at most: results, libraries' own.
         self.scratch_bytes = scratch * call_shape.batch
         row_kernels = rows or self.row_choice.rows
         self._compute = ComputeOperations(
@@ -161,6 +167,12 @@ class Executor:
         self._steps = program_steps(
             program.operations, waits, self._streams, self._bindings, in_order=transport.in_order
         )
+
+    @property
+    def memory(self) -> PassMemory:
+        masks = [mask for of_calls in self._compute.masks.values() for mask in of_calls]
+        held = kept_bytes(masks, self.call_shape.device)
+        return PassMemory(self.workspace_bytes, self.scratch_bytes, held)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
@@ -253,6 +265,12 @@ class Executor:
             ]
         block.bound[self] = kept, works
         return kept, works
+
+
+def _runs_beside(program: Program) -> bool:
+    """Whether there is more than one kernel call, or a transfer."""
+    calls = sum(len(op.calls) for op in program.operations if isinstance(op, Attention))
+    return calls > 1 or any(isinstance(op, Communication) for op in program.operations)
 
 
 class _Traced:

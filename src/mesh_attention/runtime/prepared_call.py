@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from mesh_attention.runtime.identity import AgreedKind, Statement, current_strea
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
-from mesh_attention.runtime.workspace import WorkspaceBlock
+from mesh_attention.runtime.workspace import PassMemory, WorkspaceBlock
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,21 @@ class PassReport:
 
     kernels: dict[str, tuple[tuple[str, str], ...]]  # asked, and why one was chosen, by kind
     transport: CallTransport
+    _executor: ref[Executor]
+    _without_masks: PassMemory
+
+    @property
+    def memory(self) -> PassMemory:
+        executor = self._executor()
+        return self._without_masks if executor is None else executor.memory
 
     @staticmethod
     def of(executor: Executor, transport: CallTransport) -> PassReport:
         kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
         kernels["calls"] = (("predicted", str(executor.faster)),)
         kernels["rows"] = executor.row_choice.reasons
-        return PassReport(kernels, transport)
+        without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
+        return PassReport(kernels, transport, ref(executor), without_masks)
 
 
 class PreparedCall:

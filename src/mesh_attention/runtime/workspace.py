@@ -76,3 +76,16 @@ class Workspace:
     def release(self) -> None:
         self._blocks.clear()
         self._adopted.clear()
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes on the device that a pass of this rank takes, besides the caller's tensors."""
+
+    workspace_bytes: int  # one for all passes and calls, as large as the largest needs it
+    kernel_bytes: int  # at most, while a kernel call runs: its results, and its library's own
+    mask_bytes: int = 0  # tables of the masks, which both passes may share, as far as they are made
+
+    @property
+    def total_bytes(self) -> int:
+        return self.workspace_bytes + self.kernel_bytes + self.mask_bytes

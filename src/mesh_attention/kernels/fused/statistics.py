@@ -1,4 +1,5 @@
-"""Numbers of a row: delta, rescaling by log-sum-exp, the stand-in output, a finite log-sum-exp."""
+"""Numbers of a row: delta, rescaling by log-sum-exp, the stand-in output, a finite log-sum-exp, and
+how cuDNN Frontend's backward pass takes them."""
 
 from __future__ import annotations
 
@@ -100,3 +101,42 @@ def finite_lse_kernel(
     value = tl.load(lse + place(row, sizes, strides[0]), inside, other=0.0)
     value = tl.where(value == -float("inf"), UNSEEN, value)
     tl.store(target + place(row, sizes, strides[1]), value, inside)
+
+
+@triton.jit
+def tiled_statistics_kernel(
+    delta: tl.tensor,
+    lse: tl.tensor,
+    tiled_delta: tl.tensor,
+    tiled_lse: tl.tensor,
+    grad_q: tl.tensor,
+    strides: tl.tensor,
+    num_heads: tl.tensor,
+    num_rows: tl.tensor,
+    num_tiled: tl.tensor,
+    UNSEEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """A program has `ROWS` rows of one head. `grad_q`, cleared, has `WIDTH` cells a row."""
+    first = tl.program_id(0) * ROWS
+    of_head = tl.program_id(1).to(tl.int64)
+    row = first + tl.arange(0, ROWS)
+    real, tiled = row < num_rows, row < num_tiled
+    batch, head, row = of_head // num_heads, of_head % num_heads, row.to(tl.int64)
+    delta += batch * strides[0][0] + head * strides[0][2]
+    lse += batch * strides[1][0] + head * strides[1][2]
+    sums = tl.load(delta + row * strides[0][1], real, other=0.0)
+    value = tl.load(lse + row * strides[1][1], real, other=-float("inf"))
+    value = tl.where(value == -float("inf"), UNSEEN, value) * 1.4426950408889634
+    target = of_head * num_tiled + row
+    tl.store(tiled_delta + target, sums, tiled)
+    tl.store(tiled_lse + target, value, tiled)
+    if WIDTH > 0:
+        grad_q += (of_head * num_tiled + first) * WIDTH
+        cells = tl.minimum(num_tiled - first, ROWS) * WIDTH
+        nothing = tl.zeros([STEP], tl.float32)
+        for at in range(0, ROWS * WIDTH, STEP):
+            cell = at + tl.arange(0, STEP)
+            tl.store(grad_q + cell, nothing, cell < cells)

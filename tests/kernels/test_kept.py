@@ -1,0 +1,56 @@
+"""Bytes of masks: every table once, whatever holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels import Causal, Full, RowRange
+from mesh_attention.kernels.kept import kept_bytes
+from mesh_attention.kernels.range_blocks import range_blocks
+
+CPU = torch.device("cpu")
+
+
+def mask(rows: int) -> RowRange:
+    row = torch.arange(rows)
+    return RowRange(torch.zeros_like(row), row + 1, row)
+
+
+def test_tables_of_a_mask_are_counted_once() -> None:
+    one = mask(64)
+    table = 64 * 8
+    assert kept_bytes([Full(), Causal()], CPU) == 0
+    assert kept_bytes([one], CPU) == 3 * table  # lo, hi, positions
+    assert kept_bytes([one, one, mask(64)], CPU) == 6 * table
+    assert kept_bytes([one], torch.device("cuda")) == 0
+
+
+def test_what_kernels_keep_is_counted_as_it_is_made() -> None:
+    one = mask(64)
+    before = kept_bytes([one], CPU)
+    blocks = range_blocks(one, 64, 64, 16, 16, CPU)
+    own = {x.untyped_storage().data_ptr() for x in blocks if isinstance(x, Tensor)}
+    assert kept_bytes([one], CPU) == before + 512 * len(own)
+
+
+def test_objects_of_libraries_are_looked_into() -> None:
+    class Slotted:
+        __slots__ = ("left_out", "table")
+        __module__ = "cudnn.flex_attention.plan"
+
+        def __init__(self) -> None:
+            self.table = [{"indices": torch.zeros(1000, dtype=torch.int32)}]
+
+    @dataclass
+    class Stranger:
+        table: Tensor
+
+    one = mask(64)
+    before = kept_bytes([one], CPU)
+    one.kept["a library's"] = Slotted()
+    one.kept["itself"] = one
+    one.kept["whatever"] = Stranger(torch.zeros(1000))
+    assert kept_bytes([one], CPU) == before + 8 * 512
