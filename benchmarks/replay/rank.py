@@ -166,6 +166,7 @@ class Replayed:
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
             "needed_bytes": self.needed_bytes,
+            "mask_bytes": self.mask_bytes,
             "stand_in_bytes": self.stand_in_bytes,
             "kernels": list(self.kernels),
             "predicted_kernels": list(predicted.get("kernels", ())),

@@ -49,15 +49,13 @@ def inputs_of(program: Program, plan: Plan, call_shape: CallShape) -> dict[str, 
 
 
 class Stock:
-    """Random numbers by kind and dtype, made when first asked for, at least so many."""
+    """Random numbers by kind and dtype, made when first asked for, at least so many. They are read
+    on streams of others, so they are there when they are given out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[object, torch.dtype], Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(made.numel() * made.element_size() for made in self._made.values())
+        self.num_bytes = 0  # of all: who was given fewer before still holds them
 
     def of(self, buffer: Buffer, dtype: torch.dtype, count: int = 0) -> Tensor:
         kind = buffer.kind if buffer.kind.is_statistic else Kind.Q
@@ -66,7 +64,10 @@ class Stock:
             count = max(count, STOCK_BYTES // dtype.itemsize)
             made = torch.empty(count, dtype=dtype, device=self._device)
             fill(kind, made)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
             self._made[kind, dtype] = made
+            self.num_bytes += made.nbytes
         return made
 
 
