@@ -18,6 +18,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ from provenance import taken
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import BackwardInputs, Block, Kernel, MaskKind, Request, RowRange
+from mesh_attention.kernels import (
+    BackwardInputs,
+    Block,
+    BlockMask,
+    Kernel,
+    MaskKind,
+    Request,
+    RowRange,
+)
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.triton_ranges import TritonRanges
@@ -114,6 +123,16 @@ def rows_of(mask: Mask, tokens: int) -> RowRange:
 
 
 def by_kernel(kernel: Kernel, tensors: list[Tensor], mask: RowRange) -> tuple[Pass, Pass]:
+    return bare_forward(kernel, tensors, mask), bare_backward(kernel, tensors, mask)
+
+
+def bare_forward(kernel: Kernel, tensors: list[Tensor], mask: BlockMask) -> Pass:
+    q, k, v, _ = tensors
+    block = Block(q, k, v, mask, SCALE)
+    return lambda: kernel.forward(block)
+
+
+def bare_backward(kernel: Kernel, tensors: list[Tensor], mask: BlockMask) -> Pass:
     q, k, v, grad_out = tensors
     block = Block(q, k, v, mask, SCALE)
     out, lse = kernel.forward(block)
@@ -121,20 +140,30 @@ def by_kernel(kernel: Kernel, tensors: list[Tensor], mask: RowRange) -> tuple[Pa
     # What takes `out` makes row sums of it, as a call of its own library does.
     sums = delta(out, grad_out) if needs is not None and needs.delta else None
     given = BackwardInputs(grad_out, None if sums is not None else out, lse, sums)
-    return lambda: kernel.forward(block), lambda: kernel.backward(block, given)
+    return lambda: kernel.backward(block, given)
 
 
-def by_flex(tensors: list[Tensor], mask: RowRange) -> tuple[Pass, Pass]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+@cache
+def flex_bounds(tokens: int) -> tuple[Tensor, Tensor, Callable[..., Any], Callable[..., Any]]:
+    """Bounds that all masks of a length are written into, so that one compilation serves them."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    lo, hi = mask.lo, mask.hi
+    lo, hi = torch.zeros(2, tokens, dtype=torch.int32, device=DEVICE)
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (j >= lo[i]) & (j < hi[i])
 
+    return lo, hi, visible, torch.compile(flex_attention, dynamic=False)
+
+
+def by_flex(tensors: list[Tensor], mask: RowRange) -> tuple[Pass, Pass]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     tokens = tensors[0].shape[1]
-    block_mask = create_block_mask(visible, None, None, tokens, tokens, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    lo, hi, visible, compiled = flex_bounds(tokens)
+    lo.copy_(mask.lo)
+    hi.copy_(mask.hi)
+    block_mask = create_block_mask(visible, None, None, tokens, tokens, device=str(DEVICE))
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in tensors[:3])
     grad_out = tensors[3].transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
@@ -170,13 +199,13 @@ def by_varlen(tensors: list[Tensor], mask: Mask) -> tuple[Pass, None]:
     ), None
 
 
-def has_ranges(executor: Executor) -> bool:
-    """One call for all there is to see, by intervals of keys."""
+def only_mask(executor: Executor) -> BlockMask | None:
+    """Of its call, where one is all there is."""
     masks = [mask for of_call in executor._compute.masks.values() for mask in of_call]
-    return len(masks) == 1 and isinstance(masks[0], RowRange)
+    return masks[0] if len(masks) == 1 else None
 
 
-def by_library(tensors: list[Tensor], mask: Mask, seen: RowRange, repeats: int) -> dict[str, Any]:
+def by_library(tensors: list[Tensor], mask: Mask, repeats: int) -> dict[str, Any]:
     """A plan for one rank: what everything around the kernel costs."""
     q, k, v, grad_out = (x.transpose(0, 1).contiguous() for x in tensors)
     tokens, _, heads, _ = q.shape
@@ -200,9 +229,13 @@ def by_library(tensors: list[Tensor], mask: Mask, seen: RowRange, repeats: int) 
         kernels = {choice.kernel.name: choice.kernel for choice in executor.choices.values()}
         found[f"{direction.value} kernels"] = sorted(kernels)
         works: dict[str, Pass] = {"library": work}
-        if len(kernels) == 1 and has_ranges(executor):
-            both = by_kernel(next(iter(kernels.values())), tensors, replace(seen, kept={}))
-            works["bare"] = both[direction is Direction.BACKWARD]
+        of_call = only_mask(executor)
+        if of_call is not None:
+            # What the executor's kernel keeps with a mask, strides of its tensors say, stays there.
+            own = replace(of_call, kept={}) if isinstance(of_call, RowRange) else of_call
+            (kernel,) = kernels.values()
+            bare = bare_forward if direction is Direction.FORWARD else bare_backward
+            works["bare"] = bare(kernel, tensors, own)
         found[f"{direction.value}, in turns"] = in_turns(works)
         found[f"{direction.value} calls"] = str(executor.faster)
         inputs.update(made | {"grad_out": grad_out})
@@ -258,7 +291,7 @@ def main() -> None:
                 direction: {"ms": ms, "tflops": factor[direction] * flops / ms / 1e9}
                 for direction, ms in times.items()
             }
-        row["through the library, ms"] = by_library(tensors, mask, seen, given.repeats)
+        row["through the library, ms"] = by_library(tensors, mask, given.repeats)
         rows.append(row)
         print(_line(row), flush=True)
         if given.json:

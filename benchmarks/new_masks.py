@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_on_masks import by_kernel, has_ranges, in_turns, log_normal_pack
+from kernels_on_masks import by_kernel, in_turns, log_normal_pack, only_mask
 from provenance import taken
 
 from mesh_attention import Mask, Problem
@@ -183,7 +183,7 @@ def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> di
         made = work()
         found[f"{direction} host ms"] = _host_milliseconds(work)
         works: dict[str, Callable[[], Any]] = {"": work}
-        if has_ranges(executor):
+        if isinstance(only_mask(executor), RowRange):
             works["bare "], flops = _bare(case, executor, at)
         for name, ms in in_turns(works, repeats).items():
             found[f"{name}{direction} ms"] = ms
