@@ -77,6 +77,16 @@ def test_a_row_that_sees_nothing_hides_no_block_and_leaves_none_whole() -> None:
     assert list(listed(blocks, blocks.by_query)) == [(0, set(), {0, 1, 2, 3}), (1, set(), set())]
 
 
+@pytest.mark.parametrize("intervals", [1, 3])
+def test_tables_of_rows_have_whole_blocks_in_which_nothing_more_is_seen(intervals: int) -> None:
+    lo = torch.arange(intervals)[:, None].expand(intervals, 37).squeeze(0) * 10
+    blocks = range_blocks(RowRange(lo, lo + 4, torch.arange(50)), 37, 50, 16, 32, CPU)
+    assert blocks.lo.shape == blocks.hi.shape == ((48,) if intervals == 1 else (4, 48))
+    assert blocks.key_position.tolist() == [*range(50), *[-1] * 14]
+    assert torch.equal(blocks.lo[..., 37:], blocks.hi[..., 37:])
+    assert torch.equal(blocks.lo[..., :37][:intervals] if intervals > 1 else blocks.lo[:37], lo)
+
+
 def test_lists_are_made_once_for_a_mask_and_a_size_of_blocks() -> None:
     mask = RowRange(torch.zeros(64, dtype=torch.int64), torch.arange(64), torch.arange(64))
     first = range_blocks(mask, 64, 64, 16, 16, CPU)

@@ -30,11 +30,12 @@ _RUNS_PAST_THE_END = 4
 
 
 class RangeBlocks(NamedTuple):
-    """All int32, on the device of the block."""
+    """All int32, on the device of the block. Tables of rows have whole blocks: no row past the
+    last sees anything, and no key there is anywhere."""
 
-    lo: Tensor  # (S,), or (listed_intervals, S)
+    lo: Tensor  # (rows in whole blocks,), or (listed_intervals, such rows)
     hi: Tensor  # as lo
-    key_position: Tensor  # (T,)
+    key_position: Tensor  # (keys in whole blocks,)
     runs: Tensor  # [first, last + 1) of each run of blocks, one after another
     by_query: Tensor  # (blocks of queries, TABLE_COLUMNS), those with the most work first
     by_key: Tensor  # (blocks of keys, TABLE_COLUMNS)
@@ -97,10 +98,11 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
     runs = torch.where(
         at < of_queries, at % edges[0].shape[1], (at - of_queries) % edges[2].shape[1]
     )
+    lo, hi = (pad(x, (0, -lo.shape[-1] % query_block)) for x in (lo, hi))
     return RangeBlocks(
         lo,
         hi,
-        key_position,
+        pad(key_position, (0, -len(key_position) % key_block), value=-1),
         pad(runs, (0, _RUNS_PAST_THE_END)).to(torch.int32),
         _table(firsts[0], counts[0], firsts[1], counts[1]),
         _table(firsts[2], counts[2], firsts[3], counts[3]),

@@ -32,6 +32,7 @@ from mesh_attention.plan.plan import Direction
 _LOG2_E = 1.4426950408889634
 _PLAIN, _SCALED, _CAPPED = range(3)  # as in fused/attention_tiles.py
 _MOST_LAUNCHES = 4096
+_MOST_BLOCK = 128  # of all tables below
 _MOST_INTERVALS = 32  # a kernel compares a masked block with each, one after another
 
 
@@ -127,7 +128,8 @@ class TritonRanges:
         results = block.result_bytes(direction, wide)
         if direction is Direction.FORWARD:
             return results
-        return results + 2 * 4 * block.num_queries * block.num_heads
+        rows = whole_blocks(block.num_queries, self._tiles.block if self._tiles else _MOST_BLOCK)
+        return results + 2 * 4 * rows * block.num_heads
 
     def prepare(self, direction: Direction, block: Block) -> None:
         """Lists of visible blocks: the host waits for their number."""
@@ -161,11 +163,12 @@ class TritonRanges:
         if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad_out = grad_out.to(q.dtype)
-        statistics = torch.empty(2, B, H, S, dtype=torch.float32, device=q.device)
         tensors = (q, k, v, grad_out, lse, delta, dq, dk, dv)
         key = (True, *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
         of_queries, of_keys = self._launches.get(key) or self._prepare(key, block, tensors)
         blocks = self._blocks(block, of_queries.block)
+        rows = whole_blocks(S, of_queries.block)
+        statistics = torch.empty(2, B, H, rows, dtype=torch.float32, device=q.device)
         lists = blocks[:4]
         of_queries(
             *(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
@@ -244,7 +247,7 @@ def _backward(
         KernelLaunch(
             attention_backward_queries_kernel,
             (_programs(S, tiles.block, of_queries.rows), B * H, 1),
-            (*strides, *of_rows, S, T, H, *scales, *constants),
+            (*strides, *of_rows, S, H, *scales, *constants),
             tiles.block,
             of_queries,
             (InnerTensor(1, 3, k), InnerTensor(2, 4, v)),
@@ -267,8 +270,12 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
+def whole_blocks(length: int, block: int) -> int:
+    return -(-length // block) * block
+
+
 def _programs(length: int, block: int, rows: int) -> int:
-    return -(-length // block) * (block // rows)
+    return whole_blocks(length, block) // rows
 
 
 def _constants(block: Block) -> tuple[tuple[float, ...], tuple[int, ...]]:

@@ -3,7 +3,7 @@
 Neither uses atomics: sums are made in one order, so results are the same every time. Both take the
 log-sum-exp and delta of the *whole* softmax, of which the block is a part; this one leaves them for
 the second (`attention_backward_keys.py`) in the form and order that its inner loop wants:
-(2, B, H, S), the log-sum-exp to the base of two. With `AHEAD` the product of dO and values is begun
+(2, B, H, whole blocks of rows), the log-sum-exp to the base of two. With `AHEAD` the product of dO and values is begun
 before the exponentials, so that both run at once.
 """
 
@@ -24,6 +24,7 @@ from mesh_attention.kernels.fused.attention_tiles import (
     scores_of,
     store_tile,
     tile_offsets,
+    whole_blocks,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -70,7 +71,6 @@ def attention_backward_queries_kernel(
     dq_row: tl.tensor,
     dq_head: tl.tensor,
     num_queries: tl.tensor,
-    num_keys: tl.tensor,
     num_heads: tl.tensor,
     scale: tl.tensor,
     inner_scale: tl.tensor,
@@ -107,17 +107,18 @@ def attention_backward_queries_kernel(
     base = tl.where(unseen, _UNSEEN, base * _LOG2_E)
     row_delta = tl.load(delta + row * delta_row, mask=inside, other=0.0)
     row_delta = tl.where(unseen, 0.0, row_delta)
-    statistics += tl.program_id(1).to(tl.int64) * num_queries + start
-    tl.store(statistics + row, base, mask=inside)
-    statistics += tl.num_programs(1).to(tl.int64) * num_queries
-    tl.store(statistics + row, row_delta, mask=inside)
+    num_rows = whole_blocks(num_queries, BLOCK)
+    statistics += tl.program_id(1).to(tl.int64) * num_rows + start
+    tl.store(statistics + row, base)
+    statistics += tl.num_programs(1).to(tl.int64) * num_rows
+    tl.store(statistics + row, row_delta)
 
     q += batch * q_batch + head * q_head + start_row * q_row
     grad_out += batch * grad_batch + head * grad_head + start_row * grad_row
     k += batch * k_batch + group * k_head
     v += batch * v_batch + group * v_head
-    row_lo = tl.load(lo + start + row, mask=inside, other=0)
-    row_hi = tl.load(hi + start + row, mask=inside, other=0)
+    row_lo = tl.load(lo + start + row)
+    row_hi = tl.load(hi + start + row)
     sees = row_lo < row_hi
     q_tile = load_tile(
         q + tile_offsets(q_row, ROWS, D_PADDED), sees, ROWS, D_PADDED, D, CHECK_ROWS=True
@@ -129,14 +130,14 @@ def attention_backward_queries_kernel(
     acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
-        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
+        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, runs),
         *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
         *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED, AHEAD),
         MASKED=False,
     )
     acc = _add_queries(
         *(acc, q_tile, grad_tile, base, row_delta, k, v, k_described, v_described, batch, group),
-        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
+        *(k_row, v_row, row_lo, row_hi, lo, hi, start, num_queries, key_position, runs),
         *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
         *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED, AHEAD),
         MASKED=True,
@@ -168,7 +169,6 @@ def _add_queries(
     query_start: tl.tensor,
     num_queries: tl.tensor,
     key_position: tl.tensor,
-    num_keys: tl.tensor,
     runs: tl.tensor,
     run: tl.tensor,
     num_blocks: tl.tensor,
@@ -192,10 +192,9 @@ def _add_queries(
     at, end = first_piece(runs, run, PIECES)
     for _ in tl.range(num_blocks * PIECES):
         start = at * KEYS
-        keys_left = num_keys - start
-        real = key < keys_left
+        real = key >= 0
         if MASKED:
-            position = tl.load(key_position + start + key, mask=real, other=-1)
+            position = tl.load(key_position + start + key)
             real = position >= 0
         k_tile = load_rows(
             *(k, k_described, batch, start, group, k_row, real, KEYS, D_PADDED, D),
@@ -214,8 +213,8 @@ def _add_queries(
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             for interval in tl.static_range(1, INTERVALS):
-                more_lo = row_bounds(lo, interval, query_start, num_queries, ROWS)
-                more_hi = row_bounds(hi, interval, query_start, num_queries, ROWS)
+                more_lo = row_bounds(lo, interval, query_start, num_queries, BLOCK, ROWS)
+                more_hi = row_bounds(hi, interval, query_start, num_queries, BLOCK, ROWS)
                 visible |= (more_lo[:, None] <= at_key) & (at_key < more_hi[:, None])
             p = tl.where(visible, p, 0.0)
         if not AHEAD:

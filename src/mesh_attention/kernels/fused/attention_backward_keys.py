@@ -20,6 +20,7 @@ from mesh_attention.kernels.fused.attention_tiles import (
     scores_of,
     store_tile,
     tile_offsets,
+    whole_blocks,
 )
 
 _TABLE_COLUMNS = tl.constexpr(5)
@@ -93,7 +94,7 @@ def attention_backward_keys_kernel(
     k += batch * k_batch + group * k_head + start_key * k_row
     v += batch * v_batch + group * v_head + start_key * v_row
     # Positions begin at zero, so nobody sees padding or what is past the last key.
-    position = tl.load(key_position + start + key, mask=key < keys_left, other=-1)
+    position = tl.load(key_position + start + key)
     real = position >= 0
     k_tile = load_tile(
         k + tile_offsets(k_row, KEYS, D_PADDED), real, KEYS, D_PADDED, D, CHECK_ROWS=True
@@ -103,12 +104,13 @@ def attention_backward_keys_kernel(
     )
     dk_acc = tl.zeros([KEYS, D_PADDED], dtype=tl.float32)
     dv_acc = tl.zeros([KEYS, E_PADDED], dtype=tl.float32)
-    num_statistics = tl.num_programs(1).to(tl.int64) * REPEATS * num_queries
+    num_rows = whole_blocks(num_queries, BLOCK)
+    num_statistics = tl.num_programs(1).to(tl.int64) * REPEATS * num_rows
     for repeat in tl.range(REPEATS):
         head = group * REPEATS + repeat
         q_base = q + batch * q_batch + head * q_head
         grad_base = grad_out + batch * grad_batch + head * grad_head
-        base = statistics + (batch * num_groups * REPEATS + head) * num_queries
+        base = statistics + (batch * num_groups * REPEATS + head) * num_rows
         dk_acc, dv_acc = _add_keys(
             *(dk_acc, dv_acc, k_tile, v_tile, q_base, grad_base, q_described, grad_described),
             *(batch, head, base, base + num_statistics, q_row, grad_row),
@@ -176,20 +178,16 @@ def _add_keys(
     at, end = first_piece(runs, run, PIECES)
     for _ in tl.range(num_blocks * PIECES):
         start = at * ROWS
-        rows_left = num_queries - start
-        inside = row < rows_left
+        inside = row >= 0
         if MASKED:
-            row_lo = tl.load(lo + start + row, mask=inside, other=0)
-            row_hi = tl.load(hi + start + row, mask=inside, other=0)
+            row_lo = tl.load(lo + start + row)
+            row_hi = tl.load(hi + start + row)
             inside = row_lo < row_hi
         q_tile = load_rows(
             *(q, q_described, batch, start, head, q_row, inside, ROWS, D_PADDED, D),
             *(MASKED, DESCRIBED),
         )
-        if MASKED:
-            row_base = tl.load(base + start + row, mask=inside, other=0.0)
-        else:
-            row_base = tl.load(base + start + row)
+        row_base = tl.load(base + start + row)
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         scores = scores_of(scores, inner_scale, SCORES)
         grad_tile = load_rows(
@@ -203,15 +201,12 @@ def _add_keys(
             at_key = position[:, None]
             visible = (row_lo[None, :] <= at_key) & (at_key < row_hi[None, :])
             for interval in tl.static_range(1, INTERVALS):
-                more_lo = row_bounds(lo, interval, start, num_queries, ROWS)
-                more_hi = row_bounds(hi, interval, start, num_queries, ROWS)
+                more_lo = row_bounds(lo, interval, start, num_queries, BLOCK, ROWS)
+                more_hi = row_bounds(hi, interval, start, num_queries, BLOCK, ROWS)
                 visible |= (more_lo[None, :] <= at_key) & (at_key < more_hi[None, :])
             p = tl.where(visible, p, 0.0)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
-        if MASKED:
-            row_delta = tl.load(delta + start + row, mask=inside, other=0.0)
-        else:
-            row_delta = tl.load(delta + start + row)
+        row_delta = tl.load(delta + start + row)
         if not AHEAD:
             dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])

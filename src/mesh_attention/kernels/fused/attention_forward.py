@@ -89,8 +89,8 @@ def attention_forward_kernel(
     q_tile = load_tile(
         q + tile_offsets(q_row, ROWS, D_PADDED), inside, ROWS, D_PADDED, D, CHECK_ROWS=True
     )
-    row_lo = tl.load(lo + start + row, mask=inside, other=0)
-    row_hi = tl.load(hi + start + row, mask=inside, other=0)
+    row_lo = tl.load(lo + start + row)
+    row_hi = tl.load(hi + start + row)
     acc = tl.zeros([ROWS, E_PADDED], dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     best = tl.full([ROWS], -float("inf"), dtype=tl.float32)
@@ -182,10 +182,10 @@ def _attend(
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     for piece in tl.range(num_pieces):
         start = at * KEYS
-        real = key < num_keys - start
+        real = key >= 0
         if MASKED:
             # Positions begin at zero, so nobody sees padding or what is past the last key.
-            position = tl.load(key_position + start + key, mask=real, other=-1)
+            position = tl.load(key_position + start + key)
             real = position >= 0
         run, next_at, end = next_piece(runs, run, at, end, PIECES)
         k_start = start
@@ -204,8 +204,8 @@ def _attend(
             at_key = position[None, :]
             visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
             for interval in tl.static_range(1, INTERVALS):
-                more_lo = row_bounds(lo, interval, query_start, num_queries, ROWS)
-                more_hi = row_bounds(hi, interval, query_start, num_queries, ROWS)
+                more_lo = row_bounds(lo, interval, query_start, num_queries, BLOCK, ROWS)
+                more_hi = row_bounds(hi, interval, query_start, num_queries, BLOCK, ROWS)
                 visible |= (more_lo[:, None] <= at_key) & (at_key < more_hi[:, None])
             scores = tl.where(visible, scores, -float("inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * scale)

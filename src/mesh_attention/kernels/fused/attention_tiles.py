@@ -13,7 +13,9 @@ import triton.language as tl
 SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 
-# Kernels are not compiled anew for them: batches come in all lengths.
+# Kernels are not compiled anew for them: batches come in all lengths. What is known of a length then
+# is nothing, and numbers of rows that a loop reads would be loaded one by one: tables of them have
+# whole blocks (`whole_blocks`), so that every load is of all rows of a tile and at a multiple of it.
 LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
 
 # Of fp32 products. "tf32x3" takes tensor cores, and its errors are a few times as large.
@@ -114,17 +116,23 @@ def next_piece(
 
 
 @triton.jit
+def whole_blocks(length: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """The length of a table of so many rows."""
+    return tl.cdiv(length, BLOCK) * BLOCK
+
+
+@triton.jit
 def row_bounds(
     bound: tl.tensor,
     interval: tl.tensor,
     start: tl.tensor,
     num_queries: tl.tensor,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
     """Where an interval of each of some rows begins or ends."""
-    row = tl.arange(0, ROWS)
-    bound += interval * num_queries + start
-    return tl.load(bound + row, mask=row < num_queries - start, other=0)
+    bound += interval * whole_blocks(num_queries, BLOCK) + start
+    return tl.load(bound + tl.arange(0, ROWS))
 
 
 @triton.jit

@@ -1,0 +1,43 @@
+"""Our Triton kernels compiled for a GPU that is not there: what makes their loops slow is no error,
+so no other test would see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def code() -> list[dict[str, Any]]:
+    paths = os.pathsep.join(str(ROOT / name) for name in ("src", "benchmarks"))
+    environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "triton_code.py"), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["passes"]
+    return found
+
+
+def test_loops_read_numbers_of_rows_without_a_mask(code: list[dict[str, Any]]) -> None:
+    """Whatever the length of a sequence, of which kernels know nothing when they are compiled."""
+    assert [one["pass"] for one in code] == ["forward", "backward_queries", "backward_keys"]
+    for one in code:
+        assert one["masked_loads_in_loops"] == [], one["pass"]
+
+
+def test_loops_multiply_and_keep_in_registers_what_they_write(code: list[dict[str, Any]]) -> None:
+    for one in code:
+        assert len(one["loops"]) == 2  # whole blocks, masked blocks
+        for loop in one["loops"]:
+            assert loop["products"] >= 16
+            assert loop["spill_stores"] <= 2, one["pass"]
+            # Tiles of tokens come in whole 16 bytes.
+            assert loop["copies_by_bytes"]["16"] >= 8
