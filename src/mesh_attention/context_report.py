@@ -56,8 +56,10 @@ class Reports:
             return f"nothing yet, for no call has said the sizes: {why}"
         else:
             plan = self.plan
-        setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
-        return f"{plan.method} ({setting}): {why}"
+        setting = [f"{name} {value}" for name, value in plan.forward.setting.items()]
+        if plan.devices != tuple(range(plan.num_ranks)):
+            setting.append("nodes in patches of the tiles")
+        return f"{plan.method} ({', '.join(setting)}): {why}"
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""

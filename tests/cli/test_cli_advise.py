@@ -6,12 +6,14 @@ import json
 from argparse import ArgumentParser
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mesh_attention.cli import installed
+from mesh_attention.cli.advise import _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
@@ -184,3 +186,13 @@ def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -
     assert main(words) == 0
     out = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(out)["settings_tried"] > len(METHODS)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_is_kept_nowhere_is_not_said_to_be_kept(is_kept: bool) -> None:
+    standing = SimpleNamespace(name="ring", seconds=0.001)
+    found: Any = SimpleNamespace(place={"units_per_node": 4}, unmoved={Direction.FORWARD: standing})
+    told, _ = _moved_note(found, is_kept=is_kept)
+    assert "units_per_node=4" in told
+    assert "ring in 1.00 ms" in told
+    assert ("kept" in told) == is_kept

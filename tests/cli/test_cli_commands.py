@@ -44,6 +44,14 @@ def test_volume_has_the_promised_keys_for_the_passes_asked_for(
             assert one["units_total"] > 0
 
 
+def test_a_comparison_says_why_a_method_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "volume --compare --ranks 16 --tokens 1024 --heads 16 --backward-tile 3x3"
+    found = output(line, capsys).splitlines()
+    for name in ("mesh", "mesh-usp"):
+        assert any(x.startswith(f"{name}: tile 3x3 has 9 cells") for x in found)
+        assert any(x.split()[:2] == [name, "cannot"] for x in found)
+
+
 @pytest.mark.parametrize(("more", "units"), [("", 72), ("--no-rotation", 84), ("--tile 1x9", 144)])
 def test_volume_counts_the_papers_units_for_nine_ranks(
     more: str, units: int, capsys: pytest.CaptureFixture[str]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from mesh_attention.context_report import Reports
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.verify import verify
+from mesh_attention.runtime.plan_on_rank import PlanSource
 
 # Ranks, ranks of a node, Ulysses degree, tile, units in a node.
 SHAPES = [
@@ -99,14 +102,31 @@ def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads
     ("options", "words"),
     [
         ({"units_per_node": 2}, "'units_per_node' needs ranks_per_node"),
-        ({"units_per_node": 3, "ranks_per_node": 8}, "units_per_node that fits: 2, 4, 8"),
+        ({"units_per_node": 3, "ranks_per_node": 8}, "units_per_node that fits: 2, 4$"),
         ({"units_per_node": 0, "ranks_per_node": 8}, "units_per_node=0: must be a whole number"),
-        ({"units_per_node": 8, "ranks_per_node": 8, "tile": (1, 4)}, "form no patch"),
+        ({"units_per_node": 8, "ranks_per_node": 8}, "units_per_node that fits: 2, 4$"),
+        (
+            {"units_per_node": 4, "ranks_per_node": 8, "ranks": 24, "tile": (2, 3)},
+            "4 units form no patch of the 3x2 grid of tiles 2x3",
+        ),
         ({"units_per_node": 4, "ranks_per_node": 8, "alpha": 4}, "alpha that fits: 2"),
-        ({"units_per_node": 4, "ranks_per_node": 10**12 - 1}, "that fits: 9+$"),
+        ({"units_per_node": 4, "ranks_per_node": 10**12 - 1}, "that fits: none$"),
         ({"alpha": 1, "ranks_per_node": 6}, "or say units_per_node"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        plan_of("mesh-usp", 16, **{"ulysses": 4, "tile": (2, 2), **options})
+        plan_of("mesh-usp", **{"ranks": 16, "ulysses": 4, "tile": (2, 2), **options})
+
+
+def test_an_object_says_that_nodes_are_patches() -> None:
+    """Though where ranks are is no part of a plan's cut, and so of what a plan says of itself."""
+
+    class Object(Reports):
+        def __init__(self, plan: Plan) -> None:
+            self._fixed = cast(PlanSource, SimpleNamespace(first=SimpleNamespace(plan=plan)))
+
+    shape: dict[str, Any] = {"ulysses": 4, "tile": (2, 2), "ranks_per_node": 8}
+    places: list[dict[str, Any]] = [{}, {"units_per_node": 4}]
+    choices = [Object(plan_of("mesh-usp", 16, **shape, **place)).choice for place in places]
+    assert ["nodes in patches" in choice for choice in choices] == [False, True]

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 "",
                 python,
                 "",
-                *_moved_note(found),
+                *_moved_note(found, is_kept=kept is not None),
                 "Kept nowhere: auto does not know of it."
                 if kept is None
                 else f"Kept in {kept}: where that file is, auto uses it.",
@@ -179,16 +179,17 @@ def _bound_note(problem: Problem) -> list[str]:
     ]
 
 
-def _moved_note(found: BestOfAll) -> list[str]:
+def _moved_note(found: BestOfAll, *, is_kept: bool) -> list[str]:
     """Where the best has tokens elsewhere than objects have them by default."""
     if not found.place:
         return []
     says = ", ".join(f"{name}={value!r}" for name, value in found.place.items())
     names = "/".join(dict.fromkeys(one.name for one in found.unmoved.values()))
     seconds = sum(one.seconds for one in found.unmoved.values())
+    without = f"{names} in {seconds * 1e3:.2f} ms"
     return [
         f"Tokens lie otherwise than by default: all objects that share them say {says}. The best "
-        f"without, {names} in {seconds * 1e3:.2f} ms, is kept for auto.",
+        + (f"without, {without}, is kept for auto." if is_kept else f"without is {without}."),
         "",
     ]
 

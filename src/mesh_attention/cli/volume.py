@@ -88,8 +88,10 @@ def _compared(rows: Sequence[Compared]) -> str:
     for direction in directions:
         head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
     lines = [head] + [_line(row, directions) for row in rows]
+    refused = "".join(f"{row.method}: {row.reason}\n" for row in rows if row.reason is not None)
     return (
         f"{table(lines)}\n"
+        f"{refused}"
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
         "that brings the fewest forward bytes into a node, counted from its programs; not a time."

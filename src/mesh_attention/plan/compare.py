@@ -90,7 +90,7 @@ def compare(
             try:
                 counts = counts_of(name, Direction.FORWARD, usable | setting)
             except PlanError as error:
-                reason = str(error)
+                reason = reason or str(error)
             else:
                 score = _score(counts, several)
                 if best is None or score < best[0]:

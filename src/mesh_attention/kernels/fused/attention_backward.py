@@ -3,8 +3,8 @@
 Neither uses atomics: sums are made in one order, so results are the same every time. Both take the
 log-sum-exp and delta of the *whole* softmax, of which the block is a part; this one leaves them for
 the second (`attention_backward_keys.py`) in the form and order that its inner loop wants:
-(2, B, H, whole blocks of rows), the log-sum-exp to the base of two. With `AHEAD` the product of dO and values is begun
-before the exponentials, so that both run at once.
+(2, B, H, whole blocks of rows), the log-sum-exp to the base of two. With `AHEAD` the product of dO
+and values is begun before the exponentials, so that both run at once.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import triton.language as tl
 SCALED = tl.constexpr(1)
 CAPPED = tl.constexpr(2)
 
-# Kernels are not compiled anew for them: batches come in all lengths. What is known of a length then
-# is nothing, and numbers of rows that a loop reads would be loaded one by one: tables of them have
-# whole blocks (`whole_blocks`), so that every load is of all rows of a tile and at a multiple of it.
+# Kernels are not compiled anew for them: batches come in all lengths. Then nothing is known of a
+# length, and numbers of rows that a loop reads would be loaded one by one: tables of them have
+# whole blocks (`whole_blocks`), so that a load is of all rows of a tile, and at a multiple of it.
 LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
 
 # Of fp32 products. "tf32x3" takes tensor cores, and its errors are a few times as large.

@@ -77,7 +77,7 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     degree, width = shared.ulysses, shared.alpha
     if width is None and shared.units_per_node is None:
         return tuple(range(tile.num_ranks * degree))
-    units, each = _patch_of_node(shared)
+    units, each = _patch_of_node(shared, tile.num_ranks)
     if width is None:
         width = _squarest_width(tile, units)
     elif width < 1:
@@ -91,8 +91,8 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     )
 
 
-def _patch_of_node(shared: SharedOptions) -> tuple[int, int]:
-    """Units of which a node has ranks, and how many of each."""
+def _patch_of_node(shared: SharedOptions, num_units: int) -> tuple[int, int]:
+    """Units of which a node has ranks, of so many, and how many of each."""
     p, degree, units = shared.ranks_per_node, shared.ulysses, shared.units_per_node
     if p is None:
         name, it = "alpha", "it is the width of a node's patch of tiles"
@@ -107,7 +107,8 @@ def _patch_of_node(shared: SharedOptions) -> tuple[int, int]:
             )
         return p // degree, degree
     # By ranks of a unit in a node, which are few: a node may be said to have any number.
-    fits = [p // one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
+    parts = [one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
+    fits = [p // one for one in parts if p // one <= num_units]
     if units not in fits:
         raise PlanError(
             f"units_per_node={units}: a node of {p} ranks has no such part of units of {degree} "
