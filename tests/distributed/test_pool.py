@@ -34,6 +34,11 @@ def end_on_one(rank: int, world_size: int) -> int:
     return rank
 
 
+def crash_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.abort()
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 16])
 def test_results_come_back_by_rank(pool: WorkerPool, world_size: int) -> None:
     expected = sum(5 + rank for rank in range(world_size))
@@ -58,4 +63,10 @@ def test_a_rank_that_ends_fails_the_test_unless_it_may(pool: WorkerPool) -> None
     first, second, third = pool.run(end_on_one, 3, may_end=(1,))
     assert (first, third) == (0, 2)
     assert isinstance(second, Ended)
+    assert pool.run(add_up, 2, 0) == [1, 1]
+
+
+def test_a_rank_that_a_signal_ends_says_where_it_was(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"process ended\nFatal[\s\S]*in crash_on_one"):
+        pool.run(crash_on_one, 2)
     assert pool.run(add_up, 2, 0) == [1, 1]

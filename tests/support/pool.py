@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from support.worker import Answer, Job, Lines, send
+from support.worker import Answer, Job, Lines, crash_file, send
 
 __all__ = ["Ended", "WorkerError", "WorkerPool"]
 
@@ -36,8 +37,11 @@ class WorkerError(AssertionError):
     """A rank raised, ended or hung."""
 
 
+@dataclass(frozen=True)
 class Ended:
     """Stands for the result of a rank whose process ended."""
+
+    traces: str = ""  # where all threads of it were, if a signal ended it
 
 
 class WorkerPool:
@@ -114,7 +118,7 @@ class WorkerPool:
             answers[rank] = Ended()
             silent.remove(rank)
         errors = {
-            rank: a.error if isinstance(a, Answer) else "its process ended"
+            rank: a.error if isinstance(a, Answer) else f"its process ended\n{a.traces}"
             for rank, a in answers.items()
             if (a.error if isinstance(a, Answer) else rank not in (*may_end, *may_hang))
         }
@@ -169,12 +173,17 @@ class WorkerPool:
                     add_coverage(answer.lines)
                     failed = answer.error is not None
                 except (EOFError, ConnectionResetError):
+                    answers[rank] = Ended(self._traces(rank))
                     self._kill(rank)
-                    answers[rank] = Ended()
                     failed = False  # the others have to notice by themselves
                 if failed:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
+
+    def _traces(self, number: int) -> str:
+        _, pid = self._workers[number]
+        file = crash_file(str(self._listener.address), pid)
+        return file.read_text() if file.exists() else ""
 
     def _kill(self, number: int) -> None:
         connection, pid = self._workers.pop(number)

@@ -7,6 +7,7 @@ It has a single thread when it forks.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,10 +73,17 @@ def serve(address: str, store_port: int, *modules: str) -> None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            last_words = crash_file(address, os.getpid()).open("w")
+            faulthandler.enable(last_words)
             try:
                 work(Client(address, family="AF_UNIX"), int(line), store_port, new_lines)
             finally:
                 os._exit(0)
+
+
+def crash_file(address: str, pid: int) -> Path:
+    """Where a worker leaves its traces if a signal ends it."""
+    return Path(address).with_name(f"crash{pid}")
 
 
 def measure_coverage() -> Callable[[], Lines]:
