@@ -37,6 +37,7 @@ KERNELS = {
     "backward_queries": attention_backward_queries_kernel,
     "backward_keys": attention_backward_keys_kernel,
 }
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120)
 STATISTICS = ("lse", "delta", "statistics")
 LISTS = ("lo", "hi", "key_position", "runs", "table")
 TOKENS = ("q", "k", "v", "grad_out", "out", "dq", "dk", "dv")
@@ -49,6 +50,13 @@ TYPES = (
 
 
 _COPY = re.compile(r"LDGSTS(?:\.[A-Z]+)*(?:\.(64|128))?\b")
+
+
+def _is_possible(tile: KernelTile, block: int) -> bool:
+    sizes = [16 << i for i in range(8) if 16 << i <= block]
+    return (
+        tile.rows in sizes and tile.keys in sizes and tile.warps in (4, 8) and 0 < tile.stages <= 8
+    )
 
 
 def compiled(name: str, tile: KernelTile, block: int, given: argparse.Namespace) -> Any:
@@ -133,7 +141,10 @@ def masked_loads(ir: str) -> list[str]:
 
 
 def report(name: str, tile: KernelTile, block: int, given: argparse.Namespace) -> dict[str, Any]:
-    made = compiled(name, tile, block, given)
+    try:
+        made = compiled(name, tile, block, given)
+    except Exception as error:  # Triton's errors have no common kind
+        raise SystemExit(f"{name}, tile {tuple(tile)}: {type(error).__name__}: {error}") from None
     usage, code = machine_code(made)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     rows = []
@@ -148,6 +159,8 @@ def report(name: str, tile: KernelTile, block: int, given: argparse.Namespace) -
                 "copies_by_bytes": dict(sorted(widths.items())),
             }
         )
+    if not rows:
+        raise SystemExit(f"{name}, tile {tuple(tile)}: no loop with matrix products was found")
     return {
         "pass": name,
         "tile": list(tile),
@@ -173,11 +186,23 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     given = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        raise SystemExit("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
     D, E = given.head_dim, given.v_head_dim or given.head_dim
+    if given.capability not in CAPABILITIES:
+        known = ", ".join(map(str, CAPABILITIES))
+        parser.error(f"--capability {given.capability}: the kernels are for {known}")
+    if not all(1 <= size <= 256 for size in (D, E)):
+        parser.error("head sizes are 1 to 256")
+    if given.heads_per_kv_head < 1:
+        parser.error("--heads-per-kv-head is 1 or more")
     tiles = tiles_for(divmod(given.capability, 10), torch.bfloat16, D, E)
     own = None if given.tile is None else KernelTile(*given.tile)
+    if own is not None and not _is_possible(own, tiles.block):
+        parser.error(
+            f"--tile: rows and keys are powers of two from 16 to {tiles.block}, warps 4 or 8, "
+            "stages 1 to 8"
+        )
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise SystemExit("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
     found = [report(name, own or getattr(tiles, name), tiles.block, given) for name in given.names]
     if given.json:
         print(json.dumps({"triton": triton.__version__, "passes": found}, indent=1))

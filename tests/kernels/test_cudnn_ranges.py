@@ -75,6 +75,13 @@ def test_padded_keys_are_in_no_interval() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("positions", [[-1, 0, 1, 2], [2, 3, -1, 0, 1], [5, -1, -1, 0, 1, 2], []])
+def test_the_first_key_after_padding_is_seen(positions: list[int]) -> None:
+    mask = RowRange(torch.tensor([0, 1]), torch.tensor([10, 2]), torch.tensor(positions).long())
+    seen = [[0 <= at < 10 for at in positions], [1 <= at < 2 for at in positions]]
+    assert spread(interval_ends(mask, CPU), len(positions)).tolist() == seen
+
+
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     kernel = CudnnRanges()
     refused = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,6 +35,19 @@ def test_what_kernels_keep_is_counted_as_it_is_made() -> None:
     blocks = range_blocks(one, 64, 64, 16, 16, CPU)
     own = {x.untyped_storage().data_ptr() for x in blocks if isinstance(x, Tensor)}
     assert kept_bytes([one], CPU) == before + 512 * len(own)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tables_and_sets_are_counted() -> None:
+    one = mask(64)
+    before = kept_bytes([one], CPU)
+    one.kept["coo"] = torch.eye(64).to_sparse()  # 2 x 64 indices of 8 bytes, 64 numbers of 4
+    assert kept_bytes([one], CPU) == before + 1024 + 512
+    csr = torch.eye(64).to_sparse_csr()
+    parts = csr.crow_indices(), csr.col_indices(), csr.values()
+    one.kept["csr"] = {csr}
+    of_parts = [-(-part.untyped_storage().nbytes() // 512) * 512 for part in parts]
+    assert kept_bytes([one], CPU) == before + 1536 + sum(of_parts)
 
 
 def test_objects_of_libraries_are_looked_into() -> None:

@@ -102,15 +102,15 @@ def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads
     ("options", "words"),
     [
         ({"units_per_node": 2}, "'units_per_node' needs ranks_per_node"),
-        ({"units_per_node": 3, "ranks_per_node": 8}, "units_per_node that fits: 2, 4$"),
+        ({"units_per_node": 3, "ranks_per_node": 8}, "that fits tiles 2x2: 2, 4$"),
         ({"units_per_node": 0, "ranks_per_node": 8}, "units_per_node=0: must be a whole number"),
-        ({"units_per_node": 8, "ranks_per_node": 8}, "units_per_node that fits: 2, 4$"),
+        ({"units_per_node": 8, "ranks_per_node": 8}, "that fits tiles 2x2: 2, 4$"),
         (
             {"units_per_node": 4, "ranks_per_node": 8, "ranks": 24, "tile": (2, 3)},
             "4 units form no patch of the 3x2 grid of tiles 2x3",
         ),
         ({"units_per_node": 4, "ranks_per_node": 8, "alpha": 4}, "alpha that fits: 2"),
-        ({"units_per_node": 4, "ranks_per_node": 10**12 - 1}, "that fits: none$"),
+        ({"units_per_node": 4, "ranks_per_node": 10**12 - 1}, "that fits tiles 2x2: none$"),
         ({"alpha": 1, "ranks_per_node": 6}, "or say units_per_node"),
     ],
 )

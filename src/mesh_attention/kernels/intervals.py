@@ -29,8 +29,11 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
         if mask.from_first:
             return high[None]
         return torch.stack((torch.zeros_like(low), low, high))
+    if len(position) == 0:
+        return lo.new_zeros(1, lo.shape[-1])
     breaks = torch.ones_like(position, dtype=torch.bool)
-    breaks[1:] = position[1:] != position[:-1] + 1
+    # What follows padding, which is at -1, is the beginning of a run, though it be at 0.
+    breaks[1:] = (position[1:] != position[:-1] + 1) | (position[:-1] < 0)
     first_row = breaks.nonzero().flatten()
     if len(first_row) * mask.num_intervals > _MOST_RUNS:
         raise MeshAttentionError(

@@ -77,7 +77,7 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     degree, width = shared.ulysses, shared.alpha
     if width is None and shared.units_per_node is None:
         return tuple(range(tile.num_ranks * degree))
-    units, each = _patch_of_node(shared, tile.num_ranks)
+    units, each = _patch_of_node(shared, tile)
     if width is None:
         width = _squarest_width(tile, units)
     elif width < 1:
@@ -91,8 +91,8 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     )
 
 
-def _patch_of_node(shared: SharedOptions, num_units: int) -> tuple[int, int]:
-    """Units of which a node has ranks, of so many, and how many of each."""
+def _patch_of_node(shared: SharedOptions, tile: Tile) -> tuple[int, int]:
+    """Units of which a node has ranks, and how many of each."""
     p, degree, units = shared.ranks_per_node, shared.ulysses, shared.units_per_node
     if p is None:
         name, it = "alpha", "it is the width of a node's patch of tiles"
@@ -107,12 +107,13 @@ def _patch_of_node(shared: SharedOptions, num_units: int) -> tuple[int, int]:
             )
         return p // degree, degree
     # By ranks of a unit in a node, which are few: a node may be said to have any number.
-    parts = [one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
-    fits = [p // one for one in parts if p // one <= num_units]
-    if units not in fits:
+    possible = [p // one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
+    if units not in possible or units > tile.num_ranks:
+        fits = [n for n in possible if n <= tile.num_ranks and patch_widths(tile.a, tile.b, n)]
         raise PlanError(
-            f"units_per_node={units}: a node of {p} ranks has no such part of units of {degree} "
-            f"ranks; units_per_node that fits: {', '.join(map(str, fits)) or 'none'}"
+            f"units_per_node={units}: a node of {p} ranks has no such part of {tile.num_ranks} "
+            f"units of {degree} ranks; units_per_node that fits tiles {tile.a}x{tile.b}: "
+            f"{', '.join(map(str, fits)) or 'none'}"
         )
     return units, p // units
 
