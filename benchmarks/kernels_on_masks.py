@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_times import Pass, in_turns, milliseconds
 from provenance import taken
 from torch import Tensor
 
@@ -50,8 +50,6 @@ DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 DIM = 128
 SCALE = DIM**-0.5
-Pass = Callable[[], object]
-_AHEAD = 3  # calls of which no time is taken
 
 
 def log_normal_pack(tokens: int, mean: int, seed: int) -> tuple[int, ...]:
@@ -79,41 +77,6 @@ def cases() -> dict[str, tuple[int, int, int, Mask]]:
         mask = Mask(causal=True, documents=cuts)
         found[f"documents of {mean:,}"] = (16384, 16, 16, mask)
     return found
-
-
-def milliseconds(work: Pass, repeats: int) -> float:
-    for _ in range(3):
-        work()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(float(begin.elapsed_time(end)))
-    return statistics.median(found)
-
-
-def in_turns(works: Mapping[str, Pass], rounds: int = 7, calls: int = 10) -> dict[str, float]:
-    """Milliseconds of a call, where calls follow each other; turn by turn, so that all are as hot
-    as the others. A few calls come first, so that none of the others waits for the host to begin,
-    unless the host takes longer than the device."""
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 1):  # the first turn warms them up
-        for name, work in works.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            for at in range(_AHEAD + calls):
-                if at == _AHEAD:
-                    begin.record()
-                work()
-            end.record()
-            torch.cuda.synchronize()
-            if number:
-                found[name].append(float(begin.elapsed_time(end)) / calls)
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def rows_of(mask: Mask, tokens: int) -> RowRange:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_on_masks import by_kernel, in_turns, log_normal_pack, only_mask
+from device_times import in_turns
+from kernels_on_masks import by_kernel, log_normal_pack, only_mask
 from provenance import taken
 
 from mesh_attention import Mask, Problem

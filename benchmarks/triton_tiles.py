@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
-from kernels_on_masks import milliseconds
+from device_times import milliseconds
 from torch import Tensor
 
 from mesh_attention.kernels import BackwardInputs, Block, Causal

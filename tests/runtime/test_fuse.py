@@ -16,7 +16,8 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.attend_calls import faster_calls
-from mesh_attention.runtime.fuse import placed, without_copies, without_row_sums
+from mesh_attention.runtime.fuse import placed, without_copies
+from mesh_attention.runtime.row_sums import without_row_sums
 from mesh_attention.testing import run_local
 from support.cases import Case
 

@@ -1,14 +1,9 @@
-"""An attention that is one call writes its results where the program would copy them to, and takes
-`out` where nobody else needs the sums of its rows.
+"""An attention that is one call writes its results where the program would copy them to.
 
 Builders give every attention an accumulator in wide precision, since rectangles are merged there,
 and a copy that changes precision before results travel or are handed out. If one call does all, the
 accumulator holds what the call returned and nothing else: the copy is left out, and so are two
 passes over memory. Results are the same bit for bit.
-
-Where queries travel, `delta = rowsum(out * grad_out)` travels in place of `out`. Rows that stay,
-and that one backward attention reads, need it neither made nor kept: kernels that want `out` have
-it, those that want sums make them, and cuDNN Frontend's makes them on the way.
 
 Accumulators that nothing uses any more are left out of the program too, so buffers can be placed
 anew, with less memory. Where other ranks know the places (shared memory) they stay: then a result
@@ -20,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 from mesh_attention.plan.buffers import Piece, Role
 from mesh_attention.plan.problem import Problem
@@ -36,6 +30,7 @@ from mesh_attention.plan.program import (
     writes,
 )
 from mesh_attention.plan.workspace import WorkspaceMap, lifetimes, workspace_map
+from mesh_attention.runtime.row_sums import without_row_sums
 
 
 def placed(
@@ -47,46 +42,13 @@ def placed(
     planned = workspace_map(program, problem)
     changed = program if lse_gradient else without_row_sums(program)
     if not shown:
-        fused = without_copies(_without_unused(changed, changed.operations))
-        memory = workspace_map(fused, problem)
+        if changed is not program:
+            changed = _without_unused(changed, changed.operations)
+        fused = without_copies(changed)
+        memory = planned if fused is program else workspace_map(fused, problem)
         if memory.total_bytes <= planned.total_bytes:
             return fused, memory
     return without_copies(changed, planned), planned
-
-
-def without_row_sums(program: Program) -> Program:
-    """Attentions take `out` in place of delta where delta is made of the caller's own, and no row
-    of it is read twice."""
-    table = program.buffer_table()
-    operations = list(program.operations)
-    left_out = []
-    for at, op in enumerate(operations):
-        if not isinstance(op, Merge) or op.rule is not MergeRule.DELTA:
-            continue
-        (out, _), (delta,) = op.inputs, op.outputs
-        users = [
-            i
-            for i, other in enumerate(operations)
-            if i != at and not isinstance(other, Free) and delta.buffer in other.touched
-        ]
-        readers = {i: op for i in users if isinstance(op := operations[i], AttendBackward)}
-        pieces = [op.delta for op in readers.values() if op.delta is not None]
-        if (
-            len(readers) == len(users)
-            and table[out.buffer].role is Role.INPUT
-            and replace(delta, buffer=out.buffer) == out
-            and not any(a.overlaps(b) for a, b in combinations(pieces, 2))
-        ):
-            for i, reader in readers.items():
-                assert reader.delta is not None  # which is why it uses that buffer
-                own = replace(reader.delta, buffer=out.buffer)
-                operations[i] = replace(reader, out=own, delta=None)
-            left_out.append(at)
-    if not left_out:
-        return program
-    return replace(
-        program, operations=tuple(op for at, op in enumerate(operations) if at not in left_out)
-    )
 
 
 def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
