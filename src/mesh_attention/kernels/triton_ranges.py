@@ -61,13 +61,12 @@ def tiles_for(
     # The other GPUs of these generations have 99 KiB of shared memory for a program.
     if capability[0] == 9 or capability == (10, 0):
         if head_dim <= 64:
-            return KernelTiles(
-                128, KernelTile(64, 128, 4, 3), KernelTile(64, 128, 4, 3), KernelTile(64, 64, 4, 3)
-            )
+            forward = KernelTile(64, 128, 4, 3, described=True)
+            return KernelTiles(128, forward, KernelTile(64, 128, 4, 3), KernelTile(64, 64, 4, 3))
         if head_dim <= 128:
-            return KernelTiles(
-                128, KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)
-            )
+            forward = KernelTile(128, 128, 8, 3, described=True)
+            keys = KernelTile(64, 64, 4, 2, described=True, ahead=True)
+            return KernelTiles(128, forward, KernelTile(128, 64, 8, 3), keys)
         if smaller <= 128:
             return KernelTiles(
                 128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
