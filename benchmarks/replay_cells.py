@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from replay.rank import RankToReplay, rank_to_replay
+from replay.rank import RankToReplay, may_be_slowest, rank_to_replay
 
 from mesh_attention.cluster.auto import find_best_of_all
 from mesh_attention.cluster.best import find_best
@@ -162,7 +162,8 @@ def _auto() -> Iterator[Cell]:
 
 
 def prepare(cell: Cell, folder: Path) -> Path:
-    """Plan, simulate, and store one rank's part; what is stored already stays."""
+    """Plan, simulate, and store the parts of ranks that may be the slowest; what is stored already
+    stays."""
     path = folder / f"{cell.name}.json.gz"
     if path.exists():
         return path
@@ -190,14 +191,18 @@ def prepare(cell: Cell, folder: Path) -> Path:
             **options,
         )
         timeline = simulate(plan, cluster, direction)
-    given = rank_to_replay(timeline)
     setting = setting_of(timeline.plan, timeline.one, options)
-    given.predicted["setting"] = {key: str(value) for key, value in setting.items()} | (
+    said = {key: str(value) for key, value in setting.items()} | (
         {"method": timeline.plan.method} if cell.method == AUTO else {}
     )
+    parts = []
+    for rank in may_be_slowest(timeline):
+        given = rank_to_replay(timeline, rank)
+        given.predicted["setting"] = said
+        parts.append(given.to_json())
     part = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
     with gzip.open(part, "wt", encoding="utf-8") as file:
-        json.dump(given.to_json(), file)
+        json.dump(parts, file)
     return part.rename(path)
 
 
@@ -205,12 +210,12 @@ def _shape_of_best(cell: Cell, folder: Path) -> dict[str, Any]:
     """Tile and patch that the search found for the same cell."""
     searched = replace(cell, table="settings", options={})
     prepare(searched, folder)
-    setting = load(searched, folder).predicted["setting"]
+    setting = load(searched, folder)[0].predicted["setting"]
     a, b = map(int, setting["tile"].split("x"))
     alpha = setting["alpha"]
     return {"tile": (a, b)} | ({} if alpha == "None" else {"alpha": int(alpha)})
 
 
-def load(cell: Cell, folder: Path) -> RankToReplay:
+def load(cell: Cell, folder: Path) -> list[RankToReplay]:
     with gzip.open(folder / f"{cell.name}.json.gz", "rt", encoding="utf-8") as file:
-        return RankToReplay.from_json(json.load(file))
+        return [RankToReplay.from_json(part) for part in json.load(file)]

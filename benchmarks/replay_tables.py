@@ -5,7 +5,8 @@
 
 `replay_cells.py` lists the cells. What is not prepared is planned by `--workers` processes while
 the GPU runs other cells. A cell that fails, or that its method refuses, is reported and passed
-over; `--limit` seconds end the repetitions of a cell, `--budget` seconds the whole run.
+over; `--limit` seconds end the repetitions of a cell, `--budget` seconds the whole run. Of a cell
+those ranks are replayed that the simulator lets end nearly last, and the slowest of them counts.
 Results are written after every cell. `--show results.json` prints the tables again. Published
 figures and goals stand beside the results.
 """
@@ -87,27 +88,32 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
     }
     begin = time.monotonic()
     torch.manual_seed(0)
-    for cell, share in _planned(chosen, given.cells, given.workers, begin + given.budget):
-        if isinstance(share, str):
-            report["failed"][cell.name] = share
-            print(f"{cell.name}: {share}", flush=True)
+    for cell, shares in _planned(chosen, given.cells, given.workers, begin + given.budget):
+        if isinstance(shares, str):
+            report["failed"][cell.name] = shares
+            print(f"{cell.name}: {shares}", flush=True)
             continue
-        lasts = share.predicted["runtime_seconds"]
+        lasts = shares[0].predicted["runtime_seconds"]
         for sms in given.sms:
             try:
-                found = measure(
-                    share,
-                    sms=sms,
-                    repeats=min(given.repeats, 5 if lasts < 0.1 else 3 if lasts < 0.3 else 1),
-                    high_priority=not given.same_priority,
-                    # A run cannot be broken off: what cannot be repeated in time is run once.
-                    limit_seconds=max(0.0, given.limit - 2 * lasts),
-                )
+                ranks = [
+                    measure(
+                        share,
+                        sms=sms,
+                        repeats=min(given.repeats, 5 if lasts < 0.1 else 3 if lasts < 0.3 else 1),
+                        high_priority=not given.same_priority,
+                        # A run cannot be broken off: what cannot be repeated in time is run once.
+                        limit_seconds=max(0.0, given.limit - 2 * lasts) / len(shares),
+                    )
+                    for share in shares
+                ]
             except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
                 report["failed"][cell.name] = f"{type(error).__name__}: {error}"[:300]
                 print(f"{cell.name}: {report['failed'][cell.name]}", flush=True)
                 continue
-            row = found.to_json() | {
+            slowest = max(ranks, key=lambda found: found.seconds)
+            row = slowest.to_json() | {
+                "ranks": {str(found.given.rank): found.seconds for found in ranks},
                 "table": cell.table,
                 "name": cell.name,
                 "tokens": cell.tokens,
@@ -127,7 +133,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
 
 def _planned(
     chosen: list[Cell], folder: Path, workers: int, until: float
-) -> Iterator[tuple[Cell, RankToReplay | str]]:
+) -> Iterator[tuple[Cell, list[RankToReplay] | str]]:
     """Cells as they become ready, or why they do not."""
     folder.mkdir(parents=True, exist_ok=True)
     # Not forked: this process has a CUDA context.
@@ -157,13 +163,14 @@ def _planned(
 
 def _line(row: dict[str, Any]) -> str:
     ms = 1e3
+    ranks = ", ".join(f"{rank} {seconds * ms:.2f}" for rank, seconds in row["ranks"].items())
     return (
         f"{row['name']:44} sms {row['sms']}"
         f" {row['seconds'] * ms:8.2f} ms x{len(row['all_seconds'])}"
         f" alone {row['compute_seconds'] * ms:7.2f} predicted {row['predicted_seconds'] * ms:8.2f}"
         f" MFU {row['mfu_percent']:4.1f} (alone {row['compute_mfu_percent']:4.1f},"
         f" predicted {row['predicted_mfu_percent']:4.1f})"
-        f" peak {row['peak_bytes'] / 2**30:.2f} GiB"
+        f" peak {row['peak_bytes'] / 2**30:.2f} GiB; rank {ranks}"
     )
 
 

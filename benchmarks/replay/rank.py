@@ -60,6 +60,32 @@ def rank_of(timeline: Timeline, asked: int | str) -> int:
     return asked
 
 
+def may_be_slowest(timeline: Timeline) -> list[int]:
+    """Ranks that the simulator lets end nearly last, the last first: which of them is the slowest
+    on a GPU is for a replay to say. One of those whose computations last as long."""
+    ends = {rank: _end(timeline, rank) for rank in range(timeline.plan.num_ranks)}
+    near = max(ends.values()) * (1 - _NEARLY_LAST)
+    unlike: dict[tuple[float, ...], int] = {}
+    for rank in sorted(ends, key=lambda rank: (-ends[rank], rank)):
+        if ends[rank] >= near:
+            unlike.setdefault(_computing(timeline, rank), rank)
+    return list(unlike.values())[:_MOST_RANKS]
+
+
+def _computing(timeline: Timeline, rank: int) -> tuple[float, ...]:
+    """Microseconds of each computation."""
+    times, operations = timeline.ranks[rank], timeline.one.programs[rank].operations
+    return tuple(
+        round((end - start) * 1e6)
+        for op, start, end in zip(operations, times.start, times.end, strict=True)
+        if not isinstance(op, Communication)
+    )
+
+
+_NEARLY_LAST = 0.03
+_MOST_RANKS = 4
+
+
 def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToReplay:
     rank = rank_of(timeline, asked)
     one, times = timeline.one, timeline.ranks[rank]

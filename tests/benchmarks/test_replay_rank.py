@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from replay.rank import RankToReplay, rank_of, rank_to_replay
+from replay.rank import RankToReplay, may_be_slowest, rank_of, rank_to_replay
 
 from mesh_attention import Mask, MeshAttentionError, Problem
 from mesh_attention.cluster import Timeline, load_cluster, simulate
@@ -70,6 +70,23 @@ def test_the_slowest_rank_ends_last() -> None:
     assert max(found.ranks[rank].end) == found.runtime_seconds
     earlier = [max(found.ranks[other].end) for other in range(rank)]
     assert all(end < found.runtime_seconds for end in earlier)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_that_end_nearly_last_are_all_replayed_but_those_alike(method: str) -> None:
+    found = timeline(method)
+    ranks = may_be_slowest(found)
+    ends = [max(found.ranks[rank].end) for rank in ranks]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[0] == found.runtime_seconds
+    assert ends[-1] >= 0.97 * found.runtime_seconds
+    assert 1 <= len(ranks) <= 4
+
+
+def test_ranks_of_one_computation_are_replayed_once() -> None:
+    cluster = load_cluster("paper")
+    plan = plan_on(cluster, Problem(8192, 16, 64), 16, method="ring", layout="contiguous")
+    assert may_be_slowest(simulate(plan, cluster, Direction.FORWARD)) == [0]
 
 
 @pytest.mark.parametrize("asked", [-1, 16, "fastest"])
