@@ -4,7 +4,8 @@
 
 For each pass, with the tile of the table or those given: registers, what does not fit into them,
 and of each inner loop (whole blocks, then masked ones) its instructions, matrix products, reloads
-of spilled registers, and copies from memory by their width. Numbers of rows that are copied by four
+of spilled registers, and copies from memory by their width (none where the hardware's own unit
+loads whole tiles). Numbers of rows that are copied by four
 bytes, or under a mask, slow a loop down by a fifth, which no test of results sees.
 """
 
@@ -17,7 +18,6 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,22 @@ def compiled(name: str, tile: KernelTile, block: int, given: argparse.Namespace)
         "BLOCK": block,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
-        "DESCRIBED": False,
+        "DESCRIBED": tile.described,
         "AHEAD": tile.ahead,
     }
+    inner = tile.rows if name == "backward_keys" else tile.keys
+    widths = {"v_described": padded(E), "grad_described": padded(E)}
     signature: dict[str, str] = {}
     values: dict[tuple[int], Any] = {}
     known: dict[tuple[int], list[list[Any]]] = {}
     for at, parameter in enumerate(kernel.params):
         argument = parameter.name
-        if argument in constants or argument.endswith("_described"):
+        described = argument.endswith("_described")
+        if described and tile.described:
+            width = widths.get(argument, padded(D))
+            signature[argument] = f"tensordesc<bf16[1, {inner}, 1, {width}]>"
+            continue
+        if argument in constants or described:
             signature[argument], values[(at,)] = "constexpr", constants.get(argument)
             continue
         signature[argument] = TYPES.get(argument, "i32")
@@ -114,16 +121,23 @@ def machine_code(found: Any) -> tuple[str, str]:
     return usage.stdout, code.stdout
 
 
-def loops(code: str) -> Iterator[list[str]]:
-    """Instructions of the loops that have matrix products, in their order."""
+def loops(code: str) -> list[list[str]]:
+    """Instructions of the inner loops that have matrix products, in their order."""
     lines = code.splitlines()
     labels = {m[1]: at for at, x in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", x))}
+    found = []
     for at, line in enumerate(lines):
         back = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
         if back and labels.get(back[1], at) < at:
-            body = [x for x in lines[labels[back[1]] : at + 1] if ";" in x]
-            if any("MMA" in x for x in body):
-                yield body
+            found.append(range(labels[back[1]], at + 1))
+    found = [one for one in found if any("MMA" in lines[at] for at in one)]
+    # What waits for a copy stands behind all loops, and jumps back into the middle of one.
+    inner = [
+        one
+        for one in found
+        if not any(one.start <= x.start and x.stop <= one.stop for x in found if x != one)
+    ]
+    return [[lines[at] for at in one if ";" in lines[at]] for one in inner]
 
 
 def masked_loads(ir: str) -> list[str]:
@@ -211,7 +225,9 @@ def main() -> None:
     lines = [["pass", "tile", "registers", "stack", "loop", "instructions", "spills", "copies"]]
     for one in found:
         for at, loop in enumerate(one["loops"]):
-            first = [one["pass"], "x".join(map(str, one["tile"][:4])), str(one["registers"])]
+            *numbers, described, ahead = one["tile"]
+            tile = "x".join(map(str, numbers)) + " described" * described + " ahead" * ahead
+            first = [one["pass"], tile, str(one["registers"])]
             copies = [f"{n} of {width} bytes" for width, n in loop["copies_by_bytes"].items()]
             lines.append(
                 [

@@ -40,9 +40,11 @@ def test_loops_read_numbers_of_rows_without_a_mask(code: list[dict[str, Any]]) -
 
 def test_loops_multiply_and_keep_in_registers_what_they_write(code: list[dict[str, Any]]) -> None:
     for one in code:
-        assert len(one["loops"]) == 2  # whole blocks, masked blocks
-        for loop in one["loops"]:
+        whole, masked = one["loops"]  # blocks
+        assert whole["spill_stores"] <= 2, one["pass"]
+        assert masked["spill_stores"] <= 8, one["pass"]
+        described = one["tile"][4]
+        for loop in (whole, masked):
             assert loop["products"] >= 16
-            assert loop["spill_stores"] <= 2, one["pass"]
-            # Tiles of tokens come in whole 16 bytes.
-            assert loop["copies_by_bytes"]["16"] >= 8
+            # Tiles of tokens come by their descriptors, or in whole 16 bytes.
+            assert loop["copies_by_bytes"].get("16", 0) >= 8 or (described and loop is whole)

@@ -15,9 +15,9 @@ import torch
 from block_cases import Shape, assert_close, backward, causal, full, make_block, run, truth
 from torch import Tensor
 
-from mesh_attention.kernels import BackwardInputs, Block, Full, probe
+from mesh_attention.kernels import BackwardInputs, Block, Full, flash_attn, probe
 from mesh_attention.kernels.dense import DenseKernel
-from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
+from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4, sms_left
 from mesh_attention.kernels.interface import Causal
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
@@ -205,3 +205,39 @@ def test_a_function_that_wants_something_unknown_is_refused() -> None:
 def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no_such_module is not installed" in str(probe.load("no_such_module", "f"))
     assert probe.load("math", "no_such_function") == "math has no no_such_function"
+
+
+def test_a_call_leaves_all_sms_that_cost_it_no_round() -> None:
+    for tiles in range(600):
+        left = sms_left(tiles, 132, 16)
+        programs = 132 - left
+        assert left >= 16
+        assert programs >= 2
+        assert programs % 2 == 0
+        assert -(-tiles // programs) == -(-tiles // 116), tiles
+        assert programs == 2 or -(-tiles // (programs - 2)) > -(-tiles // 116), tiles
+
+
+@pytest.mark.parametrize(
+    ("width", "is_causal", "asked", "expected"),
+    [
+        *((128, False, 16, 28), (128, False, 0, 0)),
+        *((128, True, 16, 16), (64, False, 16, 16)),  # shares and tiles that are not known
+    ],
+)
+def test_flash_attn3_is_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch, width: int, is_causal: bool, asked: int, expected: int
+) -> None:
+    monkeypatch.setattr(flash_attn, "_num_sms", lambda device: 132)
+    margins = []
+
+    def forward(*given: Any) -> Any:
+        margins.append(given[-1])
+        return None, None
+
+    monkeypatch.setattr(FlashAttn3, "forward_function", staticmethod(forward))
+    monkeypatch.setattr(FlashAttn3, "_alone", lambda self: False)
+    x = torch.empty(1, 512 * 128, 1, width, device="meta")
+    block = Block(x, x, x, Causal() if is_causal else Full(), 1.0, leave_sms=asked)
+    FlashAttn3().run_forward(block, is_causal)
+    assert margins == [expected]

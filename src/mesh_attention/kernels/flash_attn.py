@@ -16,6 +16,7 @@ from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, Request
 from mesh_attention.kernels.probe import PackageFunction, load, why_not_on_cuda
 from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.split_calls import TILE_ROWS
 
 # Parameters of early releases of 3 that had no default and that dense attention leaves unset.
 _MAY_BE_NONE = frozenset(
@@ -90,7 +91,8 @@ class FlashAttn3(FlashPackage):
         return self.forward_function.why_unusable() is not None
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
-        q, k, v, _, scale, softcap, leave_sms, into, *_ = block
+        q, k, v, _, scale, softcap, _, into, *_ = block
+        leave_sms = _sms_left(block, causal)
         if not self._alone():
             out, lse, *_ = self.forward_function(q, k, v, scale, causal, softcap, leave_sms)
             return out, lse
@@ -113,6 +115,39 @@ class FlashAttn3(FlashPackage):
         values = (grad_out_BSHE, *block[:3], out_BSHE, lse_BHS, dq, dk, dv)
         self.backward_function(*values, block.softmax_scale, causal, block.softcap)
         return dq, dk, dv
+
+
+def _sms_left(block: Block, causal: bool) -> int:
+    q, asked = block.q, block.leave_sms
+    if not asked or causal or q.shape[3] not in _HEAD_DIMS_OF_TILES:
+        return asked
+    B, S, H, _ = q.shape
+    return sms_left(B * H * -(-S // TILE_ROWS), _num_sms(q.device), asked)
+
+
+def sms_left(tiles: int, sms: int, asked: int) -> int:
+    """By a call without a mask: as many as cost it no time, and no less than asked for.
+
+    Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
+    pairs that share what they load, and two free SMs in different parts of the GPU are no place for
+    a pair: one that finds none beside a transfer begins when that is over, with all of its tiles
+    still to do (on an H200 5.4 ms for 3.5).
+
+    >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
+    28
+    """
+    programs = sms - asked
+    rounds = max(1, -(-tiles // programs))
+    needed = -(-tiles // rounds)
+    return sms - min(programs, max(2, needed + needed % 2))
+
+
+_HEAD_DIMS_OF_TILES = range(97, 257)  # smaller ones have tiles of more rows
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
