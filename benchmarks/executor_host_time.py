@@ -65,8 +65,15 @@ class NoWork(RowKernels):
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         return 0
 
+    def __init__(self) -> None:
+        self._lse: dict[torch.Size, Tensor] = {}
+
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        return block.q, block.q
+        q = block.q
+        if q.shape not in self._lse:
+            B, S, H, _ = q.shape
+            self._lse[q.shape] = q.new_zeros(B, H, S, dtype=torch.float32)
+        return q, self._lse[q.shape]
 
     def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         return block.q, block.k, block.v

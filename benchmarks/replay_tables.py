@@ -113,7 +113,7 @@ def _run(chosen: list[Cell], given: argparse.Namespace) -> None:
                 continue
             slowest = max(ranks, key=lambda found: found.seconds)
             row = slowest.to_json() | {
-                "ranks": {str(found.given.rank): found.seconds for found in ranks},
+                "replayed_ranks": {str(found.given.rank): found.seconds for found in ranks},
                 "table": cell.table,
                 "name": cell.name,
                 "tokens": cell.tokens,
@@ -163,7 +163,9 @@ def _planned(
 
 def _line(row: dict[str, Any]) -> str:
     ms = 1e3
-    ranks = ", ".join(f"{rank} {seconds * ms:.2f}" for rank, seconds in row["ranks"].items())
+    ranks = ", ".join(
+        f"{rank} {seconds * ms:.2f}" for rank, seconds in row["replayed_ranks"].items()
+    )
     return (
         f"{row['name']:44} sms {row['sms']}"
         f" {row['seconds'] * ms:8.2f} ms x{len(row['all_seconds'])}"
