@@ -1,4 +1,4 @@
-"""The benchmark of the executor's own time: its kernels do nothing, and must still be let through."""
+"""The executor's own time is measured with kernels that do nothing: they must be let through."""
 
 from __future__ import annotations
 
