@@ -11,6 +11,12 @@ Pass = Callable[[], object]
 _AHEAD = 3  # calls of which no time is taken
 
 
+def need_cuda() -> None:
+    """Ends a script that has nothing to measure on."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"needs a CUDA GPU, and torch {torch.__version__} finds none")
+
+
 def milliseconds(work: Pass, repeats: int) -> float:
     for _ in range(3):
         work()

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device_times import need_cuda
 from provenance import taken
 from torch.multiprocessing.spawn import spawn
 
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29655)
     parser.add_argument("--alone", action="store_true", help="one process on the GPU only")
     given = parser.parse_args()
+    need_cuda()
     rows_path = Path(given.json or "identity_host_time.json").with_suffix(".rows")
     rows = []
     if not given.alone:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from device_times import need_cuda
 from identity_host_time import LIMIT, Nobody, join_ranks
 from mps import MpsDaemon
 from provenance import taken
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--port", type=int, default=29675)
     given = parser.parse_args()
+    need_cuda()
     path = Path(given.json or "identity_parts.json").with_suffix(".part")
     report = taken() | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     daemon = MpsDaemon()

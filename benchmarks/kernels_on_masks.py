@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_times import Pass, in_turns, milliseconds
+from device_times import Pass, in_turns, milliseconds, need_cuda
 from provenance import taken
 from torch import Tensor
 
@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--without-flex", action="store_true", help="it takes a minute to compile")
     given = parser.parse_args()
+    need_cuda()
     capability = torch.cuda.get_device_capability()
     request = Request(
         *(Direction.BACKWARD, "cuda", capability, DTYPE, DIM, DIM, 32, 8, MaskKind.RANGE)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from device_times import need_cuda
 from provenance import taken
 from replay.measure import check_device
 from torch import Tensor
@@ -35,8 +36,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--repeats", type=int, default=4)
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("calls are measured on a CUDA GPU, and there is none")
+    need_cuda()
     device = check_device(SMS)
     import fa3_fwd._C  # type: ignore[import-not-found]  # noqa: F401  (registers the operator)
     from replay.hold import CudaHolder  # Triton comes with CUDA builds only

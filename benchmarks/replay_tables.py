@@ -24,6 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from device_times import need_cuda
 from provenance import taken
 from replay.rank import RankToReplay
 from replay_cells import TABLES, Cell, cells, load, prepare
@@ -51,7 +52,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     given = parser.parse_args()
     if given.show:
-        found = json.loads(given.show.read_text()) if given.show.is_file() else None
+        try:
+            found = json.loads(given.show.read_text()) if given.show.is_file() else None
+        except ValueError:
+            found = None
         if not isinstance(found, dict) or not {"rows", "what", "failed"} <= set(found):
             parser.error(f"{given.show} is not a result of this script")
         show(found)
@@ -63,12 +67,18 @@ def main() -> None:
         and (not given.methods or cell.method in given.methods)
         and given.match in cell.name
     ]
+    if not chosen:
+        parser.error("no cell is of these tables and methods, with this in its name")
+    folder = given.prepare or given.cells
+    if folder is not None and folder.exists() and not folder.is_dir():
+        parser.error(f"{folder} is no folder")
     if given.prepare:
         for cell, share in _planned(chosen, given.prepare, given.workers, math.inf):
             print(f"{cell.name}: {share if isinstance(share, str) else 'planned'}", flush=True)
         return
     if given.cells is None:
         parser.error("give --prepare, --cells or --show")
+    need_cuda()
     _run(chosen, given)
 
 

@@ -3,10 +3,10 @@
     python benchmarks/triton_code.py --capability 90 --head-dim 128
 
 For each pass, with the tile of the table or those given: registers, what does not fit into them,
-and of each inner loop (whole blocks, then masked ones) its instructions, matrix products, reloads
-of spilled registers, and copies from memory by their width (none where the hardware's own unit
-loads whole tiles). Numbers of rows that are copied by four
-bytes, or under a mask, slow a loop down by a fifth, which no test of results sees.
+shared memory, and of each inner loop (on Hopper whole blocks, then masked ones) its instructions,
+matrix products, reloads of spilled registers, and copies from memory by their width (none where the
+hardware's own unit loads whole tiles). Numbers of rows that are copied by four bytes, or under a
+mask, slow a loop down by a fifth, which no test of results sees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mesh_attention.kernels.fused.attention_backward import attention_backward_q
 from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
 from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
 from mesh_attention.kernels.triton_launch import KernelTile, padded
-from mesh_attention.kernels.triton_ranges import tiles_for
+from mesh_attention.kernels.triton_ranges import KernelTiles, tiles_for
 
 KERNELS = {
     "forward": attention_forward_kernel,
@@ -62,7 +62,7 @@ def _is_possible(tile: KernelTile, block: int) -> bool:
 def compiled(name: str, tile: KernelTile, block: int, given: argparse.Namespace) -> Any:
     """For bf16, one interval a query, and tensors whose strides are multiples of 16."""
     kernel = KERNELS[name]
-    D, E = given.head_dim, given.v_head_dim or given.head_dim
+    D, E = given.head_dim, given.v_head_dim
     constants = {
         "REPEATS": given.heads_per_kv_head,
         "D": D,
@@ -186,7 +186,8 @@ def report(name: str, tile: KernelTile, block: int, given: argparse.Namespace) -
     }
 
 
-def main() -> None:
+def asked() -> tuple[argparse.Namespace, KernelTiles, KernelTile | None]:
+    """What was asked for, the tiles of the table, and one in place of all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -198,9 +199,13 @@ def main() -> None:
     parser.add_argument(
         "--tile", type=int, nargs=4, metavar=("ROWS", "KEYS", "WARPS", "STAGES"), help="for all"
     )
+    parser.add_argument("--described", action="store_true", help="that tile, loaded by descriptors")
+    parser.add_argument("--ahead", action="store_true", help="with the next product begun early")
     parser.add_argument("--json", action="store_true", help="for programs")
     given = parser.parse_args()
-    D, E = given.head_dim, given.v_head_dim or given.head_dim
+    if given.v_head_dim is None:
+        given.v_head_dim = given.head_dim
+    D, E = given.head_dim, given.v_head_dim
     if given.capability not in CAPABILITIES:
         known = ", ".join(map(str, CAPABILITIES))
         parser.error(f"--capability {given.capability}: the kernels are for {known}")
@@ -209,20 +214,38 @@ def main() -> None:
     if given.heads_per_kv_head < 1:
         parser.error("--heads-per-kv-head is 1 or more")
     tiles = tiles_for(divmod(given.capability, 10), torch.bfloat16, D, E)
-    own = None if given.tile is None else KernelTile(*given.tile)
+    flags = (given.described, given.ahead)
+    if given.tile is None and any(flags):
+        parser.error("--described and --ahead are of a --tile")
+    own = None
+    if given.tile is not None:
+        rows, keys, warps, stages = given.tile
+        own = KernelTile(rows, keys, warps, stages, *flags)
     if own is not None and not _is_possible(own, tiles.block):
         parser.error(
             f"--tile: rows and keys are powers of two from 16 to {tiles.block}, warps 4 or 8, "
             "stages 1 to 8"
         )
+    return given, tiles, own
+
+
+def main() -> None:
+    given, tiles, own = asked()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise SystemExit("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
-    found = [report(name, own or getattr(tiles, name), tiles.block, given) for name in given.names]
+    # Of contiguous tensors; the hardware reads whole 16 bytes.
+    whole = all(size * 2 % 16 == 0 for size in (given.head_dim, given.v_head_dim))
+    found = []
+    for name in given.names:
+        tile = own or getattr(tiles, name)
+        tile = tile._replace(described=tile.described and whole)
+        found.append(report(name, tile, tiles.block, given))
     if given.json:
         print(json.dumps({"triton": triton.__version__, "passes": found}, indent=1))
         return
     print(f"Triton {triton.__version__}, compute capability {given.capability / 10}, bf16")
-    lines = [["pass", "tile", "registers", "stack", "loop", "instructions", "spills", "copies"]]
+    columns = ["pass", "tile", "registers", "stack", "shared", "loop", "instructions", "spills"]
+    lines = [[*columns, "copies"]]
     for one in found:
         for at, loop in enumerate(one["loops"]):
             *numbers, described, ahead = one["tile"]
@@ -233,6 +256,7 @@ def main() -> None:
                 [
                     *(first if at == 0 else [""] * 3),
                     "" if at else f"{one['stack_bytes']} bytes",
+                    "" if at else f"{one['shared_bytes'] / 1024:.0f} KiB",
                     ("whole", "masked")[at] if len(one["loops"]) == 2 else str(at),
                     f"{loop['instructions']} ({loop['products']} products)",
                     f"{loop['spill_stores']} stored, {loop['spill_loads']} loaded",

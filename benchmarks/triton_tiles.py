@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
-from device_times import milliseconds
+from device_times import milliseconds, need_cuda
 from torch import Tensor
 
 from mesh_attention.kernels import BackwardInputs, Block, Causal
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=(2, 3))
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
+    need_cuda()
     D, E = given.head_dim, given.v_head_dim or given.head_dim
     tensors = [
         torch.randn(1, given.tokens, heads, width, device="cuda", dtype=torch.bfloat16)

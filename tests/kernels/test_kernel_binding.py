@@ -207,15 +207,17 @@ def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert probe.load("math", "no_such_function") == "math has no no_such_function"
 
 
-def test_a_call_leaves_all_sms_that_cost_it_no_round() -> None:
+@pytest.mark.parametrize(("sms", "asked"), [(132, 16), (131, 16), (148, 15), (18, 16), (17, 16)])
+def test_a_call_leaves_all_sms_that_cost_it_no_round(sms: int, asked: int) -> None:
     for tiles in range(600):
-        left = sms_left(tiles, 132, 16)
-        programs = 132 - left
-        assert left >= 16
-        assert programs >= 2
-        assert programs % 2 == 0
-        assert -(-tiles // programs) == -(-tiles // 116), tiles
-        assert programs == 2 or -(-tiles // (programs - 2)) > -(-tiles // 116), tiles
+        left, most = sms_left(tiles, sms, asked), sms - asked
+        programs = sms - left
+        assert left >= asked
+        assert programs >= 1
+        assert programs % 2 == 0 or programs == most  # pairs, or all that there are
+        assert -(-tiles // programs) == -(-tiles // most), tiles
+        assert programs <= 2 or -(-tiles // (programs - 2)) > -(-tiles // most), tiles
+    assert sms_left(512, 16, 16) == 16  # which leaves nothing to compute with: not asked for
 
 
 @pytest.mark.parametrize(

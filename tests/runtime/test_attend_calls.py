@@ -145,7 +145,17 @@ def test_several_calls_must_be_worth_it(longest: int, in_one: bool) -> None:
     found = faster_calls(plan.program(0, Direction.FORWARD), plan, kernels, Direction.FORWARD)
     assert found.seconds_cut < found.seconds_whole
     assert (found.whole, found.cut) == ((1, 0) if in_one else (0, 1))
-    assert ("too little less for several calls" in str(found)) is in_one
+    assert ("several calls must be 2% faster than one" in str(found)) is in_one
+
+
+def test_what_is_said_of_a_kernel_that_takes_some_rectangles_is_true() -> None:
+    plan = make_plan(Problem(16384, 16, 128, mask=Mask(causal=True)), 4, method="ring")
+    kernels: dict[MaskKind, Kernel] = {MaskKind.FULL: FlashAttn3(), MaskKind.RANGE: CudnnRanges()}
+    found = faster_calls(plan.program(3, Direction.FORWARD), plan, kernels, Direction.FORWARD)
+    assert found.whole
+    assert found.cut
+    assert f"{found.whole} of {found.whole + found.cut} attentions" in str(found)
+    assert str(found).endswith("the kernel asked for does not take the rectangles of all")
 
 
 def test_padded_keys_are_at_no_position(any_mask: AnyMask) -> None:

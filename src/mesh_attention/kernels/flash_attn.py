@@ -126,20 +126,22 @@ def _sms_left(block: Block, causal: bool) -> int:
 
 
 def sms_left(tiles: int, sms: int, asked: int) -> int:
-    """By a call without a mask: as many as cost it no time, and no less than asked for.
+    """By a call without a mask: as many as cost it no round, and no less than asked for.
 
     Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
-    pairs that share what they load, and two free SMs in different parts of the GPU are no place for
-    a pair: one that finds none beside a transfer begins when that is over, with all of its tiles
-    still to do (on an H200 5.4 ms for 3.5).
+    pairs that share what they load, if a head has an even number of tiles, and two free SMs in
+    different parts of the GPU are no place for a pair: one that finds none beside a transfer begins
+    when that is over, with all of its tiles still to do (on an H200 5.4 ms for 3.5).
 
     >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
     28
     """
     programs = sms - asked
+    if programs < 2:
+        return asked
     rounds = max(1, -(-tiles // programs))
-    needed = -(-tiles // rounds)
-    return sms - min(programs, max(2, needed + needed % 2))
+    needed = max(1, -(-tiles // rounds))
+    return sms - min(programs, needed + needed % 2)
 
 
 _HEAD_DIMS_OF_TILES = range(97, 257)  # smaller ones have tiles of more rows

@@ -9,8 +9,6 @@ before, and the programs that it kept waiting run beside the rest.
 The programs of such kernels have a fixed share of the tiles each, so a full call lasts a whole
 number of rounds. Of the two parts the second begins where programs of the first have no tile left,
 so a last round of few tiles costs none of its own. A call stays whole where a cut saves no round.
-Where a head has an even number of tiles, programs come in pairs, of which some find no place beside
-a transfer and begin after it (on an H200 2.7 ms for 1.4): the second part has an odd number.
 """
 
 from __future__ import annotations
@@ -59,8 +57,10 @@ def leave_sms(
     rates: Rates,
     split: bool = True,
 ) -> Leaving:
-    """`waits`: the operations that each must come after. `sms`: of the GPU. `split`: not where full
-    calls cannot leave SMs."""
+    """`waits`: the operations that each must come after. `sms`: of the GPU; a slice of one has none
+    to leave. `split`: not where full calls cannot leave SMs."""
+    if sms <= SMS_OF_TRANSFERS:
+        return Leaving(program, {})
     table = program.buffer_table()
     transfers = _Transfers(plan, one, table, rates)
     in_flight: dict[int, float] = {}  # seconds that are left
@@ -153,9 +153,8 @@ def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, 
     cuts = []
     for rounds in range(ceil(needed * heads / (TILE_ROWS * keys * sms)), whole):
         leaving = rounds * fewer // heads  # tiles of a head
-        leaving -= leaving % 2 == 0
         rest = tiles - leaving * heads
-        if leaving > 0 and rest > 0:
+        if leaving and rest > 0:
             cuts.append((_rounds(rest, leaving * heads, sms) + _CUT, leaving * TILE_ROWS))
     if not cuts or min(cuts)[0] >= whole:
         return [(call, True)]

@@ -2,7 +2,7 @@
 
 A plan holds rectangles, which any dense kernel can do. Where a kernel takes row ranges, one call
 sees exactly what the mask shows of all gathered rows, in whatever order they lie, and nothing has
-to be merged. The faster way is taken, as `kernels/speed.py` predicts it.
+to be merged. The faster way is taken, as `kernels/speed.py` predicts it, one call if they are near.
 """
 
 from __future__ import annotations
@@ -110,22 +110,25 @@ class FasterCalls:
     seconds_cut: float = 0.0
 
     def __str__(self) -> str:
-        if not self.whole + self.cut:
+        both = self.whole + self.cut
+        if not both:
             return "rectangles: no kernel takes any mask at a good rate"
+        said = f"{self.whole} of {both} attentions in one call by row ranges"
         if math.isinf(self.seconds_cut):
-            return "all attentions in one call: the kernel asked for takes no rectangles"
+            return f"{said}: the kernel asked for does not take the rectangles of all"
+        gain = f"; several calls must be {1 - _SEVERAL_GAIN:.0%} faster than one"
         near = not self.cut and self.seconds_cut < self.seconds_whole
         return (
-            f"{self.whole} of {self.whole + self.cut} attentions in one call; by rates of an H200 "
-            f"{self.seconds_whole * 1e3:.3g} ms if all were, {self.seconds_cut * 1e3:.3g} ms cut "
-            f"into rectangles{', too little less for several calls' if near else ''}"
+            f"{said}, by rates of an H200 {self.seconds_whole * 1e3:.3g} ms if all were, "
+            f"{self.seconds_cut * 1e3:.3g} ms as rectangles{gain if near else ''}"
         )
 
 
 def faster_calls(
     program: Program, plan: Plan, kernels: Kernels, direction: Direction
 ) -> FasterCalls:
-    """The program with one call in place of rectangles, where that is predicted to be faster."""
+    """The program with one call in place of rectangles, where that is predicted to be faster, or
+    hardly slower than several."""
     if not takes_whole_attentions(kernels.get(MaskKind.RANGE)):
         return FasterCalls(program)
     pairs_of, table = CallPairs(plan), program.buffer_table()
