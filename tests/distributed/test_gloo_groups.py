@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.runtime.transport.groups import timeout_of
+from mesh_attention.runtime.transport.groups import _make_group, timeout_of
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
 from support.pool import WorkerPool
@@ -246,3 +248,33 @@ def test_no_group_is_split_off_a_job_that_is_bound_to_a_device(pool: WorkerPool)
         assert seen
         assert set(seen) == {None}
     assert found[2] == (None, [])
+
+
+def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
+    """The last rank comes to the group with a timeout of its own when the others have given up."""
+
+    def late(ranks: Any, name: str, *others: Any) -> dist.ProcessGroup:
+        if rank == world_size - 1 and name.endswith("/1.0s"):
+            time.sleep(2.0)
+        return _make_group(ranks, name, *others)
+
+    told = []
+    with mock.patch("mesh_attention.runtime.transport.groups._make_group", late):
+        cp = context(case, timeout=timedelta(seconds=1))
+        for _ in range(2):
+            try:
+                attend(cp, case)
+                told.append("nothing")
+            except MeshAttentionError as error:
+                told.append(str(error))
+    return told
+
+
+def test_a_rank_that_is_late_at_a_group_is_told_to_all(pool: WorkerPool) -> None:
+    """Those who came say no word of PyTorch's own alone, and the late one not that the store has
+    been stopped."""
+    case = Case(3, 24, 24, mask=Mask(), options={"method": "ring"})
+    for first, second in pool.run(late_at_a_group, 3, case):
+        assert first.startswith("ranks [0, 1, 2] were to make a process group")
+        assert "did not all come within the timeout of 1 s" in first
+        assert "were to make a process group" in second  # the cause of all that follows

@@ -37,7 +37,12 @@ from mesh_attention.runtime.transport.connections import (
     connections_since,
     open_sockets,
 )
-from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, JobStore, in_time
+from mesh_attention.runtime.transport.job_store import (
+    ANSWER_SECONDS,
+    JobStore,
+    LostStoreError,
+    in_time,
+)
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
@@ -130,10 +135,9 @@ class Groups:
             limit = self.timeout(timeout)
             with _without_watchdog():
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
-                    seconds = limit.total_seconds() + ANSWER_SECONDS
                     make = partial(_make_group, ranks, name, backend, limit)
                     before = open_sockets()
-                    self._made[key] = in_time(make, seconds)
+                    self._made[key] = _with_all(make, ranks, limit)
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
                     self._made[key] = _make_group(ranks, name, backend, limit)
@@ -251,6 +255,21 @@ def _without_splitting() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+def _with_all(
+    make: Callable[[], dist.ProcessGroup], ranks: Sequence[int], limit: timedelta
+) -> dist.ProcessGroup:
+    seconds = limit.total_seconds()
+    try:
+        return in_time(make, seconds + ANSWER_SECONDS)
+    except (dist.DistStoreError, LostStoreError) as error:
+        # A rank that comes late finds that the others have given up, and no answer either.
+        raise MeshAttentionError(
+            f"ranks {list(ranks)} were to make a process group, and did not all come within the "
+            f"timeout of {seconds:g} s: one of them is late, has ended or gave up before the "
+            f"others. What this rank saw: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _make_group(
