@@ -263,8 +263,9 @@ def _with_all(
     seconds = limit.total_seconds()
     try:
         return in_time(make, seconds + ANSWER_SECONDS)
-    except (dist.DistStoreError, LostStoreError) as error:
-        # A rank that comes late finds that the others have given up, and no answer either.
+    except (RuntimeError, LostStoreError) as error:
+        # Those who came miss a key of the store; a late one finds that they have given up: nobody
+        # answers, or their sockets are closed.
         raise MeshAttentionError(
             f"ranks {list(ranks)} were to make a process group, and did not all come within the "
             f"timeout of {seconds:g} s: one of them is late, has ended or gave up before the "
