@@ -265,7 +265,10 @@ def _with_all(
         return in_time(make, seconds + ANSWER_SECONDS)
     except (RuntimeError, LostStoreError) as error:
         # Those who came miss a key of the store; a late one finds that they have given up: nobody
-        # answers, or their sockets are closed.
+        # answers, or their sockets are closed. All else, a wrong interface say, is another matter.
+        absent = isinstance(error, dist.DistStoreError | dist.DistNetworkError | LostStoreError)
+        if not absent and "connectFullMesh" not in str(error):
+            raise
         raise MeshAttentionError(
             f"ranks {list(ranks)} were to make a process group, and did not all come within the "
             f"timeout of {seconds:g} s: one of them is late, has ended or gave up before the "
