@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention import Mask
+from mesh_attention import Mask, MeshAttentionError
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import WorkerPool
@@ -48,6 +48,25 @@ def test_shard_and_unshard_give_back_every_bit(
 ) -> None:
     """Need 12."""
     assert pool.run(round_trip, ranks, tokens, layout) == [[]] * ranks
+
+
+def refused_then_used(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, bool]:
+    with context(Case(world_size, 10, 10, mask=Mask(causal=True))) as cp:
+        x = cp.shard(torch.arange(10, dtype=torch.float32), 0)
+        try:
+            cp.unshard(x.to(dtype), 0)
+        except MeshAttentionError as error:
+            told = str(error)
+        return told, torch.equal(cp.unshard(x, 0), torch.arange(10, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.uint32])
+def test_a_dtype_that_gloo_does_not_gather_is_refused_and_the_group_lives_on(
+    pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    for told, works in pool.run(refused_then_used, 2, dtype):
+        assert f"gloo does not gather {dtype}; convert it" in told
+        assert works
 
 
 def mapped_round_trip(rank: int, world_size: int) -> tuple[bool, int]:

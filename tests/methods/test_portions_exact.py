@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh_attention import Mask, count
+from mesh_attention import Mask, MeshAttentionError, count
+from mesh_attention.plan.plan import Plan
 from mesh_attention.testing import run_local
 from support.cases import Case, cuts
 from support.gloo_check import check
@@ -44,6 +45,48 @@ def drawn(ranks: int, heads: tuple[int, int], options: dict[str, Any], seed: int
     more = {"layout": layout, "stretches": stretches, "gather_out": seed % 3 == 0}
     more["one_call"] = seed % 5 == 0
     return Case(ranks, tokens, keys, heads, mask=mask, seed=seed, options=options | more)
+
+
+SLICED = {"method": "mesh-usp", "ulysses": 2, "tile": (2, 1), "head_slices": (1, 1)}
+
+
+def test_results_of_a_slice_leave_when_the_last_of_its_reductions_is_done() -> None:
+    """With a tile a x 1 that of dQ ends behind that of dK and dV, which comes after it."""
+    case = Case(4, 16, 16, (4, 4), mask=Mask(causal=True), options=SLICED)
+    tensors = case.tensors()
+    result = run_local(case.plan(), *tensors)
+    found = {name: getattr(result, name) for name in NAMES}
+    distances = errors(found, attention(*tensors, case.mask))
+    assert max(distances.values()) <= tolerance(case.dtype), distances
+
+
+def early(plan: Plan) -> Plan:
+    """Results leave before the sums that make them."""
+    programs = []
+    for program in plan.backward.programs:
+        names = [op.name for op in program.operations]
+        operations = [*program.operations]
+        operations.insert(names.index("RS-dQ-0.sum"), operations.pop(names.index("EX-OUT-0")))
+        programs.append(replace(program, operations=tuple(operations)))
+    return replace(plan, passes=(plan.forward, replace(plan.backward, programs=programs)))
+
+
+def test_a_program_that_reads_what_is_not_there_yet_is_refused() -> None:
+    case = Case(4, 16, 16, (4, 4), mask=Mask(causal=True), options=SLICED)
+    with pytest.raises(
+        MeshAttentionError,
+        match=r"backward program of rank 0 cannot run: EX-OUT-0 reads grad_q\.u\.0 before it is",
+    ):
+        run_local(early(case.plan()), *case.tensors())
+
+
+def test_poison_shows_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other buffers lay before."""
+    monkeypatch.setattr("mesh_attention.runtime.executor.order_fault", lambda program: None)
+    case = Case(4, 16, 16, (4, 4), mask=Mask(causal=True), options=SLICED)
+    result = run_local(early(case.plan()), *case.tensors())
+    spoiled = {name for name in NAMES if getattr(result, name).isnan().any()}
+    assert spoiled == {"grad_q"}
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))

@@ -64,10 +64,10 @@ class _Waits:
         if isinstance(op, Free):
             return ()
         matters, history = self._matters, self._history
-        taken = _together([piece for piece in reads(op) if piece.buffer in matters])
-        given = _together([piece for piece in writes(op) if piece.buffer in matters])
+        taken = together([piece for piece in reads(op) if piece.buffer in matters])
+        given = together([piece for piece in writes(op) if piece.buffer in matters])
         waits: set[int] = set()
-        for name in op.written:
+        for name in op.touched:
             if name in self._memory.offsets and name not in history:
                 self._take_memory(name, waits)
         for area in taken:
@@ -118,10 +118,10 @@ def _find(waits: set[int], uses: Uses, area: Area) -> None:
                     waits.add(at)
 
 
-def _together(pieces: Sequence[Piece]) -> list[Area]:
+def together(pieces: Sequence[Piece]) -> list[Area]:
     """Those that touch made one: an exchange among many ranks has many, of few buffers.
 
-    >>> _together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6) for h in (0, 1)])
+    >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6) for h in (0, 1)])
     [('q', (0, 2), 0, 8)]
     """
     if len(pieces) < _MANY:

@@ -49,7 +49,7 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
 
 
 def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
-    """First write and free of each workspace buffer, by operation index."""
+    """First use and free of each workspace buffer, by operation index."""
     workspace = {b.name for b in program.buffers if b.role is Role.WORKSPACE}
     born: dict[str, int] = {}
     freed: dict[str, int] = {}
@@ -57,7 +57,7 @@ def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
         if isinstance(op, Free):
             freed.update(dict.fromkeys(op.buffers, at))
             continue
-        for name in op.written:
+        for name in op.touched:
             if name in workspace and name not in born:
                 born[name] = at
     end = len(program.operations)
@@ -65,7 +65,7 @@ def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def peak_buffer_bytes(program: Program, problem: Problem) -> int:
-    """The most workspace bytes alive at once: from a buffer's first write to its free."""
+    """The most workspace bytes alive at once: from a buffer's first use to its free."""
     sizes = {b.name: b.num_bytes(problem) for b in program.buffers}
     changes: Counter[int] = Counter()
     for name, (born, freed) in lifetimes(program).items():

@@ -115,6 +115,10 @@ class Views:
                 self._rows[piece] = found
         return found
 
+    def whole(self, name: str) -> Tensor:
+        """A buffer of the workspace."""
+        return self._workspace[name]
+
     def has(self, name: str) -> bool:
         """Whether the caller passed this, which no program asks for."""
         return name in self._passed

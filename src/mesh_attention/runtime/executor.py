@@ -43,7 +43,9 @@ from mesh_attention.plan.program import (
     Program,
 )
 from mesh_attention.plan.split_calls import split_long_calls
+from mesh_attention.plan.verify.order import order_fault
 from mesh_attention.plan.way_costs import Rates
+from mesh_attention.plan.workspace import lifetimes
 from mesh_attention.runtime.attend_calls import (
     call_size,
     choose_kernels,
@@ -140,7 +142,17 @@ class Executor:
                 split=leaves_sms(kernels, one.direction),
             )
             program, leaves = found.program, found.calls
+        fault = order_fault(program)
+        if fault is not None:
+            raise MeshAttentionError(
+                f"the {one.direction} program of rank {rank} cannot run: {fault}; "
+                "`mesh-attention verify` and verify(plan) look at all ranks"
+            )
         self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
+        self._poisoned: dict[int, tuple[tuple[int, ...], list[str]]] = {}
+        if workspace.poisons_buffers(call_shape.device):
+            for name, (born, _) in lifetimes(program).items():
+                self._poisoned.setdefault(born, (waits[born], []))[1].append(name)
         self._transport = transport
         self._workspace = workspace
         self._trace = trace
@@ -221,6 +233,8 @@ class Executor:
                     handle = in_flight.pop(before, None)
                     if handle is not None:
                         yield from self._wait(handle)
+                if step.at in self._poisoned:
+                    yield from self._poison_buffers(step.at, views, in_flight)
                 work = self._work(step, views) if fixed is None else fixed
                 if self._trace is not None:
                     work = _Traced(work, self._trace(step.op))
@@ -244,6 +258,18 @@ class Executor:
             yield
             streams.resume()
         streams.wait(handle.wait)
+
+    def _poison_buffers(
+        self, at: int, views: Views, in_flight: dict[int, Handle]
+    ) -> Generator[None, None, None]:
+        """Those that an operation is the first to use, once whoever used their memory is done."""
+        waits, names = self._poisoned[at]
+        for before in waits:
+            handle = in_flight.pop(before, None)
+            if handle is not None:
+                yield from self._wait(handle)
+        for name in names:
+            views.whole(name).fill_(torch.nan)
 
     def _work(self, step: ProgramStep, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""

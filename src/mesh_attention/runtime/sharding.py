@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.runtime.context import Context
 from mesh_attention.runtime.prepared_call import CallOptions
@@ -49,6 +50,14 @@ def rows_first(x_BSHD: Tensor) -> Tensor:
     read memory, which in a negated view holds the opposite."""
     x = x_BSHD.resolve_neg() if x_BSHD.is_neg() else x_BSHD
     return x.transpose(0, 1).contiguous()
+
+
+# Of gloo, whose error for others would end the process group; NCCL gathers little else.
+_GATHERED = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
 
 
 class _Unshard(torch.autograd.Function):
@@ -117,6 +126,12 @@ def unshard(
         options,
         ahead=of_batch,
     )
+    if len(devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
+        wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
+        raise MeshAttentionError(
+            f"unshard: {dist.get_backend(context.groups.parent)} does not gather {x.dtype}; "
+            f"convert it, as in x.to({wider}), and convert the whole tensor back"
+        )
     share.begin(kind, "unshard", options, x.device)
     with context.guard.whole_or_broken():
         whole: Tensor = _Unshard.apply(x, layout, devices, rank, context, options.timeout, dim)  # type: ignore[no-untyped-call]

@@ -2,7 +2,8 @@
 
 It is kept between calls and grows to the largest call. What executors have bound to a block (views
 of its buffers) is kept with it and ends with it. With `poison` every byte is set so that anything
-read before it was written turns the result into NaN; tests run that way.
+read before it was written turns the result into NaN; tests run that way. On a CPU each buffer is
+set again when it is first used, since other buffers may have lain there before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Workspace:
         self._blocks: dict[torch.device, WorkspaceBlock] = {}
         self._adopted: set[torch.device] = set()
         self._poison = poison
+
+    def poisons_buffers(self, device: torch.device) -> bool:
+        return self._poison and device.type == "cpu"
 
     def take(self, num_bytes: int, device: torch.device) -> WorkspaceBlock:
         block = self._blocks.get(device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.portions import SUM, comes_by, goes_by
@@ -52,7 +52,7 @@ class MeshBuilder(TileBuilder):
         self.hold = 0 if self.capped or alone else HOLD
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
         self._tasks = schedule.order()
-        self._before, self._after = self._exchanges()
+        self._before, self._feeds = self._exchanges()
         self.schedule = self._with_exchanges(schedule)
 
     @property
@@ -68,19 +68,19 @@ class MeshBuilder(TileBuilder):
         }
 
     def _exchanges(self) -> tuple[dict[Task, Task], dict[Task, Task]]:
-        """The exchange that must come before each gather, at the first that needs it; and the one
-        that follows each reduction, at the last that feeds it."""
+        """The exchange that must come before each gather, at the first that needs it; and the
+        exchange that each reduction feeds."""
         mesh, cut = self._mesh, self.head_group.cut
         before: dict[Task, Task] = {}  # by the exchange
-        after: dict[Task, Task] = {}
+        feeds: dict[Task, Task] = {}
         for task in self._tasks if cut else ():
             assert cut is not None
             key_side = task.kind in (GATHER_KV, mesh.kv_reduce_kind)
             if task.kind in (GATHER_Q, GATHER_KV):
                 before.setdefault(comes_by(cut, key_side, *task.index), task)
             elif task.kind != COMPUTE:
-                after[goes_by(cut, self.direction, key_side, *task.index)] = task
-        return {task: ex for ex, task in before.items()}, {task: ex for ex, task in after.items()}
+                feeds[task] = goes_by(cut, self.direction, key_side, *task.index)
+        return {task: ex for ex, task in before.items()}, feeds
 
     def _with_exchanges(self, schedule: Schedule) -> Schedule:
         """With exchanges as steps of their own, where programs have them, and without gathers that
@@ -91,24 +91,26 @@ class MeshBuilder(TileBuilder):
         gathers = {GATHER_Q: mesh.tile.a > 1, GATHER_KV: mesh.tile.b > 1}
         steps: list[tuple[Task | None, list[Task]]] = []
         waiting: list[tuple[int, Task]] = []  # for so many computations, as parts of a reduction do
+        unfinished = Unfinished(self._feeds)
         for step in schedule.steps:
             task = step.communication
             begun = [self._before[task]] if task in self._before else []
             if task is not None and gathers.get(task.kind, True):
                 begun.append(task)
-            if task in self._after:
+            if task in self._feeds:
                 parts = len(self._fragment(task, 0)) - 1
                 if parts:
-                    waiting.append((parts, self._after[task]))
+                    waiting.append((parts, task))
                 else:
-                    begun.append(self._after[task])
+                    begun += unfinished.without(task)
             if begun or task is None or not steps:
                 steps += [(one, []) for one in begun] or [(None, [])]
             for compute in step.compute:
                 steps[-1][1].append(compute)
-                steps += [(end, []) for parts, end in waiting if parts == 1]
-                waiting = [(parts - 1, end) for parts, end in waiting if parts > 1]
-        steps += [(end, []) for _, end in waiting]
+                done = [reduction for parts, reduction in waiting if parts == 1]
+                steps += [(end, []) for reduction in done for end in unfinished.without(reduction)]
+                waiting = [(parts - 1, reduction) for parts, reduction in waiting if parts > 1]
+        steps += [(end, []) for _, reduction in waiting for end in unfinished.without(reduction)]
         return Schedule(tuple(Step(task, tuple(c)) for task, c in steps if task or c))
 
     def unit(self, unit: int) -> Unit:
@@ -120,7 +122,7 @@ class MeshBuilder(TileBuilder):
         operations: list[Operation | Task] = []
         begun_q: set[int] = set()
         begun_kv: set[int] = set()
-        later: list[deque[Sequence[Operation | Task]]] = []  # parts of the tasks that have begun
+        later = _Later(operations, self._feeds)
         for task in self._tasks:
             if task.kind == COMPUTE:
                 i, j = task.index
@@ -130,9 +132,7 @@ class MeshBuilder(TileBuilder):
                     operations.append(mesh.compute(i, j, calls, fresh))
                     begun_q.add(i)
                     begun_kv.add(j)
-                for parts in later:
-                    operations += parts.popleft()
-                later = [parts for parts in later if parts]
+                later.go_on()
                 continue
             (index,) = task.index
             if task.kind == mesh.q_reduce_kind and index not in begun_q:
@@ -141,19 +141,9 @@ class MeshBuilder(TileBuilder):
                 operations += mesh.kv.empty(task.kind, index)
             if task in self._before:
                 operations.append(self._before[task])
-            now, *rest = self._fragment(task, unit)
-            operations += now
-            parts = deque[Sequence[Operation | Task]](rest)
-            if task in self._after:
-                end = self._after[task]
-                if parts:
-                    parts[-1] = [*parts[-1], end]
-                else:
-                    operations.append(end)
-                parts.append([end.at(SUM)])
-            if parts:
-                later.append(parts)
-        return operations + [op for parts in later for part in parts for op in part]
+            later.begin(task, self._fragment(task, unit))
+        later.finish()
+        return operations
 
     def _calls_of(self, row: int, i: int, column: int, j: int) -> tuple[Call, ...]:
         mesh, lowerings = self._mesh, self._lowerings
@@ -177,6 +167,55 @@ class MeshBuilder(TileBuilder):
             operations = fragment(mesh, unit, task)
             self._fragments[key] = [operations] if self.capped else _up_to_transfers(operations)
         return self._fragments[key]
+
+
+class Unfinished:
+    """The reductions that each exchange still waits for."""
+
+    def __init__(self, feeds: Mapping[Task, Task]) -> None:
+        """`feeds`: the exchange of each reduction."""
+        self._feeds, self._left = feeds, Counter(feeds.values())
+
+    def without(self, reduction: Task) -> list[Task]:
+        """The exchange that nothing else feeds, now that this reduction is done, if there is one.
+        A reduction is done once."""
+        exchange = self._feeds.get(reduction)
+        if exchange is None or not self._left[exchange]:
+            return []
+        self._left[exchange] -= 1
+        return [] if self._left[exchange] else [exchange]
+
+
+class _Later:
+    """Communication tasks whose parts stand behind the computations that hide them. An exchange
+    follows the last part of all that feeds it, and is summed up behind one more computation."""
+
+    def __init__(self, operations: list[Operation | Task], feeds: Mapping[Task, Task]) -> None:
+        self._operations, self._unfinished = operations, Unfinished(feeds)
+        self._begun: list[tuple[Task, deque[Sequence[Operation | Task]]]] = []
+
+    def begin(self, task: Task, parts: Sequence[Sequence[Operation | Task]]) -> None:
+        """With the first part now."""
+        self._begun.append((task, deque(parts)))
+        self._next_part(*self._begun[-1])
+
+    def go_on(self) -> None:
+        """The next part of each."""
+        self._begun = [begun for begun in self._begun if begun[1]]
+        for begun in self._begun:
+            self._next_part(*begun)
+
+    def finish(self) -> None:
+        for task, parts in self._begun:
+            while parts:
+                self._next_part(task, parts)
+
+    def _next_part(self, task: Task, parts: deque[Sequence[Operation | Task]]) -> None:
+        self._operations += parts.popleft()
+        if not parts:
+            for end in self._unfinished.without(task):
+                self._operations.append(end)
+                parts.append([end.at(SUM)])
 
 
 def _up_to_transfers(operations: list[Operation]) -> list[list[Operation]]:
