@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from paper_table import METHODS, Cell, Found, run_all, summary, table
 from provenance import taken
 
-from mesh_attention.cluster import Cluster, load_cluster
+from mesh_attention.cost import Cluster, load_cluster
 
 Array = NDArray[np.float64]
 STEP = 0.05  # of the logarithm, for slopes
@@ -154,7 +154,7 @@ def main() -> None:
     if args.fit:
         cluster = fit(cluster, args.rounds, tell)
         if args.write:
-            folder = resources.files("mesh_attention.cluster") / "clusters"
+            folder = resources.files("mesh_attention.cost.machine") / "clusters"
             write(cluster, Path(str(folder / "paper.toml")))
     found = run_all(cluster)
     print("\nMFU in percent: simulated / published (ratio)\n")

@@ -40,7 +40,8 @@ from mesh_attention.kernels import (
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Free
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -105,7 +106,7 @@ def host_microseconds(
     no_work = NoWork()
     register(no_work)
     try:
-        executor = Executor(
+        executor = make_executor(
             *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), call_shape),
             softmax_scale=1.0,
             kernel=no_work.name,

@@ -34,7 +34,7 @@ from kernels_on_masks import log_normal_pack
 from provenance import taken
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.cluster.cluster import PassRates
+from mesh_attention.cost.machine.kernel_facts import PassRates
 from mesh_attention.kernels import (
     BlockMask,
     Causal,

@@ -37,7 +37,8 @@ from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -176,7 +177,7 @@ def measure(
     for direction in Direction:
         workspace, messages = Workspace(), Messages()
         executors = {
-            (name, two): Executor(
+            (name, two): make_executor(
                 plan,
                 plan.direction(direction),
                 rank,

@@ -13,10 +13,10 @@ from typing import Any
 from method_steps import say
 from prediction_report import AUTO, UNCUT, Predicted
 
-from mesh_attention.cluster import Cluster, simulate
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.planning import ask_on
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import find_best
+from mesh_attention.cost import Cluster, simulate
+from mesh_attention.cost.planning import ask_on
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS as METHOD_TABLE
 from mesh_attention.plan.problem import Problem

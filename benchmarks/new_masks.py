@@ -36,6 +36,7 @@ from mesh_attention.plan.question import Question, ask
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -128,7 +129,7 @@ class Maker:
 
     def _executor(self, plan: Plan, direction: Direction, known: KnownRanges) -> Executor:
         one = plan.direction(direction)
-        return Executor(
+        return make_executor(
             *(plan, one, RANK, AloneTransport(one.programs[RANK]), Workspace(), self.shape),
             softmax_scale=DIM**-0.5,
             known_ranges=known,
@@ -167,7 +168,7 @@ def speeds(case: Case, executors: dict[Direction, Executor], repeats: int) -> di
     """Milliseconds of both passes through the executor and of the bare kernel, in turns, with calls
     that follow each other; and how long the host takes to launch one."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    program = executors[Direction.BACKWARD]._program
+    program = executors[Direction.BACKWARD].program
     buffers = {b.name: b for b in program.buffers if b.role is Role.INPUT}
     inputs = {
         name: torch.randn(b.num_rows, 1, b.num_heads, DIM, device=device, dtype=dtype)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mesh_attention.cluster import Cluster, simulate
+from mesh_attention.cost import Cluster, simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem

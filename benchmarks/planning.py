@@ -37,8 +37,8 @@ from typing import Any, TypeVar
 
 from provenance import taken
 
-from mesh_attention.cluster import load_cluster, simulate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.agreement import meetings, question_digest
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask

@@ -55,7 +55,7 @@ from provenance import taken
 from rank_processes import RankProcesses
 from sockets import Sockets
 
-from mesh_attention.cluster import load_cluster
+from mesh_attention.cost import load_cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.problem import Problem

@@ -17,11 +17,11 @@ from typing import Any
 
 from replay.rank import RankToReplay, may_be_slowest, rank_to_replay
 
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.planning import plan_on, setting_of
-from mesh_attention.cluster.simulate import simulate
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import find_best
+from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on, setting_of
+from mesh_attention.cost.simulator import simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction

@@ -19,7 +19,7 @@ from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import show, table
 from mesh_attention.cli.simulate import CLUSTER_FLAGS, Simulated, simulated
 from mesh_attention.cli.values import count, size
-from mesh_attention.cluster.load import load_cluster
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 
 PROGRAM = "python benchmarks/replay_rank.py"

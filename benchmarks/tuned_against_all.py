@@ -24,10 +24,10 @@ import torch
 from provenance import taken
 
 from mesh_attention import Mask, Problem
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.contenders import Contender, contenders
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.tuning import Pair, Tuning
+from mesh_attention.choose.contenders import Contender, contenders
+from mesh_attention.choose.tuning import Pair, Tuning
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks, ranks_of_launcher

@@ -21,10 +21,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import find_best
 from mesh_attention.cli.output import progress
-from mesh_attention.cluster import load_cluster
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import find_best
+from mesh_attention.cost import load_cluster
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import AUTO

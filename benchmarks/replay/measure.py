@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.planning import rates_of
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.workspace import Workspace
 from replay.rank import RankToReplay, Replayed
 from replay.stand_in_data import inputs_of
@@ -62,7 +62,7 @@ def measure(
     call_shape = CallShape(1, _DTYPES[given.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
     inputs = inputs_of(given.program, given.plan, call_shape)
-    executor = Executor(
+    executor = make_executor(
         given.plan,
         given.one,
         0,  # there is one program, whatever its rank is
@@ -71,7 +71,7 @@ def measure(
         call_shape,
         softmax_scale=float(given.plan.problem.head_dim) ** -0.5,
         kernel=kernel,
-        rates=rates_of(load_cluster(given.predicted["cluster"])),
+        links=load_cluster(given.predicted["cluster"]).links,
     )
 
     def seconds(mode: Mode) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cost.timeline import Timeline
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.plan import Pass, Plan

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_auto import is_auto, rates_for
+from mesh_attention.context_auto import cluster_for, is_auto
+from mesh_attention.cost.machine.rates import rates_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
@@ -58,11 +59,12 @@ def read_arguments(
     given = {n: x for n, x in given.items() if x is not None and n not in UNSUPPORTED}
     chosen = {name: given.pop(name) for name in _CALL if name in given}
     options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
-    rates = rates_for(options.get("method"), options.pop("cluster", None))
+    cluster = cluster_for(options.get("method"), options.pop("cluster", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
-    if rates is not None:
-        calls = replace(calls, rates=rates)
+    rates = None if cluster is None else rates_of(cluster)
+    if cluster is not None:
+        calls = replace(calls, links=cluster.links)
     if "plan" in given:
         plan = a_plan(given.pop("plan"))
         if given or options:

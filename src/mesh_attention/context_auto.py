@@ -18,18 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mesh_attention.cluster.answers import Chosen, is_measured, kept_answer, question_of_answer
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, nic_gbits
-from mesh_attention.cluster.load import a_cluster
-from mesh_attention.cluster.planning import rates_of, tokens_stay
+from mesh_attention.choose.answers import Chosen, is_measured, kept_answer, question_of_answer
+from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_driver, nic_gbits
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import a_cluster
+from mesh_attention.cost.machine.rates import Costs, Rates, costs_of, rates_of, usual_rates
+from mesh_attention.cost.planning import tokens_stay
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS, all_options
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, joined
-from mesh_attention.plan.schedule.tasks import Costs
-from mesh_attention.plan.way_costs import Rates
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) 
     if given.get("cluster") is None:
         machine = _machine(group, per_node)
         cluster, line = find_cluster(machine)
-        rates = Rates() if machine.gpu is None else rates_of(cluster)
+        rates = usual_rates() if machine.gpu is None else rates_of(cluster)
         if per_node is not None and per_node >= len(ranks):
             per_node = None  # one node, as where nobody says anything of nodes
     else:
@@ -115,7 +114,7 @@ def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) 
     if chosen is not None:
         per_node = cluster.node.ranks
     per_node = options.get("ranks_per_node") or per_node
-    costs = cluster.planning_costs(len(ranks))
+    costs = costs_of(cluster, len(ranks))
     if node := per_node or found:
         rates = replace(rates, ranks_per_node=node)
     return AutoChoice(line, rates, costs, per_node, options, chosen)
@@ -134,8 +133,8 @@ def told_of_calls(given: Mapping[str, Any]) -> str | None:
     return f"first answer of {AUTO} to the sizes of the call, by {rates}"
 
 
-def rates_for(method: Any, cluster: Any) -> Rates | None:
-    """Of a cluster that was given, where something is chosen by it."""
+def cluster_for(method: Any, cluster: Any) -> Cluster | None:
+    """The cluster that was given, where something is chosen by it."""
     if cluster is None:
         return None
     if (method or DEFAULT_METHOD) != AUTO:
@@ -143,7 +142,7 @@ def rates_for(method: Any, cluster: Any) -> Rates | None:
             f"cluster={cluster if isinstance(cluster, str) else type(cluster).__name__}: only "
             f"method={AUTO!r} chooses by it; leave it out"
         )
-    return rates_of(a_cluster(cluster))
+    return a_cluster(cluster)
 
 
 def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None:

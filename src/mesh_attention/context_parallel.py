@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.cluster.cluster import Cluster
 from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
 from mesh_attention.context_arguments import process_group, read_arguments
 from mesh_attention.context_auto import AutoChoice, choose, is_auto, told_of_calls
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_sizes import has_sizes, usual_sizes, with_lengths
 from mesh_attention.context_training import Training
+from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.mask import Mask

@@ -19,8 +19,9 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Direction, Plan, a_plan
 from mesh_attention.runtime.binding import GRAD_LSE
 from mesh_attention.runtime.compute import Scores
-from mesh_attention.runtime.executor import CallShape, Executor
+from mesh_attention.runtime.executor import CallShape
 from mesh_attention.runtime.modes import outside_autocast
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.sharding import join_shards, rows_first, take_shard
 from mesh_attention.runtime.sinks import add_sinks, gradient_of_sinks
 from mesh_attention.runtime.transport.interface import Counters
@@ -157,7 +158,7 @@ class _Run:
         transports = [world.transport(program) for program in one.programs]
         self.counters = [transport.meter.counters for transport in transports]
         runs = {
-            rank: Executor(
+            rank: make_executor(
                 self.plan,
                 one,
                 rank,

@@ -9,8 +9,8 @@ import pytest
 from replay.rank import RankToReplay, may_be_slowest, rank_of, rank_to_replay
 
 from mesh_attention import Mask, MeshAttentionError, Problem
-from mesh_attention.cluster import Timeline, load_cluster, simulate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import Timeline, load_cluster, simulate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication

@@ -11,13 +11,14 @@ from replay.stand_in_data import fill, inputs_of
 from replay.transport import Landing, ReplayTransport
 
 from mesh_attention import Mask, Problem
-from mesh_attention.cluster import load_cluster, simulate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 from mesh_attention.runtime.workspace import Workspace
@@ -57,7 +58,7 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
     given = rank_to_replay(simulate(plan, cluster, direction), 3)
     call_shape = CallShape(1, torch.float32, torch.device("cpu"))
     holder = NotingHolder()
-    executor = Executor(
+    executor = make_executor(
         given.plan,
         given.one,
         0,

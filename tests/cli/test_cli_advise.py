@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from mesh_attention.choose.answers import VARIABLE, ask_auto
+from mesh_attention.choose.one_pass import Standing
+from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.cli import installed
 from mesh_attention.cli.advise import _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
-from mesh_attention.cluster.answers import VARIABLE, ask_auto
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.one_pass import Standing
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.ranking import RankedMethod
+from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
@@ -59,7 +59,7 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
 def test_the_line_says_cluster_file_dtype_and_mask_as_they_were_given(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
     file = tmp_path / "ours.toml"
     file.write_text(text)
     given = ["--cluster", str(file), "--heads", "4", "--element-bytes", "4"]
@@ -132,7 +132,7 @@ def test_json_ranks_methods_and_says_what_is_kept(
 def test_what_does_not_fit_a_gpu_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
     file = tmp_path / "small.toml"
     file.write_text(text.replace("memory_gib = 80 ", "memory_gib = 0.0001 "))
     words = ["advise", "--cluster", str(file), "--ranks", "2", "--tokens", "512", "--heads", "4"]

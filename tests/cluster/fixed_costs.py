@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from mesh_attention.cluster import Cluster, load_cluster
-from mesh_attention.cluster.cluster import Disturbance
-from mesh_attention.cluster.timed_call import TimedCall
+from mesh_attention.cost import Cluster, load_cluster
+from mesh_attention.cost.machine.cluster import Disturbance
+from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.program import Attend, AttendBackward, Operation
 from mesh_attention.plan.traffic import Flows

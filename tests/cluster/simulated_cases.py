@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.cluster import Overlap, Timeline, load_cluster, simulate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import Overlap, Timeline, load_cluster, simulate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.cluster import load_cluster
-from mesh_attention.cluster.answers import (
+from mesh_attention.choose.answers import (
     VARIABLE,
     answers_folder,
     ask_auto,
@@ -19,6 +18,7 @@ from mesh_attention.cluster.answers import (
     kept_answer,
     search_and_keep,
 )
+from mesh_attention.cost import load_cluster
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.question import ask
 from mesh_attention.plan.text import digest

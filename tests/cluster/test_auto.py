@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.cluster import Cluster, auto, load_cluster, simulate
-from mesh_attention.cluster.answers import VARIABLE, ask_auto, keep_answer, kept_answer
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import Candidate, find_best
-from mesh_attention.cluster.load import cluster_names
-from mesh_attention.cluster.one_pass import OnePass, Standing
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.ranking import received_in_nodes
-from mesh_attention.cluster.reasons import why
+from mesh_attention.choose.answers import VARIABLE, ask_auto, keep_answer, kept_answer
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import Candidate, find_best
+from mesh_attention.choose.one_pass import OnePass, Standing
+from mesh_attention.choose.ranking import received_in_nodes
+from mesh_attention.choose.reasons import why
+from mesh_attention.cost import Cluster, auto, load_cluster, simulate
+from mesh_attention.cost.machine.load import cluster_names
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS

@@ -9,12 +9,12 @@ import pytest
 from simulated_cases import problem_of
 
 from mesh_attention import MeshAttentionError
-from mesh_attention.cluster import load_cluster, simulate
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.gantt import draw_gantt
-from mesh_attention.cluster.load import parse_cluster
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.trace import trace_of
+from mesh_attention.choose.best import find_best
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.gantt import draw_gantt
+from mesh_attention.cost.machine.load import parse_cluster
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.trace import trace_of
 from mesh_attention.plan.question import make_plan
 
 HGX = load_cluster("hgx-h100")
@@ -64,7 +64,7 @@ def test_a_cluster_may_be_given_by_its_name() -> None:
 def test_kernels_faster_than_the_gpu_are_refused() -> None:
     from importlib import resources
 
-    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
     with pytest.raises(MeshAttentionError, match="faster than"):
         parse_cluster(text.replace("peak_tflops = 989", "peak_tflops = 100"), "mine")
     with pytest.raises(MeshAttentionError, match="usual size"):

@@ -13,7 +13,7 @@ import pytest
 
 import mesh_attention
 from mesh_attention.cli.main import main
-from mesh_attention.cluster import cluster_names
+from mesh_attention.cost import cluster_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "simulate.md").read_text()

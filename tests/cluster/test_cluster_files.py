@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mesh_attention.cluster import cluster_names, load_cluster
-from mesh_attention.cluster.load import ClusterError, parse_cluster, read_cluster
+from mesh_attention.cost import cluster_names, load_cluster
+from mesh_attention.cost.machine.load import ClusterError, parse_cluster, read_cluster
+from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.plan.plan import Direction
 
-FOLDER = resources.files("mesh_attention.cluster") / "clusters"
+FOLDER = resources.files("mesh_attention.cost.machine") / "clusters"
 GOOD = (FOLDER / "hgx-h200.toml").read_text(encoding="utf-8")
 NUMBER = re.compile(r"^\s*([\w.]+)\s*=\s*[-+.\d][\w.+-]*")
 
@@ -54,7 +55,7 @@ def test_every_shipped_cluster_is_read_and_named_as_its_file(name: str) -> None:
         curves = [r for one in cluster.passes(direction).values() for r in one.rates.values()]
         assert len(curves) >= 3
         assert all(0 < rate.tflops < cluster.gpu.peak_tflops for rate in curves)
-    inside, between = cluster.planning_costs(8), cluster.planning_costs(256)
+    inside, between = costs_of(cluster, 8), costs_of(cluster, 256)
     assert inside.bytes_per_second > between.bytes_per_second
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from simulated_cases import timeline_of
 
-from mesh_attention.cluster.gantt import _label, draw_gantt
-from mesh_attention.cluster.timeline import Event, Stream
+from mesh_attention.cost.gantt import _label, draw_gantt
+from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.plan import Direction
 

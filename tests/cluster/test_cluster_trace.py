@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from simulated_cases import timeline_of
 
-from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.trace import trace_of
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.cost.trace import trace_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.cluster import load_cluster
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.copies import ranks_to_simulate
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.simulate import simulate
-from mesh_attention.cluster.waits import Overlap
+from mesh_attention.cost import load_cluster
+from mesh_attention.cost.copies import ranks_to_simulate
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.simulator import simulate
+from mesh_attention.cost.waits import Overlap
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem

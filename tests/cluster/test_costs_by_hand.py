@@ -7,19 +7,13 @@ from typing import Any
 
 import pytest
 from fixed_costs import undisturbed
+from mesh_attention.cost.communication_cost import CommunicationCosts, GroupShape
 
 from mesh_attention import Mask
-from mesh_attention.cluster import Cluster
-from mesh_attention.cluster.cluster import (
-    CollectiveLink,
-    KernelRate,
-    KernelRates,
-    ManyPeersLink,
-    PassRates,
-    PeerLink,
-)
-from mesh_attention.cluster.communication_cost import CommunicationCosts, GroupShape
-from mesh_attention.cluster.compute_cost import ComputeCosts
+from mesh_attention.cost import Cluster
+from mesh_attention.cost.compute_cost import ComputeCosts
+from mesh_attention.cost.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
+from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
@@ -275,7 +269,7 @@ def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:
 def test_schedulers_go_by_the_link_that_so_many_ranks_need(
     ranks: int, rate: float, latency: float
 ) -> None:
-    costs = cluster().planning_costs(ranks)
+    costs = costs_of(cluster(), ranks)
     assert costs.bytes_per_second == pytest.approx(rate)
     assert costs.latency_seconds == pytest.approx(latency * MICRO)
     assert costs.flops_per_second == pytest.approx(4e9)

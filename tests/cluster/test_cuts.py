@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mesh_attention.cluster.cuts import Cut, first_cuts
+from mesh_attention.choose.cuts import Cut, first_cuts
 from mesh_attention.plan.problem import Problem
 
 

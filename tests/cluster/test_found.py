@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh_attention.cluster import load_cluster
-from mesh_attention.cluster.found import Machine, find_cluster, gpu_of_driver, nic_gbits
+from mesh_attention.cost import load_cluster
+from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_driver, nic_gbits
 
 
 @pytest.mark.parametrize(

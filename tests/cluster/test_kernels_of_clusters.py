@@ -11,14 +11,14 @@ import torch
 from fixed_costs import undisturbed
 
 from mesh_attention import Mask, Problem
+from mesh_attention.choose.best import find_best
 from mesh_attention.cli.main import main
-from mesh_attention.cluster import Cluster, load_cluster, simulate
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
-from mesh_attention.cluster.compute_cost import KEYS_IN_RUNS, ComputeCosts
-from mesh_attention.cluster.load import ClusterError, parse_cluster
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.timed_call import TimedCall
+from mesh_attention.cost import Cluster, load_cluster, simulate
+from mesh_attention.cost.compute_cost import KEYS_IN_RUNS, ComputeCosts
+from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.cost.machine.load import ClusterError, parse_cluster
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward
@@ -215,13 +215,13 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
     ],
 )  # fmt: skip
 def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:
-    text = files("mesh_attention.cluster").joinpath("clusters/hgx-h100.toml").read_text()
+    text = files("mesh_attention.cost").joinpath("clusters/hgx-h100.toml").read_text()
     with pytest.raises(ClusterError, match=told):
         parse_cluster(f"{text}\n{kernels}", "mine")
 
 
 def test_a_kernel_may_be_as_fast_as_the_gpu_and_no_faster() -> None:
-    text = files("mesh_attention.cluster").joinpath("clusters/hgx-h200.toml").read_text()
+    text = files("mesh_attention.cost").joinpath("clusters/hgx-h200.toml").read_text()
     assert parse_cluster(text.replace("tflops = 722 ", "tflops = 989 "), "mine")
     with pytest.raises(ClusterError, match=r"is faster than gpu\.peak_tflops = 989"):
         parse_cluster(text.replace("tflops = 722 ", "tflops = 990 "), "mine")

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.cluster import load_cluster, simulate
-from mesh_attention.cluster.one_rank import estimate
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.waits import Overlap
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.waits import Overlap
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 

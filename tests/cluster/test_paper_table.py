@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from mesh_attention.cluster import load_cluster
+from mesh_attention.cost import load_cluster
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paper_table.py"
 

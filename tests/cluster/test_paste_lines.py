@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention.cli import advise
-from mesh_attention.cli.advise import asked_of_all
-from mesh_attention.cli.command import Parser
-from mesh_attention.cluster.answers import (
+from mesh_attention.choose.answers import (
     VARIABLE,
     Chosen,
     ask_auto,
     keep_answer,
     question_of_answer,
 )
-from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.found import Machine, find_cluster
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.one_pass import Standing
-from mesh_attention.cluster.ranking import python_line
+from mesh_attention.choose.auto import BestOfAll, find_best_of_all
+from mesh_attention.choose.one_pass import Standing
+from mesh_attention.choose.ranking import python_line
+from mesh_attention.cli import advise
+from mesh_attention.cli.advise import asked_of_all
+from mesh_attention.cli.command import Parser
+from mesh_attention.cost.detect_cluster import Machine, find_cluster
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction, Plan
@@ -70,7 +70,7 @@ def pasted(text: str, ranks: int = RANKS) -> Plan:
 
 def test_lines_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    text = (resources.files("mesh_attention.cluster") / "clusters" / "hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
     file = tmp_path / "a \"quoted\" 'name'.toml"
     file.write_text(text)
     cluster = load_cluster(file)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.one_pass import Standing
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.reasons import why
-from mesh_attention.cluster.simulate import simulate
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import find_best
+from mesh_attention.choose.one_pass import Standing
+from mesh_attention.choose.reasons import why
+from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.simulator import simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem

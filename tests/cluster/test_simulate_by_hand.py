@@ -10,16 +10,16 @@ import pytest
 from fixed_costs import FixedCosts, undisturbed
 
 from mesh_attention import Mask
-from mesh_attention.cluster import Overlap, load_cluster, simulate
-from mesh_attention.cluster.cluster import Disturbance
-from mesh_attention.cluster.timeline import Stream
+from mesh_attention.cost import Overlap, load_cluster, simulate
+from mesh_attention.cost.machine.cluster import Disturbance
+from mesh_attention.cost.machine.rates import Costs
+from mesh_attention.cost.timeline import Stream
 from mesh_attention.plan.count import count
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.schedule.tasks import Costs
 
 FORWARD = (Direction.FORWARD,)
 

@@ -8,10 +8,10 @@ import pytest
 from fixed_costs import FixedCosts, undisturbed
 
 from mesh_attention import Mask, Problem
-from mesh_attention.cluster import Cluster, Timeline, load_cluster, simulate
-from mesh_attention.cluster.compute_cost import ComputeCosts
-from mesh_attention.cluster.one_rank import estimate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import Cluster, Timeline, load_cluster, simulate
+from mesh_attention.cost.compute_cost import ComputeCosts
+from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend
 from mesh_attention.plan.question import make_plan

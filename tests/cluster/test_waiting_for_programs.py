@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.cluster import Cluster, load_cluster, simulate
-from mesh_attention.cluster.compute_cost import ComputeCosts
-from mesh_attention.cluster.one_rank import estimate
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.timed_call import TimedCall
+from mesh_attention.cost import Cluster, load_cluster, simulate
+from mesh_attention.cost.compute_cost import ComputeCosts
+from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem

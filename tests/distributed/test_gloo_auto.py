@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
-from mesh_attention.cluster.answers import (
+from mesh_attention.choose.answers import (
     VARIABLE,
     keep_chosen,
     kept_answer,
     question_of_answer,
     search_and_keep,
 )
-from mesh_attention.cluster.load import load_cluster
 from mesh_attention.context_auto import ranks_of_nodes
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, Plan, make_plan
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.choose.best import find_best
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.plan import Direction, Programs
 from mesh_attention.plan.program import AllGather, AllToAll, Attend, Program
 from mesh_attention.plan.text import digest, parse_plan, plan_text

@@ -14,8 +14,8 @@ from replay.stand_in_data import STOCK_BYTES
 from torch import Tensor
 
 from mesh_attention import Mask, Problem
-from mesh_attention.cluster import load_cluster, simulate
-from mesh_attention.cluster.planning import plan_on
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.kernels import Block, Full
 from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.buffers import Buffer, Kind, Precision

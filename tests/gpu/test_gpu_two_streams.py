@@ -16,7 +16,8 @@ from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.buffers import Kind, Role
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Communication, Program, reads, writes
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.workspace import Workspace
@@ -77,7 +78,7 @@ def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> l
     one = plan.direction(direction)
     program = one.programs[rank]
     transport = Noted(program)
-    executor = Executor(
+    executor = make_executor(
         *(plan, one, rank, transport, Workspace(poison=True), CALL_SHAPE),
         softmax_scale=DIM**-0.5,
         two_streams=two_streams,

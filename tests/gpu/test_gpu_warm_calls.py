@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, make_plan
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.executor import CallShape, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.prepared_call import CapturedCall
 from mesh_attention.runtime.transport.local import AloneTransport, LocalWorld
 from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
@@ -135,7 +136,9 @@ def all_ranks(
     one = plan.direction(direction)
     world = LocalWorld(one.groups)
     executors = [
-        Executor(plan, one, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1)
+        make_executor(
+            plan, one, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1
+        )
         for rank, p in enumerate(one.programs)
     ]
     return lambda inputs: _in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
@@ -188,7 +191,7 @@ def test_a_workspace_that_grows_is_bound_again() -> None:
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     one = plan.forward
     workspace = Workspace()
-    executor = Executor(
+    executor = make_executor(
         plan, one, 0, AloneTransport(one.programs[0]), workspace, CALL_SHAPE, softmax_scale=0.1
     )
     inputs = local_inputs(plan, Direction.FORWARD, CALL_SHAPE)[0]
@@ -208,7 +211,7 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     problem = Problem(65536, 16, 128, mask=Mask(causal=causal))
     plan = make_plan(problem, 16, method="mesh", tile=(4, 4), chunks=(2, 2))
     one = plan.direction(direction)
-    executor = Executor(
+    executor = make_executor(
         plan, one, 0, AloneTransport(one.programs[0]), Workspace(), CALL_SHAPE, softmax_scale=0.1
     )
     inputs = local_inputs(plan, direction, CALL_SHAPE)[0]

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 import mesh_attention.measure.tune
 from mesh_attention import ContextParallel, Mask, Problem
+from mesh_attention.choose.answers import VARIABLE, is_measured, kept_answer, search_and_keep
+from mesh_attention.choose.best import candidate
+from mesh_attention.choose.contenders import Contender, contenders
+from mesh_attention.choose.search import a_search
+from mesh_attention.choose.tuning import Tuning
 from mesh_attention.cli.main import main
-from mesh_attention.cluster.answers import VARIABLE, is_measured, kept_answer, search_and_keep
-from mesh_attention.cluster.best import candidate
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.contenders import Contender, contenders
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.search import a_search
-from mesh_attention.cluster.tuning import Tuning
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.measure.attempts import Attempts, Refusal, reason_of

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_attention.cost.machine.rates import usual_costs
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations
 from mesh_attention.plan.build import tile_tasks
@@ -29,7 +30,7 @@ from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Prog
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.runs import Run
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
 from mesh_attention.plan.text import parse_plan, plan_text
 from support.listed import stretches_for
 
@@ -155,7 +156,7 @@ def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> No
             ranks, mask=CAUSAL, chunks=chunks, layout=layout, rotation=rotation, combine=combine
         )
         for one in plan.passes:
-            assert greedy(task_graph(plan, one, Costs())) == one.schedule
+            assert greedy(task_graph(plan, one, usual_costs())) == one.schedule
 
 
 @pytest.mark.parametrize("rotation", [True, False])
@@ -173,7 +174,7 @@ def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
     monkeypatch.setattr(tile_tasks, "greedy", watched)
     plan = plan_for(6, tile=(2, 3), chunks=(3, 2), rotation=rotation)
     for one, expected in zip(plan.passes, ordered, strict=True):
-        found = task_graph(plan, one, Costs())
+        found = task_graph(plan, one, usual_costs())
         for mine, theirs in (
             (found.communication, expected.communication),
             (found.compute, expected.compute),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from mesh_attention.cost.machine.rates import usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.count import count
@@ -17,7 +19,6 @@ from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import ask, make_plan
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
-from mesh_attention.plan.way_costs import Rates
 
 CAUSAL = Mask(causal=True)
 
@@ -60,7 +61,7 @@ def test_no_constructor_waits_for_it(ranks: int) -> None:
 
 def test_the_links_decide() -> None:
     problem = Problem(131072, 64, 128, num_kv_heads=64, mask=CAUSAL)
-    slow = Rates(between_bytes=1e9)
+    slow = replace(usual_rates(), between_bytes=1e9)
     inside, outside = first_answers(problem, 8)[0], first_answers(problem, 64, rates=slow)[0]
     assert inside.total < outside.total
     fewest = min(one.received_bytes for one in first_answers(problem, 64))

@@ -7,19 +7,20 @@ from random import Random
 
 import pytest
 import torch
+from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS, Leaving, _rounds, leave_sms
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS, Leaving, _rounds, leave_sms
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, AttendBackward, CallKind
 from mesh_attention.plan.verify import verify
-from mesh_attention.plan.way_costs import Rates
 from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.testing import run_local
 
 SMS = 132
-FAST = replace(Rates(), latency=0.0, peer=0.0, inside_bytes=1e15)  # next to no time for transfers
+RATES = usual_rates()
+FAST = replace(RATES, latency=0.0, peer=0.0, inside_bytes=1e15)  # next to no time for transfers
 K = 1024
 
 
@@ -29,7 +30,7 @@ def leaving(
     one = plan.direction(Direction.BACKWARD if backward else Direction.FORWARD)
     program = one.programs[0]
     waits = dependencies(program, workspace_map(program, plan.problem))
-    return leave_sms(*(program, plan, one, waits), sms=SMS, rates=rates or Rates(), split=split)
+    return leave_sms(*(program, plan, one, waits), sms=SMS, rates=rates or RATES, split=split)
 
 
 def attends(found: Leaving) -> dict[int, Attend]:
@@ -53,11 +54,11 @@ def test_a_long_call_leaves_sms_at_its_end_for_as_long_as_a_transfer_lasts() -> 
         # 64K rows of K and V on NVLink, 8 heads: 0.9 ms of the 26 that a call lasts.
         assert rest.q_stop - rest.q_start < 0.06 * rest.q_stop
     assert len(attends(found)[last].calls) == 1
-    slower = leaving(plan, rates=replace(Rates(), inside_bytes=Rates().inside_bytes / 8))
+    slower = leaving(plan, rates=replace(RATES, inside_bytes=RATES.inside_bytes / 8))
     at = beside[0]
     parts = [attends(one)[at].calls[1] for one in (found, slower)]
     assert parts[1].q_start < parts[0].q_start  # longer transfers, more rows
-    far = leaving(plan, rates=replace(Rates(), ranks_per_node=1))
+    far = leaving(plan, rates=replace(RATES, ranks_per_node=1))
     assert attends(far)[at].calls[1].q_start < parts[0].q_start  # between nodes
 
 
@@ -68,7 +69,7 @@ def test_what_is_split_is_still_proven(causal: bool) -> None:
     programs = []
     for program in one.programs:
         waits = dependencies(program, workspace_map(program, plan.problem))
-        programs.append(leave_sms(program, plan, one, waits, sms=SMS, rates=Rates()).program)
+        programs.append(leave_sms(program, plan, one, waits, sms=SMS, rates=RATES).program)
     assert programs != list(one.programs)
     passes = (replace(one, programs=tuple(programs)), plan.backward)
     assert verify(replace(plan, passes=passes)) == []
@@ -91,7 +92,7 @@ def test_what_is_split_computes_the_same() -> None:
 
 
 def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin() -> None:
-    found = leaving(ring(256 * K), rates=replace(Rates(), inside_bytes=1e9))
+    found = leaving(ring(256 * K), rates=replace(RATES, inside_bytes=1e9))
     for at, leaves in found.calls.items():
         assert leaves == (True,)
         assert len(attends(found)[at].calls) == 1
@@ -129,7 +130,7 @@ def test_a_slice_of_a_gpu_has_none_to_leave() -> None:
     one = plan.forward
     program = one.programs[0]
     waits = dependencies(program, workspace_map(program, plan.problem))
-    found = leave_sms(program, plan, one, waits, sms=SMS_OF_TRANSFERS, rates=Rates())
+    found = leave_sms(program, plan, one, waits, sms=SMS_OF_TRANSFERS, rates=RATES)
     assert found == Leaving(program, {})
 
 
@@ -141,7 +142,7 @@ def test_a_call_of_a_round_stays_whole() -> None:
 
 def test_causal_calls_leave_sms_where_a_transfer_lasts_half_as_long() -> None:
     plan = ring(256 * K, causal=True)
-    for rates, expected in ((Rates(), False), (replace(Rates(), inside_bytes=5e9), True)):
+    for rates, expected in ((RATES, False), (replace(RATES, inside_bytes=5e9), True)):
         found = leaving(plan, rates=rates)
         at, op = next(iter(attends(found).items()))
         causal = [i for i, call in enumerate(op.calls) if call.kind is CallKind.CAUSAL]
@@ -169,7 +170,7 @@ def test_gathers_and_exchanges_are_timed_by_the_links_that_they_take() -> None:
     ):
         rows = []
         for per_node in (8, 1):
-            found = leaving(plan, rates=replace(Rates(), ranks_per_node=per_node))
+            found = leaving(plan, rates=replace(RATES, ranks_per_node=per_node))
             rows.append(
                 sum(
                     call.q_stop - call.q_start

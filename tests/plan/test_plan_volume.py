@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.count import PassCount, count
@@ -16,7 +17,6 @@ from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
-from mesh_attention.plan.schedule.tasks import Costs
 
 GIB = 2**30
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mesh_attention import Mask, Problem, count, make_plan
-from mesh_attention.cluster import simulate
+from mesh_attention.cost import simulate
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import AllToAll, Attend

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plan_cases import random_cuts, random_layouts, random_window
 
+from mesh_attention.cost.machine.rates import usual_rates
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import Layout, LayoutKind
@@ -21,7 +22,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import make_plan
 from mesh_attention.plan.runs import visible_pairs
-from mesh_attention.plan.way_costs import LayerCosts, Rates, pairs_of_ranks
+from mesh_attention.plan.way_costs import LayerCosts, pairs_of_ranks
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(4095, 0))
 FEW_HEADS, MANY_HEADS = (32, 8), (64, 8)
@@ -154,7 +155,7 @@ def test_the_unevenness_of_a_mesh_is_that_of_its_tiles(kind: LayoutKind) -> None
         mask = Mask(causal=rng.random() < 0.6, documents=random_cuts(rng, tokens, 3))
         problem = Problem(tokens, 4, 8, mask=mask)
         layout = Layout(kind, tokens, ranks)
-        predicted = LayerCosts(problem, ranks, Rates()).mesh(layout, layout, tile).unevenness
+        predicted = LayerCosts(problem, ranks, usual_rates()).mesh(layout, layout, tile).unevenness
         plan = make_plan(problem, ranks, method="mesh", layout=kind, tile=tile)
         assert predicted == pytest.approx(balance(plan, plan.forward).ratio), (problem, tile)
 
@@ -164,7 +165,7 @@ def test_predicted_bytes_are_those_that_plans_count(kind: str) -> None:
     """What the worst rank receives in the forward pass, but for statistics and padding."""
     starts = (0, 300, 301, 1200, 4096)
     problem = Problem(4096, 8, 64, num_kv_heads=4, mask=Mask(causal=True, documents=starts))
-    costs = LayerCosts(problem, 8, Rates())
+    costs = LayerCosts(problem, 8, usual_rates())
     layout = Layout(LayoutKind(kind), 4096, 8)
     for method, cost in (
         ("seen", costs.seen(layout, layout)),

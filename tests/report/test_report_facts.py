@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.search import a_search
+from mesh_attention.choose.search import a_search
+from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.draw.matrix import visible_cells
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction

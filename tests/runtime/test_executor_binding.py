@@ -19,6 +19,7 @@ from mesh_attention.plan.program import Free, Merge, Operation
 from mesh_attention.runtime.binding import Views
 from mesh_attention.runtime.compute import ComputeOperations, Work
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 
@@ -37,7 +38,7 @@ def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pa
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     one = plan.direction(direction)
     transport = AloneTransport(one.programs[0], receive)
-    executor = Executor(plan, one, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
+    executor = make_executor(plan, one, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
     return executor, plan, one
 
 
@@ -126,7 +127,7 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
         yield
 
     transport = AloneTransport(one.programs[0], receive)
-    traced = Executor(
+    traced = make_executor(
         plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3, trace=span
     )
     run_to_end(traced.run(inputs(plan, one)))
@@ -144,7 +145,7 @@ def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
             asked.append((block.mask, block.q.shape[1:3], block.k.shape[1:3]))
 
     transport = AloneTransport(one.programs[0], receive)
-    executor = Executor(plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
+    executor = make_executor(plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
     executor._kernels = dict.fromkeys(executor._kernels, Asked())  # type: ignore[arg-type]
     executor.prepare_kernels()
     assert len(executor._compute.masks) == 2  # slices of heads

@@ -28,6 +28,7 @@ from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AttendBackward
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.runtime.workspace import Workspace
 from mesh_attention.testing import run_local
@@ -112,7 +113,9 @@ def executor(plan: Plan, direction: Direction, kernel: str) -> Executor:
     one = plan.direction(direction)
     transport = AloneTransport(one.programs[0])
     shape = CallShape(1, torch.float64, CPU)
-    return Executor(plan, one, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel)
+    return make_executor(
+        plan, one, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel
+    )
 
 
 def exact(found: Case, kernel: str) -> None:

@@ -16,7 +16,8 @@ from mesh_attention.plan.buffers import Precision
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication
 from mesh_attention.runtime.compute import Scores
-from mesh_attention.runtime.executor import CallShape, Executor
+from mesh_attention.runtime.executor import CallShape
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
 from mesh_attention.runtime.transport.interface import Start, View
 from mesh_attention.runtime.transport.regions import Owner
@@ -100,7 +101,7 @@ class _SharedRun(testing._Run):
         for workspace, block in zip(self.workspaces, world.blocks, strict=True):
             workspace.adopt(block[: world.staging_offset])
         runs = {
-            rank: Executor(
+            rank: make_executor(
                 self.plan,
                 one,
                 rank,

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.answers import keep_answer
+from mesh_attention.choose.auto import BestOfAll, find_best_of_all
+from mesh_attention.choose.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.models import MODELS
@@ -22,19 +25,16 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.output import Progress, progress, show, table
 from mesh_attention.cli.values import one_of
-from mesh_attention.cluster.answers import keep_answer
-from mesh_attention.cluster.auto import BestOfAll, find_best_of_all
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.collector import collector_paused
-from mesh_attention.cluster.found import (
+from mesh_attention.cost.collector import collector_paused
+from mesh_attention.cost.detect_cluster import (
     NEAREST,
     Machine,
     find_cluster,
     gpu_of_driver,
     nic_gbits,
 )
-from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.auto import find_best_of_all
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.gantt import draw_gantt
-from mesh_attention.cluster.load import load_cluster
-from mesh_attention.cluster.planning import plan_on
-from mesh_attention.cluster.simulate import simulate
+from mesh_attention.cost.gantt import draw_gantt
+from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.simulator import simulate
 from mesh_attention.demo import CASES, NUM_RANKS, Outcome, run_cases
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing

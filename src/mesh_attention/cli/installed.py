@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from mesh_attention.cluster.timeline import Timeline
+from mesh_attention.cost.timeline import Timeline
 
 # By kernel: the module that it needs. Others come with PyTorch.
 MODULES = {

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.best import find_best
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.options import (
@@ -21,16 +23,14 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
-from mesh_attention.cluster.auto import find_best_of_all
-from mesh_attention.cluster.best import find_best
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.gantt import check_gantt, draw_gantt
-from mesh_attention.cluster.load import cluster_names, load_cluster
-from mesh_attention.cluster.planning import plan_on, setting_of
-from mesh_attention.cluster.simulate import simulate
-from mesh_attention.cluster.timeline import Timeline
-from mesh_attention.cluster.trace import trace_of
-from mesh_attention.cluster.waits import Overlap
+from mesh_attention.cost.gantt import check_gantt, draw_gantt
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import cluster_names, load_cluster
+from mesh_attention.cost.planning import plan_on, setting_of
+from mesh_attention.cost.simulator import simulate
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.cost.trace import trace_of
+from mesh_attention.cost.waits import Overlap
 from mesh_attention.files import replacing
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.methods.table import AUTO

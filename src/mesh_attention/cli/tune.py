@@ -13,8 +13,8 @@ from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_question_flags
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.load import cluster_names
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import cluster_names
 from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.load import MOST_COLUMNS
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import MOST_COLUMNS
 
 Notes = Mapping[str, str | Sequence[str]]
 _LONGEST = MOST_COLUMNS // 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mesh_attention.cluster.cluster import REFERENCE_HEADS, KernelRate, PassRates
+from mesh_attention.cost.machine.kernel_facts import REFERENCE_HEADS, KernelRate, PassRates
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import CallKind
 
@@ -104,7 +104,7 @@ def pass_section(
         lines.append(f"[{head}.{kind}]")
         lines += [
             f"# {p.what}: {p.tflops:.4g}; the curve gives {curve_tflops(rate, p):.4g}."
-            for p in points[kind]
+            for p in points[CallKind(kind)]
         ]
         lines += [
             f"{field} = {getattr(rate, field):g}  # {source}: fitted to the lines above"

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from mesh_attention.cluster.cluster import KernelRate, KernelRates, PassRates
+from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates, facts_of
 from mesh_attention.kernels import (
     BlockMask,
     Causal,
@@ -25,7 +25,6 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.registry import choose
 from mesh_attention.kernels.rows import accumulator_dtype, choose_rows
-from mesh_attention.kernels.speed import takes_whole_attentions
 from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, fit_terms
 from mesh_attention.measure.kernel_call import KernelCall
 from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
@@ -102,7 +101,8 @@ class KernelMeter:
     ) -> None:
         self._ranks, self._sizes = ranks, sizes
         self._direction, self._kernel = direction, kernel
-        self.ranges = CallKind.RANGE in kinds and takes_whole_attentions(kernel)
+        known = facts_of(kernel).of(direction)
+        self.ranges = CallKind.RANGE in kinds and known is not None and known.ranges
         # A kernel that takes whole attentions does causal calls as row ranges.
         self.kinds = [CallKind.FULL, CallKind.RANGE] if self.ranges else sorted(kinds)
 

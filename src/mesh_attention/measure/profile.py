@@ -13,9 +13,10 @@ from itertools import count
 
 import torch
 
-from mesh_attention.cluster.cluster import Cluster, Disturbance, Gpu, KernelRates
-from mesh_attention.cluster.found import Machine, find_cluster, is_known_gpu
-from mesh_attention.cluster.load import parse_cluster
+from mesh_attention.cost.detect_cluster import Machine, find_cluster, is_known_gpu
+from mesh_attention.cost.machine.cluster import Cluster, Disturbance, Gpu
+from mesh_attention.cost.machine.kernel_facts import KernelRates
+from mesh_attention.cost.machine.load import parse_cluster
 from mesh_attention.measure.beside import Lost, lost_beside
 from mesh_attention.measure.cluster_file import cluster_text
 from mesh_attention.measure.kernel_rates import (

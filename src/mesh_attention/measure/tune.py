@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mesh_attention.cluster.answers import (
+from mesh_attention.choose.answers import (
     Chosen,
     is_measured,
     keep_chosen,
@@ -24,9 +24,9 @@ from mesh_attention.cluster.answers import (
     question_of_answer,
     what_is_asked,
 )
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.contenders import Contender, contenders
-from mesh_attention.cluster.tuning import Pair, Tuning
+from mesh_attention.choose.contenders import Contender, contenders
+from mesh_attention.choose.tuning import Pair, Tuning
+from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.plan_seconds import plan_seconds
 from mesh_attention.measure.ranks import MeasureError, Ranks

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cluster.answers import answers_folder
+from mesh_attention.choose.answers import answers_folder
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import check_writable, read_text, replacing
 

@@ -106,6 +106,7 @@ class Buffer(Value):
     heads: tuple[int, int]
     precision: Precision = Precision.ELEMENT
     role: Role = Role.WORKSPACE
+    offset: int | None = None  # bytes from the begin of the workspace, where it is placed
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,7 @@ from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.program import Call, CallKind, Free, MergeRule, Move, Operation, Task
 
 _PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
-_CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)")
+_CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)(?:@([^\s+()@-]+)(?:-(\d+))?)?")
 
 
 def shortened(text: str, most: int = 200) -> str:
@@ -48,7 +48,9 @@ def _parse_move(text: str) -> Move:
 
 
 def _call_text(call: Call) -> str:
-    return f"{call.kind}({call.q_start}:{call.q_stop},{call.k_start}:{call.k_stop})"
+    rows = f"{call.kind}({call.q_start}:{call.q_stop},{call.k_start}:{call.k_stop})"
+    kernel = f"@{call.kernel}" if call.kernel else ""
+    return rows + kernel + (f"-{call.leave_sms}" if call.leave_sms else "")
 
 
 def _parse_call(text: str) -> Call:
@@ -56,9 +58,9 @@ def _parse_call(text: str) -> Call:
     if not match:
         wrong = shortened(repr(text))
         raise PlanTextError(f"{wrong} is not a kernel call such as full(0:512,0:1024)")
-    kind, *numbers = match.groups()
+    kind, *numbers, kernel, leave_sms = match.groups()
     q0, q1, k0, k1 = map(int, numbers)
-    return Call(CallKind(kind), q0, q1, k0, k1)
+    return Call(CallKind(kind), q0, q1, k0, k1, kernel or "", int(leave_sms or 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

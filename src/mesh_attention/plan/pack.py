@@ -8,19 +8,19 @@ can call it; equal batches have equal packs on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, contiguous_shards
 from mesh_attention.plan.methods.ways import Way, choose_ways
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question
-from mesh_attention.plan.way_costs import Rates
 
 Starts = tuple[int, ...]
 
@@ -213,7 +213,8 @@ def _devices(
 def _rates(layers: Sequence[Layer]) -> Rates:
     """Of the usual machines, with nodes of the size that a layer says."""
     said = [layer.ranks_per_node for layer in layers if layer.ranks_per_node is not None]
-    return Rates(ranks_per_node=said[0]) if said else Rates()
+    usual = usual_rates()
+    return replace(usual, ranks_per_node=said[0]) if said else usual
 
 
 def _given_layout(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
+from mesh_attention.cost.machine.target import Target
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout, contiguous_shards
 from mesh_attention.plan.problem import Problem
@@ -115,6 +116,7 @@ class Plan:
     ranks_per_node: int | None = None
     method: str = ""
     relayout: bool = False  # callers have contiguous shards, whatever the layouts
+    target: Target | None = None  # the machine that its programs are compiled for
 
     @property
     def shards(self) -> tuple[Layout, Layout]:

@@ -27,13 +27,16 @@ class CallKind(StrEnum):
 
 @value
 class Call(Value):
-    """One kernel call: a rectangle of rows, counted inside the query and the key piece."""
+    """One kernel call: a rectangle of rows, counted inside the query and the key piece. Of a
+    compiled program also the kernel, and the multiprocessors that the call leaves to transfers."""
 
     kind: CallKind
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
+    kernel: str = ""
+    leave_sms: int = 0
 
 
 @value

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.build.setting import Setting, options_of
@@ -19,7 +20,6 @@ from mesh_attention.plan.methods.first_answer import first_answers, methods_with
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.way_costs import Rates
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
@@ -115,7 +115,7 @@ def ask(
     passes = tuple(map(a_direction, directions))
     if method != AUTO:
         return Question(problem, num_ranks, method, _setting(method, options), passes)
-    rates = rates or Rates()
+    rates = rates or usual_rates()
     if "ranks_per_node" in options:
         per_node = number("ranks_per_node", options["ranks_per_node"])
         rates = replace(rates, ranks_per_node=per_node)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from mesh_attention.cost.machine.target import read_target
 from mesh_attention.errors import PlanTextError
 from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.buffers import Buffer, Kind, Precision, Role
@@ -34,7 +35,8 @@ HEADER = "mesh-attention plan 1"
 def _buffer_text(b: Buffer) -> str:
     rows = ",".join(f"{start}:{stop}" for start, stop in b.rows) or "-"
     heads = f"{b.heads[0]}:{b.heads[1]}"
-    return f"buffer {b.name} {b.kind} {b.precision} {b.role} heads {heads} rows {rows}"
+    place = "" if b.offset is None else f" at {b.offset}"
+    return f"buffer {b.name} {b.kind} {b.precision} {b.role} heads {heads} rows {rows}{place}"
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -44,9 +46,12 @@ def _pair(text: str) -> tuple[int, int]:
 
 def _parse_buffer(text: str) -> Buffer:
     try:
-        _, name, kind, precision, role, _, heads, _, rows = text.split()
+        _, name, kind, precision, role, _, heads, _, rows, *place = text.split()
         spans = () if rows == "-" else tuple(map(_pair, rows.split(",")))
-        return Buffer(name, Kind(kind), spans, _pair(heads), Precision(precision), Role(role))
+        held = name, Kind(kind), spans, _pair(heads), Precision(precision), Role(role)
+        if place and (len(place) != 2 or place[0] != "at"):
+            raise ValueError(f"{' '.join(place)} is no place")
+        return Buffer(*held, int(place[1]) if place else None)
     except ValueError as error:
         raise PlanTextError(shortened(f"{text!r} is not a buffer: {error}")) from error
 
@@ -62,6 +67,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
     } | ({"relayout": True} if plan.relayout else {})
+    if plan.target is not None:
+        head["target"] = plan.target.to_json()
     yield json.dumps(head)
     seen: dict[Buffer | Operation, str] = {}
 
@@ -128,6 +135,7 @@ def _parse(head: dict[str, Any], lines: list[str]) -> Plan:
         ranks_per_node=None if per_node is None else number("ranks_per_node", per_node),
         method=_words("method", head["method"]),
         relayout=flag("relayout", head.get("relayout", False)),
+        target=None if head.get("target") is None else read_target(head["target"]),
     )
 
 

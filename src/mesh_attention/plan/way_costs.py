@@ -11,12 +11,12 @@ take longer; and what no attention can hide comes on top: the first of about eig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.cost.machine.rates import Rates
 from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.seen_rows import parts_of, seen_keys, stretches_of
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
@@ -28,34 +28,6 @@ from mesh_attention.plan.runs import Run, visible_pairs
 Array = NDArray[np.float64]
 
 _MOST_SLICES = 8
-_REFERENCE_HEADS = 64  # a call with fewer heads fills a GPU as fewer rows would
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Of a rank, one direction each. The defaults are HGX H200 nodes (`cluster/clusters`): a kernel
-    that takes any mask, and what NCCL reaches.
-
-    half_keys   keys that a row sees in the mean, twice, at which the kernel has half of its rate
-    peer        seconds for each other rank that a rank exchanges with
-    """
-
-    flops: tuple[float, float] = (674e12, 600e12)  # forward and backward
-    half_keys: tuple[float, float] = (510, 845)
-    half_rows: float = 60
-    inside_bytes: float = 296e9  # a second
-    between_bytes: float = 45e9
-    latency: float = 20e-6
-    peer: float = 1e-6
-    call: float = 20e-6
-    ranks_per_node: int = 8
-
-    def transfer(self, inside: float, between: float, peers: int) -> float:
-        """Seconds of bytes on both kinds of links at once, and something for each message."""
-        if inside + between == 0:
-            return 0.0
-        moved = max(inside / self.inside_bytes, between / self.between_bytes)
-        return moved + self.latency + peers * self.peer
 
 
 class Cost(NamedTuple):
@@ -210,11 +182,9 @@ class LayerCosts:
     def _attention(self, pairs: float, rows: int, heads: int, backward: int) -> float:
         if not pairs:
             return 0.0
-        rates, p = self._rates, self._problem
+        p = self._problem
         flops = p.flops(1, backward=bool(backward)) * pairs * heads / p.num_heads
-        slower = 1 + rates.half_rows * _REFERENCE_HEADS / (rows * heads)
-        slower += rates.half_keys[backward] * rows / (2 * pairs)
-        return rates.call + flops * slower / rates.flops[backward]
+        return self._rates.attention(flops, rows, pairs / rows, heads, backward=bool(backward))
 
     def _overlapped(
         self,

@@ -26,6 +26,9 @@ class WorkspaceMap:
 
 
 def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
+    """Where a pass has placed the buffers, or where they fit."""
+    if any(b.offset is not None for b in program.buffers):
+        return _as_placed(program, problem)
     lives = lifetimes(program)
     sizes = {
         b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -45,6 +48,17 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
         offsets[name] = at
         insort(placed, (at, at + size, born, freed))
     total = max((offsets[n] + sizes[n] for n in offsets), default=0)
+    return WorkspaceMap(offsets, sizes, total)
+
+
+def _as_placed(program: Program, problem: Problem) -> WorkspaceMap:
+    offsets = {b.name: b.offset for b in program.buffers if b.offset is not None}
+    sizes = {
+        b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for b in program.buffers
+        if b.name in offsets
+    }
+    total = max((offsets[name] + sizes[name] for name in offsets), default=0)
     return WorkspaceMap(offsets, sizes, total)
 
 

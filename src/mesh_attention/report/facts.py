@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh_attention.cluster.auto import BestOfAll
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.one_pass import Standing
-from mesh_attention.cluster.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
-from mesh_attention.cluster.search import Search, a_search
-from mesh_attention.cluster.timeline import Event, Timeline
+from mesh_attention.choose.auto import BestOfAll
+from mesh_attention.choose.one_pass import Standing
+from mesh_attention.choose.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
+from mesh_attention.choose.search import Search, a_search
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction

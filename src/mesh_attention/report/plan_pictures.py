@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.cluster.gantt import COLOURS, WAIT
-from mesh_attention.cluster.timeline import Event, Stream
+from mesh_attention.cost.gantt import COLOURS, WAIT
+from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.plan.plan import Direction
 from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts
 from mesh_attention.report.picture import (

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from mesh_attention.cluster.cluster import Cluster
-from mesh_attention.cluster.planning import rates_of
-from mesh_attention.cluster.ranking import mfu_percent
-from mesh_attention.cluster.search import Score, Search
+from mesh_attention.choose.ranking import mfu_percent
+from mesh_attention.choose.search import Score, Search
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.rates import rates_of
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.plan.methods.first_answer import first_answers, methods_with
 from mesh_attention.plan.plan import Direction

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.cluster.cuts import Cut, free_names
-from mesh_attention.cluster.search import Search
+from mesh_attention.choose.cuts import Cut, free_names
+from mesh_attention.choose.search import Search
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.methods.first_answer import methods_with

@@ -18,10 +18,8 @@ from mesh_attention.kernels import (
     BlockMask,
     Causal,
     Full,
-    MaskKind,
     RowRange,
 )
-from mesh_attention.kernels.speed import takes_whole_attentions
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
@@ -29,7 +27,6 @@ from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, 
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, join_runs
 from mesh_attention.plan.spans import slice_spans
-from mesh_attention.runtime.attend_calls import Kernels
 
 Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
 Column = NDArray[np.int32]  # of numbers of segments, or of those of each of several intervals
@@ -37,14 +34,10 @@ Spread = Callable[[Column], Tensor]
 KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by queries and keys
 
 
-def masks_of(
-    plan: Plan, program: Program, kernels: Kernels, device: torch.device, known: KnownRanges
-) -> Masks:
-    """The masks of a program's kernel calls, made once, on the device from a few numbers. Kernels
-    in plain PyTorch have them on the CPU, to skip what is hidden without asking the device. Those
-    of both passes may be the same, and are kept in `known`."""
-    by_device = takes_whole_attentions(kernels.get(MaskKind.RANGE))
-    made = _Ranges(plan, device if by_device else torch.device("cpu"), known)
+def masks_of(plan: Plan, program: Program, device: torch.device, known: KnownRanges) -> Masks:
+    """The masks of a program's kernel calls, made once, on a device from a few numbers. Those of
+    both passes may be the same, and are kept in `known`."""
+    made = _Ranges(plan, device, known)
     table = program.buffer_table()
     return {
         at: tuple(made.mask(table, op, call) for call in op.calls)

@@ -25,12 +25,9 @@ from mesh_attention.kernels import (
     Block,
     BlockMask,
     Kernel,
-    MaskKind,
     RowKernels,
-    kind_of,
 )
 from mesh_attention.kernels.results import check_forward
-from mesh_attention.plan.leave_sms import SMS_OF_TRANSFERS
 from mesh_attention.plan.program import (
     Attend,
     AttendBackward,
@@ -70,15 +67,13 @@ class ComputeOperations:
         program: Program,
         memory: WorkspaceMap,
         masks: Masks,
-        kernels: Mapping[MaskKind, Kernel],
+        kernels: Mapping[str, Kernel],
         rows: RowKernels,
         scores: Scores,
         streams: ComputeStreams,
-        leaves: Mapping[int, tuple[bool, ...]],
         *,
         deterministic: bool = False,
     ) -> None:
-        """`leaves`: the calls that leave multiprocessors to transfers (`plan/leave_sms.py`)."""
         self.operations = program.operations
         self._follow = must_follow(program.operations, memory) if streams.two else set()
         self.masks = masks
@@ -87,7 +82,6 @@ class ComputeOperations:
         self._kernels = kernels
         self._rows = rows
         self._scores = scores
-        self._leaves = leaves
         self._deterministic = deterministic
         self._streams = streams
 
@@ -117,7 +111,7 @@ class ComputeOperations:
         for i, mask in enumerate(self.masks[at]):
             target = MergedRows(self._rows, out, lse, covered.stretches[i])
             block = self._block(at, i, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
-            kernel = self._kernels[kind_of(mask)]
+            kernel = self._kernels[op.calls[i].kernel]
             calls.append((partial(_checked_forward, kernel, block), target))
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
         return partial(_forward, self._streams, at in self._follow, untouched, calls)
@@ -129,8 +123,7 @@ class ComputeOperations:
         call = op.calls[i]
         queries = cut(q, 1, call.q_start, call.q_stop)
         keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
-        leave = SMS_OF_TRANSFERS if at in self._leaves and self._leaves[at][i] else 0
-        block = Block(queries, keys, values, mask, *self._scores, leave)
+        block = Block(queries, keys, values, mask, *self._scores, call.leave_sms)
         return block._replace(deterministic=self._deterministic)
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
@@ -153,7 +146,7 @@ class ComputeOperations:
             into = tuple(wanted(target, q.dtype) for target in targets)
             block = self._block(at, i, q, k, v, mask)._replace(into=into)
             rows = call.q_start, call.q_stop
-            calls.append(BackwardCall(self._kernels[kind_of(mask)], block, rows, targets))
+            calls.append(BackwardCall(self._kernels[call.kernel], block, rows, targets))
         return BackwardCalls(
             self._rows,
             calls,

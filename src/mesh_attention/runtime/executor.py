@@ -10,7 +10,6 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
@@ -21,42 +20,18 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import (
-    BlockMask,
-    BlockSize,
-    Choice,
-    RowKernels,
-    choose_rows,
-    kind_of,
-)
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
+from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowKernels
 from mesh_attention.kernels.kept import kept_bytes
-from mesh_attention.kernels.speed import leaves_sms, lets_transfers_begin
+from mesh_attention.kernels.rows import RowChoice
 from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.leave_sms import leave_sms
 from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import (
-    AttendBackward,
-    Attention,
-    Communication,
-    Operation,
-    Program,
-)
-from mesh_attention.plan.split_calls import split_long_calls
+from mesh_attention.plan.program import Attention, Communication, Operation, Program
 from mesh_attention.plan.verify.order import order_fault
-from mesh_attention.plan.way_costs import Rates
-from mesh_attention.plan.workspace import lifetimes
-from mesh_attention.runtime.attend_calls import (
-    call_size,
-    choose_kernels,
-    chosen,
-    faster_calls,
-    stand_in_block,
-)
+from mesh_attention.plan.workspace import lifetimes, workspace_map
 from mesh_attention.runtime.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.compute import ComputeOperations, Scores
-from mesh_attention.runtime.fuse import placed
+from mesh_attention.runtime.kernel_blocks import call_size, stand_in_block
 from mesh_attention.runtime.program_steps import ProgramStep, program_steps
 from mesh_attention.runtime.scratch import scratch_bytes
 from mesh_attention.runtime.streams import ComputeStreams
@@ -69,116 +44,63 @@ Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around 
 
 
 class Executor:
-    """One rank's program of one pass, ready to be run many times."""
+    """One rank's compiled program of one pass, ready to be run many times."""
 
     def __init__(
         self,
         plan: Plan,
         one: Pass,
-        rank: int,
+        program: Program,
+        kernels: Mapping[str, Kernel],
         transport: Transport,
         workspace: Workspace,
         call_shape: CallShape,
+        scores: Scores,
         *,
-        softmax_scale: float,
-        softcap: float = 0.0,
-        lse_gradient: bool = False,
-        kernel: str | None = None,
-        deterministic: Determinism | None = None,
-        rows: RowKernels | None = None,
+        rows: RowKernels,
+        deterministic: bool,
+        two_streams: bool,
+        mask_device: torch.device,
+        known_ranges: KnownRanges,
         trace: Trace | None = None,
-        two_streams: bool | None = None,
-        known_ranges: KnownRanges | None = None,
-        rates: Rates = Rates(),  # noqa: B008
     ) -> None:
-        """`known_ranges`: masks made so far, by the pass that came before. `deterministic`: left
-        out, as PyTorch is asked. `rates`: how long transfers last."""
-        known_ranges = {} if known_ranges is None else known_ranges
-        program = one.programs[rank]
-        if call_shape.dtype.itemsize != plan.problem.element_bytes:
-            raise MeshAttentionError(
-                f"the plan is for {plan.problem.element_bytes}-byte elements, but the tensors are "
-                f"{call_shape.dtype}; make one for a "
-                f"Problem(..., element_bytes={call_shape.dtype.itemsize})"
-            )
-        if lse_gradient and any(
-            isinstance(op, AttendBackward) and op.out is not None for op in program.operations
-        ):
-            raise MeshAttentionError(
-                "differentiable_lse=True needs a plan whose backward pass works with delta; this "
-                "one hands `out` to its attentions"
-            )
-        self.call_shape = call_shape
-        scores = Scores(softmax_scale, softcap)
-        deterministic = asked_of_torch() if deterministic is None else deterministic
-        choices = choose_kernels(
-            *(plan, call_shape, one.direction, kernel),
-            softcap=bool(softcap),
-            deterministic=deterministic,
-            lse_gradient=lse_gradient,
-        )
-        kernels = {k: c.kernel for k, c in choices.items() if isinstance(c, Choice)}
-        self.faster = faster_calls(program, plan, kernels, one.direction)
-        program = self.faster.program
-        # Communications without a stream of their own follow the compute stream: then it is one,
-        # and where there is nothing that a call could run beside.
-        two = transport.own_stream and _runs_beside(program) if two_streams is None else two_streams
-        self._streams = ComputeStreams(call_shape.device, two=two)
-        if self._streams.two and not lets_transfers_begin(kernels, one.direction):
-            program = split_long_calls(program)
-        program, self._memory = placed(
-            *(program, plan.problem),
-            shown=transport.shows_workspace,
-            lse_gradient=lse_gradient,
-        )
-        waits = dependencies(program, self._memory)
-        leaves: Mapping[int, tuple[bool, ...]] = {}
-        if self._streams.two:
-            sms = torch.cuda.get_device_properties(call_shape.device).multi_processor_count
-            found = leave_sms(
-                *(program, plan, one, waits),
-                sms=sms,
-                rates=rates,
-                split=leaves_sms(kernels, one.direction),
-            )
-            program, leaves = found.program, found.calls
+        """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
+        that came before. `make_executor` (`runtime/prepare.py`) finds all of this."""
         fault = order_fault(program)
         if fault is not None:
             raise MeshAttentionError(
-                f"the {one.direction} program of rank {rank} cannot run: {fault}; "
+                f"the {one.direction} program of rank {program.rank} cannot run: {fault}; "
                 "`mesh-attention verify` and verify(plan) look at all ranks"
             )
-        self._bindings = Bindings(program, plan.problem, self._memory, call_shape)
+        self.call_shape = call_shape
+        self.program = program
+        memory = workspace_map(program, plan.problem)
+        waits = dependencies(program, memory)
+        self._streams = ComputeStreams(call_shape.device, two=two_streams)
+        self._bindings = Bindings(program, plan.problem, memory, call_shape)
         self._poisoned: dict[int, tuple[tuple[int, ...], list[str]]] = {}
         if workspace.poisons_buffers(call_shape.device):
             for name, (born, _) in lifetimes(program).items():
                 self._poisoned.setdefault(born, (waits[born], []))[1].append(name)
-        self._transport = transport
-        self._workspace = workspace
-        self._trace = trace
+        self._transport, self._workspace, self._trace = transport, workspace, trace
         self._base: Executor | None = None
-        self._program, self._problem, self._direction = program, plan.problem, one.direction
-        self._kernels = kernels
-        self._masks_for = partial(
-            masks_of, program=program, kernels=kernels, device=call_shape.device
-        )
+        self._problem, self._direction, self._kernels = plan.problem, one.direction, kernels
+        self._masks_for = partial(masks_of, program=program, device=mask_device)
         masks = self._masks_for(plan, known=known_ranges)
-        kinds = {kind_of(mask) for of_calls in masks.values() for mask in of_calls}
-        self.choices = {kind: chosen(choices[kind]) for kind in sorted(kinds)}
-        for warning in {choice.warning for choice in self.choices.values() if choice.warning}:
-            warnings.warn(warning, stacklevel=2)
-        self.row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
-        self.workspace_bytes = self._memory.total_bytes * call_shape.batch
+        self.workspace_bytes = memory.total_bytes * call_shape.batch
         self.scratch_bytes = scratch * call_shape.batch
-        row_kernels = rows or self.row_choice.rows
         self._compute = ComputeOperations(
-            *(program, self._memory, masks, kernels, row_kernels, scores, self._streams, leaves),
-            deterministic=deterministic is not Determinism.ANY,
+            *(program, memory, masks, kernels, rows, scores, self._streams),
+            deterministic=deterministic,
         )
         self._steps = program_steps(
             program.operations, waits, self._streams, self._bindings, in_order=transport.in_order
         )
+        # Why these kernels, for people; and what was predicted of the calls.
+        self.choices: dict[MaskKind, Choice] = {}
+        self.row_choice: RowChoice | None = None
+        self.calls = ""
 
     @property
     def memory(self) -> PassMemory:
@@ -197,13 +119,13 @@ class Executor:
 
     def prepare_kernels(self) -> None:
         """What kernels make of masks, where they can do so ahead of a call."""
-        table = self._program.buffer_table()
+        table = self.program.buffer_table()
         done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
         for at, masks in self._compute.masks.items():
-            op = self._program.operations[at]
+            op = self.program.operations[at]
             assert isinstance(op, Attention)
             for call, mask in zip(op.calls, masks, strict=True):
-                prepare = getattr(self._kernels[kind_of(mask)], "prepare", None)
+                prepare = getattr(self._kernels[call.kernel], "prepare", None)
                 if prepare is None:
                     continue
                 size = call_size(self._problem, table, op, call)
@@ -291,12 +213,6 @@ class Executor:
             ]
         block.bound[self] = kept, works
         return kept, works
-
-
-def _runs_beside(program: Program) -> bool:
-    """Whether there is more than one kernel call, or a transfer."""
-    calls = sum(len(op.calls) for op in program.operations if isinstance(op, Attention))
-    return calls > 1 or any(isinstance(op, Communication) for op in program.operations)
 
 
 class _Traced:

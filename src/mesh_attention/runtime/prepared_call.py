@@ -17,15 +17,17 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor
 
+from mesh_attention.cost.machine.cluster import Links
+from mesh_attention.cost.machine.rates import usual_links
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import table_version
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.way_costs import Rates
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.identity import AgreedKind, Statement, current_stream
 from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Counters, Meter
 from mesh_attention.runtime.transports import CallTransport, TransportName, Transports
 from mesh_attention.runtime.workspace import PassMemory, WorkspaceBlock
@@ -46,7 +48,7 @@ class CallOptions:
     kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
     must_be_deterministic: bool = False  # whatever PyTorch is asked for
     deterministic: Determinism = field(default_factory=asked_of_torch)
-    rates: Rates = field(default_factory=Rates)  # by which calls make room for transfers
+    links: Links = field(default_factory=usual_links)  # by which calls make room for transfers
 
     def now(self) -> CallOptions:
         """With what PyTorch is asked for at this time, unless the caller asks for more."""
@@ -73,7 +75,7 @@ class CallOptions:
             "kernel": self.kernel,
             "nvtx": self.nvtx,
             "kernels registered": self.kernels,
-            "rates": str(self.rates),
+            "links": str(self.links),
         }
 
     @cached_property
@@ -81,7 +83,7 @@ class CallOptions:
         """Equal on all ranks where their statements are: without what only this rank chooses."""
         if self.cuda_graph:
             return self
-        return replace(self, kernel=None, nvtx=False, kernels=0, rates=Rates())
+        return replace(self, kernel=None, nvtx=False, kernels=0, links=usual_links())
 
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
@@ -106,8 +108,9 @@ class PassReport:
     @staticmethod
     def of(executor: Executor, transport: CallTransport) -> PassReport:
         kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
-        kernels["calls"] = (("predicted", str(executor.faster)),)
-        kernels["rows"] = executor.row_choice.reasons
+        kernels["calls"] = (("predicted", executor.calls),)
+        if executor.row_choice is not None:
+            kernels["rows"] = executor.row_choice.reasons
         without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
         return PassReport(kernels, transport, ref(executor), without_masks)
 
@@ -184,7 +187,7 @@ class PreparedCall:
             return executor.for_mask(plan, self._known_ranges), meter
         transport, meter = self.transport.make(direction)
         scale = self.options.softmax_scale
-        executor = Executor(
+        executor = make_executor(
             plan,
             plan.direction(direction),
             rank,
@@ -198,7 +201,7 @@ class PreparedCall:
             deterministic=self.options.deterministic,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
-            rates=self.options.rates,
+            links=self.options.links,
         )
         return executor, meter
 

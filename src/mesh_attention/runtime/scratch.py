@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.kernels import Kernel, MaskKind
+from mesh_attention.kernels import Kernel
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Program
-from mesh_attention.runtime.attend_calls import call_size
 from mesh_attention.runtime.backward import Missing, backward_needs
+from mesh_attention.runtime.kernel_blocks import call_size
 
 
 def scratch_bytes(
-    program: Program, problem: Problem, kernels: Mapping[MaskKind, Kernel], *, two_streams: bool
+    program: Program, problem: Problem, kernels: Mapping[str, Kernel], *, two_streams: bool
 ) -> int:
     """With two streams what one operation prepared is held during the first call of the next."""
     table = program.buffer_table()
@@ -45,11 +45,11 @@ def _calls(
     op: Attend | AttendBackward,
     table: Mapping[str, Buffer],
     problem: Problem,
-    kernels: Mapping[MaskKind, Kernel],
+    kernels: Mapping[str, Kernel],
 ) -> list[int]:
     direction = Direction.FORWARD if isinstance(op, Attend) else Direction.BACKWARD
     return [
-        kernels[MaskKind(call.kind)].scratch_bytes(direction, call_size(problem, table, op, call))
+        kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
         for call in op.calls
     ]
 
@@ -58,14 +58,13 @@ def _prepared(
     op: Attend | AttendBackward,
     num_heads: int,
     problem: Problem,
-    kernels: Mapping[MaskKind, Kernel],
+    kernels: Mapping[str, Kernel],
 ) -> int:
     """What is made once for all calls."""
     if isinstance(op, Attend):
         return 0
     calls = [
-        (backward_needs(kernels[MaskKind(call.kind)]), (call.q_start, call.q_stop))
-        for call in op.calls
+        (backward_needs(kernels[call.kernel]), (call.q_start, call.q_stop)) for call in op.calls
     ]
     missing = Missing.find(calls, has_out=op.out is not None, has_delta=op.delta is not None)
     return missing.num_bytes(

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import lru_cache
 from operator import add
 
+from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.head_group import HeadGroup
@@ -29,7 +30,7 @@ from mesh_attention.plan.schedule.memory import (
 )
 from mesh_attention.plan.schedule.search import search
 from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
-from mesh_attention.plan.schedule.tasks import Costs, Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph, TaskNode
 from mesh_attention.plan.spans import slice_spans
 from mesh_attention.plan.traffic import TrafficMeter
 

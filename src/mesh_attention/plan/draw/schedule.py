@@ -12,13 +12,14 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Costs, usual_costs
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Communication, Program, Task, reads, writes
 from mesh_attention.plan.schedule.makespan import event_makespan
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.tasks import Costs, Schedule, TaskGraph, TaskNode
+from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode
 from mesh_attention.plan.traffic import TrafficMeter
 
 _HEADS = ("step", "communication", "compute")
@@ -72,7 +73,7 @@ class ScheduleComparison:
 
 
 def compare_schedulers(plan: Plan, one: Pass, costs: Costs | None = None) -> ScheduleComparison:
-    graph = task_graph(plan, one, costs or Costs())
+    graph = task_graph(plan, one, costs or usual_costs())
     found = search(graph)
     own = event_makespan(graph, one.schedule)
     return ScheduleComparison(

@@ -6,7 +6,7 @@ every cell. The assignment matrix, the balance of work and the costs of tasks al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -144,7 +144,10 @@ class CallPairs:
             for layout in (plan.q_layout, plan.kv_layout)
         )
         rows = plan.problem.rows
-        self._pairs = cache(lambda q, k: int(visible_pairs(q_runs(q), k_runs(k), rows).sum()))
+        self._count: Callable[[Spans, Spans], int] = lambda q, k: int(
+            visible_pairs(q_runs(q), k_runs(k), rows).sum()
+        )
+        self._known: dict[tuple[Spans, Spans], int] = {}
 
     def __call__(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> int:
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
@@ -152,10 +155,23 @@ class CallPairs:
             return height * width
         if call.kind is CallKind.CAUSAL:
             return height * (height + 1) // 2
+        rows = self._rows(op, table, call)
+        found = self._known.get(rows)
+        if found is None:
+            found = self._known[rows] = self._count(*rows)
+        return found
+
+    def know(self, op: Attention, table: Mapping[str, Buffer], call: Call, pairs: int) -> None:
+        """Of a call whose pairs somebody has counted, as those of others together."""
+        self._known[self._rows(op, table, call)] = pairs
+
+    @staticmethod
+    def _rows(op: Attention, table: Mapping[str, Buffer], call: Call) -> tuple[Spans, Spans]:
         q, k = op.q.start, op.k.start
-        queries = slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop)
-        keys = slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop)
-        return self._pairs(queries, keys)
+        return (
+            slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop),
+            slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop),
+        )
 
 
 def _join(runs: list[Run]) -> list[Run]:

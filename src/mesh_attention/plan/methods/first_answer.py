@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number, pair
 from mesh_attention.plan.build.head_group import ulysses_degrees
@@ -24,12 +25,11 @@ from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.way_costs import LayerCosts, Rates
+from mesh_attention.plan.way_costs import LayerCosts
 
 _GATHERED, _ROTATED, _HEADS = ("mesh", "mesh-usp"), ("usp",), "ulysses"
 _SEEN = "seen"
 _MOST_SLICES = 8
-_REFERENCE_HEADS = 64  # a call with fewer heads fills a GPU as fewer rows would
 _LOST = 0.12  # of the speed of attention, beside a transfer: SMs that NCCL's channels hold
 _MOST_RANKS_SEEN = 512  # what each sees of each is counted up to here
 
@@ -59,8 +59,8 @@ RENAMED_OPTIONS = {
 
 # No options of plans, and who takes them.
 _TAKEN_ELSEWHERE = {
-    "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cluster.planning plans for "
-    "one, find_best_of_all of mesh_attention.cluster.auto searches on it, and ContextParallel("
+    "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
+    "one, find_best_of_all of mesh_attention.choose.auto searches on it, and ContextParallel("
     "cluster=...) chooses by it",
 }
 
@@ -100,10 +100,10 @@ def first_answers(
     fits = methods_with(given)
     found = []
     if num_ranks > 1:
-        boxes = _Boxes(problem, num_ranks, rates or Rates())
+        boxes = _Boxes(problem, num_ranks, rates or usual_rates())
         found = [*boxes.answers(fits, given)]
         if _SEEN in fits and _shows_little(problem) and num_ranks <= _MOST_RANKS_SEEN:
-            found += _seen(problem, num_ranks, given, rates or Rates())
+            found += _seen(problem, num_ranks, given, rates or usual_rates())
     if not found:  # alone, or options of some other method
         found = [FirstAnswer(fits[0], {}, (0.0, 0.0), 0.0)]
     return sorted(found, key=lambda one: (one.total, len(one.options)))
@@ -201,13 +201,11 @@ class _Boxes:
         slice some of the heads."""
         if not self._pairs:
             return 0.0
-        rates, p = self._rates, self._p
-        rows = max(1, a * u * self._slots)
-        flops = p.flops(1, backward=backward) * self._pairs
+        rows, calls = max(1, a * u * self._slots), steps * slices
+        flops = self._p.flops(1, backward=backward) * self._pairs
         seen = max(self._pairs * u / rows / steps, 1e-9)  # keys of a row in a call
-        slower = 1 + rates.half_rows * _REFERENCE_HEADS * slices / (rows * heads)
-        slower += rates.half_keys[backward] / (2 * seen)
-        return steps * slices * rates.call + flops * slower / rates.flops[backward]
+        of_call = flops / calls, rows, seen, heads / slices
+        return calls * self._rates.attention(*of_call, backward=backward)
 
 
 def _shows_little(problem: Problem) -> bool:

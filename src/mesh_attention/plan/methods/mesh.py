@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Costs, usual_costs
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.build.exchange import with_exchanges
@@ -37,7 +38,6 @@ from mesh_attention.plan.build.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.schedule.tasks import Costs
 from mesh_attention.plan.workspace import peak_buffer_bytes
 
 Directions = tuple[Direction, ...]
@@ -53,7 +53,7 @@ class MeshSetting(TileSetting, CutSetting):
     )
     rotation: bool = option(True, "KV partition rotation; without it KV comes by all-to-all")
     costs: Costs = option(
-        Costs(), "bandwidth, speed and latency that the scheduler reckons with", ""
+        usual_costs(), "bandwidth, speed and latency that the scheduler reckons with", ""
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.balance import balanced_stretches
 from mesh_attention.plan.build.exchanged_rows import can_relayout
@@ -27,7 +28,7 @@ from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.methods.seen import most_stretches
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
-from mesh_attention.plan.way_costs import Cost, LayerCosts, Rates
+from mesh_attention.plan.way_costs import Cost, LayerCosts
 
 Starts = tuple[int, ...]
 
@@ -82,7 +83,7 @@ def choose_ways(
     tensors are contiguous shards, and any other layout costs an exchange."""
     tile = tile or best_tile(num_ranks, layers[0])
     asked = [one.with_documents(documents, kv_documents) for one in layers]
-    costs = {problem: LayerCosts(problem, num_ranks, rates or Rates()) for problem in asked}
+    costs = {problem: LayerCosts(problem, num_ranks, rates or usual_rates()) for problem in asked}
     shards = _shards(layers, num_ranks, documents, kv_documents) if layout is None else [layout]
     boards = []
     for kind, stretches in shards:

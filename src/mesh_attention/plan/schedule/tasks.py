@@ -19,22 +19,6 @@ _COMPUTE_ONLY = "compute only "
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """Rough costs that order tasks while planning: schedulers need ratios, not truth. The defaults
-    are assumed round numbers (40 GB/s a rank for collectives, 500 TFLOP/s of attention)."""
-
-    bytes_per_second: float = 40e9
-    flops_per_second: float = 500e12
-    latency_seconds: float = 20e-6
-
-    def communication_seconds(self, num_bytes: float, num_operations: int = 1) -> float:
-        return num_operations * self.latency_seconds + num_bytes / self.bytes_per_second
-
-    def compute_seconds(self, flops: float) -> float:
-        return flops / self.flops_per_second
-
-
-@dataclass(frozen=True, slots=True)
 class TaskNode:
     """A task in the graph, with its cost and the tasks that it needs: one collective, such as
     AG-KV-0, needs computations, and one Q chunk against one KV chunk, such as C-0-1, collectives.

@@ -1,0 +1,280 @@
+"""How long a pass takes as one rank sees it: its own program, with the others there on time.
+
+A search looks at hundreds of settings, and to simulate all ranks takes seconds each; the program of
+one rank takes milliseconds. Two numbers come of it. `seconds` is the estimate by which settings are
+ranked: both streams, slowed by each other as the cluster says, and links shared with the ranks of
+the node as if they did the same. `least_seconds` is a bound: no simulation of all ranks is shorter,
+since to wait for others and to share links can only delay what a program does in its order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mesh_attention.cost.collector import collector_paused
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.operation_costs import ClusterCosts
+from mesh_attention.cost.target import compiled_on
+from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import Collective, Free, SendRecv
+from mesh_attention.plan.traffic import TrafficMeter
+
+_ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of the slowest of the ranks that were looked at. `num_operations` is what a simulation of all
+    ranks would have to go through, about; in `moving_seconds` at least something is in flight."""
+
+    seconds: float
+    least_seconds: float
+    moving_seconds: float
+    peak_bytes: int
+    num_operations: int
+
+
+def estimate(
+    plan: Plan,
+    cluster: Cluster,
+    direction: Direction,
+    *,
+    overlap: Overlap = Overlap.EVENTS,
+    kernel: str | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Estimate:
+    """`ranks`: those to look at; left out, the first, the last and one in between."""
+    with collector_paused():
+        given, last = plan.direction(direction), plan.num_ranks - 1
+        seen = sorted({0, last // 2, last}) if ranks is None else ranks
+        plan, one, clock = compiled_on(plan, given, cluster, kernel)
+        costs = ClusterCosts(cluster, plan, one, clock)
+        found = [_Rank(plan, one, cluster, costs, overlap, rank) for rank in seen]
+        least = max(rank.least_seconds() for rank in found)
+        return Estimate(
+            max(least, *(rank.run(disturbed=True) for rank in found)),
+            least * _ROUNDING,
+            max(rank.moving_seconds for rank in found),
+            max(rank.workspace_bytes for rank in found) + max(rank.kept_bytes for rank in found),
+            plan.num_ranks * max(rank.num_operations for rank in found),
+        )
+
+
+class _Move(NamedTuple):
+    """A communication: seconds alone, the part of its speed that is lost beside computation, how
+    much longer it takes where others of the node do the same, and whether it leaves the node."""
+
+    at: int
+    seconds: float
+    slowdown: float
+    sharing: float
+    leaves: bool
+
+
+class _Rank:
+    def __init__(
+        self,
+        plan: Plan,
+        one: Pass,
+        cluster: Cluster,
+        costs: ClusterCosts,
+        overlap: Overlap,
+        at: int,
+    ) -> None:
+        program, problem = one.programs[at], plan.problem
+        table = program.buffer_table()
+        meter = TrafficMeter(problem, table)
+        self.at_once = transfers_at_once(cluster, overlap)
+        self.waits, self.workspace_bytes = waits_of_rank(
+            *(plan, one, overlap, at), at_once=self.at_once
+        )
+        self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
+        self.moves: list[_Move] = []
+        self.num_operations = len(program.operations)
+        self.kept_bytes = sum(
+            b.num_bytes(problem) for b in program.buffers if b.role is not Role.WORKSPACE
+        )
+        self._usual_loss = cluster.disturbance.compute_slowdown
+        flows, collectives = 0.0, {True: 0.0, False: 0.0}  # by whether they leave the node
+        for index, op in enumerate(program.operations):
+            if isinstance(op, SendRecv):
+                ranks = one.groups[op.group]
+                seconds, sharing, leaves = 0.0, 1.0, False
+                for pieces, other in (
+                    (op.sends, (at, ranks[op.to_member])),
+                    (op.receives, (ranks[op.from_member], at)),
+                ):
+                    if pieces:
+                        size = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
+                        source, target = (plan.devices[rank] for rank in other)
+                        seconds = max(seconds, costs.flow(source, target, size))
+                        if cluster.node_of(source) != cluster.node_of(target):
+                            leaves = True
+                            sharing = _sharing_of_flows(cluster, plan, ranks, at, other)
+                slowdown = cluster.disturbance.peer_slowdown(one.direction)
+                self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
+                flows += seconds
+            elif isinstance(op, Collective):
+                member = one.members[op.group][at]
+                seconds = costs.collective(op, meter.flows(op), member)
+                ranks = one.groups[op.group]
+                sharing = _sharing_of_collectives(cluster, plan, ranks, at)
+                slowdown = cluster.disturbance.collective_slowdown
+                leaves = _here(cluster, plan, ranks, at) < len(ranks)
+                self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
+                collectives[leaves] += seconds
+            elif isinstance(op, Free):
+                self.compute.append((index, ()))
+            else:
+                calls = costs.compute(op, table)
+                self.compute.append((index, tuple(call for call in calls if call.seconds)))
+        # At once, collectives divide the link that they have in common; flows may have room.
+        one_by_one = flows + sum(collectives.values())
+        self.moving_seconds = max(collectives.values()) if self.at_once else one_by_one
+
+    def least_seconds(self) -> float:
+        """The longest chain of what waits for each other; and computation, which is no faster than
+        the rest of a GPU allows while something is in flight or waits to be."""
+        calls = [call for _, several in self.compute for call in several]
+        busy = sum(call.seconds for call in calls)
+        lost = min(map(self.loss, calls), default=0.0)
+        return max(self.run(disturbed=False), busy + lost * self.moving_seconds)
+
+    def loss(self, call: TimedCall) -> float:
+        return self._usual_loss if call.lost is None else call.lost
+
+    def run(self, *, disturbed: bool) -> float:
+        return _Streams(self, disturbed=disturbed).run()
+
+
+class _Streams:
+    """Two streams of a rank, each in program order, of which each may slow the other; or one thread
+    and what it has in flight."""
+
+    def __init__(self, rank: _Rank, *, disturbed: bool) -> None:
+        self._rank, self._disturbed = rank, disturbed
+        self._done = bytearray(rank.num_operations)
+        self._compute, self._moves = deque(rank.compute), deque(rank.moves)
+        self._calls: deque[TimedCall] = deque()  # that are left of the current computation
+        self._computing_at = 0
+        self._call: TimedCall | None = None
+        self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
+        self._call_left = 0.0
+        self._until_sms = math.inf  # for the next move, where it waits for them
+
+    def run(self) -> float:
+        now = 0.0
+        while True:
+            self._until_sms = math.inf
+            while self._begin_move() or self._begin_call():
+                pass
+            call, moving = self._call, self._moving
+            if call is None and not moving:
+                return now
+            both = self._disturbed and call is not None and bool(moving)
+            call_speed = 1.0 - self._rank.loss(call) if both and call else 1.0
+            call_needs = self._call_left / call_speed if call else math.inf
+            speeds = [self._speed(move, beside=both) for move, _ in moving]
+            needs = [left / speed for (_, left), speed in zip(moving, speeds, strict=True)]
+            step = min(call_needs, self._until_sms, min(needs, default=math.inf))
+            now += step
+            self._call_left -= step * call_speed
+            self._moving = []
+            for (move, left), needed, speed in zip(moving, needs, speeds, strict=True):
+                if needed == step:
+                    self._done[move.at] = 1
+                else:
+                    self._moving.append((move, left - step * speed))
+            if call is not None and call_needs == step:
+                self._call = None
+                if not self._calls:
+                    self._done[self._computing_at] = 1
+
+    def _speed(self, move: _Move, *, beside: bool) -> float:
+        """Those that leave the node, or do not, divide a link. As a bound there is room for all."""
+        if not self._disturbed:
+            return 1.0
+        speed = 1.0 - move.slowdown if beside else 1.0
+        if len(self._moving) == 1:
+            return speed
+        return speed / sum(other.leaves == move.leaves for other, _ in self._moving)
+
+    def _may_begin(self, at: int) -> bool:
+        return all(self._done[before] for before in self._rank.waits[at])
+
+    def _begin_move(self) -> bool:
+        held = self._disturbed and self._call is not None and self._call.waits
+        if held or not self._moves or not self._may_begin(self._moves[0].at):
+            return False
+        if self._rank.at_once:
+            computes = self._call is not None or self._calls
+            if computes or (self._compute and self._compute[0][0] < self._moves[0].at):
+                return False
+        elif self._moving:
+            return False
+        if self._disturbed and self._call is not None:
+            until = self._call.until_sms(self._call_left)
+            if until:
+                self._until_sms = until
+                return False
+        move = self._moves.popleft()
+        left = move.seconds * (move.sharing if self._disturbed else 1.0)
+        self._moving.append((move, left))
+        return True
+
+    def _begin_call(self) -> bool:
+        if self._call is not None:
+            return False
+        if not self._calls:
+            if not self._compute or not self._may_begin(self._compute[0][0]):
+                return False
+            if self._rank.at_once and self._moves and self._moves[0].at < self._compute[0][0]:
+                return False
+            self._computing_at, calls = self._compute.popleft()
+            self._calls.extend(calls)
+            if not calls:
+                self._done[self._computing_at] = 1
+                return True
+        self._call = self._calls.popleft()
+        self._call_left = self._call.seconds
+        return True
+
+
+def _here(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> int:
+    """Members of a group in the node of one of them."""
+    node = cluster.node_of(plan.devices[at])
+    return sum(cluster.node_of(plan.devices[rank]) == node for rank in group)
+
+
+def _sharing_of_flows(
+    cluster: Cluster, plan: Plan, group: Sequence[int], at: int, ends: tuple[int, int]
+) -> float:
+    """How much longer a flow out of a node takes, if all groups of the node have one at once; all
+    members there, where it goes to the place in another node that its sender has in its own."""
+    network, here = cluster.network, _here(cluster, plan, group, at)
+    flows = min(cluster.node.ranks, plan.num_ranks) / here
+    source, target = map(group.index, ends)
+    if (target - source) % here == 0:
+        flows *= here
+    room = network.peer_node_gb_per_second / network.peer.gb_per_second
+    if cluster.ranks_share_nics:
+        each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+        room = min(room, each * network.nics)
+    return max(1.0, flows / room)
+
+
+def _sharing_of_collectives(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> float:
+    """The same of a collective between nodes, for NICs that ranks share."""
+    nodes = {cluster.node_of(plan.devices[rank]) for rank in group}
+    if not cluster.ranks_share_nics or len(nodes) == 1:
+        return 1.0
+    nic = cluster.nic_of(plan.devices[at])
+    here = sum(cluster.nic_of(plan.devices[rank]) == nic for rank in group)
+    return max(1.0, cluster.node.ranks / cluster.network.nics / here)

@@ -1,0 +1,110 @@
+"""A Gantt chart of timelines: two streams for each of the first ranks, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.cost.timeline import Event, Stream, Timeline, some_timelines
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.files import replacing
+from mesh_attention.plots import pyplot
+
+_FORMATS = (".png", ".svg")
+WAIT = "waits for other ranks"
+# The colours of Okabe and Ito, which people who see fewer colours can tell apart.
+COLOURS = {
+    "Attend": "#e69f00",
+    "AttendBackward": "#d55e00",
+    "Merge": "#8c6d1f",
+    "AllGather": "#56b4e9",
+    "ReduceScatter": "#cc79a7",
+    "AllToAll": "#0072b2",
+    "SendRecv": "#009e73",
+    WAIT: "#c9ced6",
+}
+_LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
+
+
+def check_gantt(path: Path | str, num_ranks: int) -> None:
+    """Refuses now what `draw_gantt` would refuse after a long search."""
+    if not isinstance(path, str | Path) or Path(path).suffix.lower() not in _FORMATS:
+        raise MeshAttentionError(f"{path}: a Gantt chart is written as .png or .svg")
+    if num_ranks < 1:
+        raise MeshAttentionError(f"num_ranks={num_ranks}: a Gantt chart shows at least 1 rank")
+    pyplot()
+
+
+def draw_gantt(timelines: Sequence[Timeline], path: Path | str, num_ranks: int = 4) -> None:
+    """One panel a pass, written as PNG or SVG by the ending of `path`."""
+    check_gantt(path, num_ranks)
+    some_timelines(timelines)
+    plt = pyplot()
+    shown = min(num_ranks, timelines[0].plan.num_ranks)
+    height = 1.4 + 0.56 * shown
+    size = (12, height * len(timelines))
+    figure, axes = plt.subplots(len(timelines), 1, figsize=size, squeeze=False)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw(plt, axis, timeline, shown)
+    figure.tight_layout()
+    with replacing(path) as part:
+        figure.savefig(part, dpi=140)
+    plt.close(figure)
+
+
+def _draw(plt: Any, axis: Any, timeline: Timeline, shown: int) -> None:
+    streams = list(Stream)
+    width = timeline.runtime_seconds * 1e3
+    kinds: set[str] = set()
+    for rank in range(shown):
+        for event in timeline.events(rank):
+            row = rank * len(streams) + streams.index(event.stream)
+            if event.start > event.issued:
+                kinds.add(WAIT)
+                _bar(axis, row, event.issued, event.start, WAIT)
+            if event.end > event.start:
+                kinds.add(event.kind)
+                _bar(axis, row, event.start, event.end, event.kind)
+                _label(axis, row, event, width)
+    labels = [f"rank {rank} {stream.value}" for rank in range(shown) for stream in streams]
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.set_xlim(0, width or 1.0)
+    for rank in range(1, shown):
+        axis.axhline(rank * len(streams) - 0.5, color="#adb5bd", linewidth=0.6)
+    axis.set_xlabel("milliseconds, modelled")
+    axis.set_title(_title(timeline, shown), fontsize=10, loc="left")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in COLOURS.items() if k in kinds]
+    names = [kind for kind in COLOURS if kind in kinds]
+    axis.legend(patches, names, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _bar(axis: Any, row: int, start: float, end: float, kind: str) -> None:
+    axis.barh(
+        row,
+        (end - start) * 1e3,
+        left=start * 1e3,
+        height=0.84,
+        color=COLOURS[kind],
+        edgecolor="white",
+        linewidth=0.4,
+    )
+
+
+def _label(axis: Any, row: int, event: Event, width: float) -> None:
+    """The name of an operation, where its bar has room for it."""
+    if (event.end - event.start) * 1e3 > _LABEL_SHARE * width * len(event.name):
+        middle = (event.start + event.end) / 2 * 1e3
+        axis.text(middle, row, event.name, ha="center", va="center", fontsize=7)
+
+
+def _title(timeline: Timeline, shown: int) -> str:
+    plan = timeline.plan
+    ranks = f"ranks 0 to {shown - 1} of {plan.num_ranks}" if shown < plan.num_ranks else "all ranks"
+    return (
+        f"{plan.method} {timeline.one.direction} on {timeline.cluster.name}, {ranks}: "
+        f"{timeline.runtime_seconds * 1e3:.3f} ms, MFU {timeline.mfu_percent:.1f} %, "
+        f"exposed communication {timeline.open_communication_seconds * 1e3:.3f} ms, waiting for "
+        f"other ranks {timeline.waiting_for_ranks_seconds * 1e3:.3f} ms"
+    )

@@ -1,0 +1,111 @@
+"""Seconds of one kernel call, and of a pass over memory: by a kernel's facts, on a GPU.
+
+A call lasts as long as its pairs at the rate its rows and columns allow, but no less than the host
+needs to launch it. Merging a partial result and adding gradients are passes over memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mesh_attention.cost.machine.cluster import Gpu
+from mesh_attention.cost.machine.kernel_facts import REFERENCE_HEADS, PassRates
+
+
+class CallSize(NamedTuple):
+    """`pairs` of queries and keys that see each other, as if there were one head."""
+
+    kind: str  # full, causal or range
+    rows: int
+    columns: int
+    pairs: int
+    heads: int
+    kv_heads: int
+
+
+class HeadSizes(NamedTuple):
+    """Of a problem, as far as the seconds of calls go."""
+
+    head_dim: int
+    v_dim: int
+    element_bytes: int
+    accumulate_bytes: int
+
+    def flops(self, size: CallSize, *, backward: bool) -> float:
+        forward = 2.0 * size.pairs * size.heads * (self.head_dim + self.v_dim)
+        return 2.5 * forward if backward else forward
+
+    def result_bytes(self, size: CallSize, fresh: tuple[bool, bool], *, backward: bool) -> int:
+        """A result is read, and its accumulator read, unless it is `fresh`, and written: out, or
+        the gradient of q, and those of k and v."""
+        once, once_kv = (
+            self.element_bytes + (1 if new else 2) * self.accumulate_bytes for new in fresh
+        )
+        if not backward:
+            return size.rows * size.heads * self.v_dim * once
+        q_side = size.rows * size.heads * self.head_dim
+        kv_side = size.columns * size.kv_heads * (self.head_dim + self.v_dim)
+        return q_side * once + kv_side * once_kv
+
+
+def kernel_seconds(
+    rates: PassRates,
+    gpu: Gpu,
+    size: CallSize,
+    flops: float,
+    *,
+    leave_sms: int = 0,
+    rounds: float | None = None,
+) -> float | None:
+    """None where the kernel does not take such calls. `leave_sms`: that the call leaves to others
+    from its begin to its end. `rounds`: of its tiles over the SMs, where that is known."""
+    if rates.ranges and size.kind != "full":
+        rate, seen = rates.range, 2 * size.pairs / size.rows
+    else:
+        rate, seen = rates.rate(size.kind), size.columns
+    if rate is None:
+        return None
+    slower = 1.0 + rate.half_rows / (size.rows * size.heads / REFERENCE_HEADS)
+    slower += rate.half_columns / seen if seen else 0.0
+    if rounds is None:
+        slower *= unfilled(rates, gpu.sms, size, leave_sms)
+    else:
+        slower *= rounds * gpu.sms / num_tiles(rates, size)
+    seconds = gap_seconds(gpu) + flops * slower / (rate.tflops * 1e12)
+    return max(seconds, rates.launch_microseconds * 1e-6)
+
+
+def unfilled(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
+    """How much longer a call takes because it lasts a whole number of rounds of tiles over its SMs.
+    Of a causal square the tiles are unlike, and shared out as SMs fall free: none takes less time
+    than its largest, twice the mean."""
+    left = sms - leave_sms
+    if not rates.tile_rows or not size.rows:
+        return sms / left
+    tiles = num_tiles(rates, size)
+    if size.kind == "full":
+        return -(-tiles // left) * sms / tiles
+    return max(sms / left, 2 * sms / tiles)
+
+
+def num_tiles(rates: PassRates, size: CallSize) -> int:
+    return -(-size.rows // (rates.tile_rows or size.rows)) * size.heads
+
+
+def rounds_of_parts(first: int, leaving: int, sms: int, leave_sms: int) -> int:
+    """Of tiles with the whole GPU, and of those that follow and leave SMs. They begin on the SMs
+    that have had one tile less, as far as transfers do not take those."""
+    rounds, one_more = divmod(first, sms)
+    others, others_more = divmod(leaving, sms - leave_sms)
+    soon = max(0, sms - one_more - leave_sms)
+    begin_late = one_more > 0 and others_more > soon
+    return rounds + others + (one_more + others_more > 0) + begin_late
+
+
+def gap_seconds(gpu: Gpu) -> float:
+    return gpu.gap_microseconds * 1e-6
+
+
+def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
+    """A pass over so many bytes."""
+    return gap_seconds(gpu) + num_bytes / (gpu.memory_gb_per_second * 1e9)

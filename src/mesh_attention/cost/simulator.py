@@ -1,0 +1,314 @@
+"""The simulator: discrete events over the real programs of all ranks (design.md, "five readers").
+
+Each rank has two streams, as in the executor: computation in program order, communication in
+program order, and between them the dependencies that follow from buffers and workspace offsets. A
+collective begins when its last member has come to it, a point-to-point flow when both ends have.
+While both streams of a rank are busy each slows the other, as the cluster says; and where a kernel
+holds the GPU until it ends, a communication begins between two of its calls only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from mesh_attention.cost.clock import Activity, Capacity, Clock
+from mesh_attention.cost.collector import collector_paused
+from mesh_attention.cost.copies import ranks_to_simulate
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import ClusterError, a_cluster
+from mesh_attention.cost.operation_costs import (
+    ClusterCosts,
+    OperationCosts,
+    RememberedCosts,
+)
+from mesh_attention.cost.state import Capacities, RankState, Transfer
+from mesh_attention.cost.target import compiled_on
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.cost.waits import Overlap, Waits, transfers_at_once
+from mesh_attention.plan.arguments import choice
+from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.program import Collective, SendRecv
+from mesh_attention.plan.traffic import far_bytes, traffic_of
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster | str | Path,
+    direction: Direction | str = Direction.FORWARD,
+    *,
+    overlap: Overlap | str = Overlap.EVENTS,
+    kernel: str | None = None,
+    costs: OperationCosts | None = None,
+) -> Timeline:
+    """When everything happens if `plan` runs on `cluster` (or on the one of that name or file).
+
+    The plan is compiled for the cluster (`plan/passes/`), unless it is compiled already.
+    `kernel`: a name in the cluster's file, for all calls that it can do."""
+    plan, cluster = a_plan(plan), a_cluster(cluster)
+    overlap = choice(Overlap, "overlap", overlap)
+    if plan.num_ranks > cluster.num_ranks:
+        raise ClusterError(
+            f"the plan has {plan.num_ranks} ranks, but {cluster.name} has "
+            f"{cluster.num_ranks} ({cluster.nodes} nodes of {cluster.node.ranks})"
+        )
+    if plan.ranks_per_node not in (None, cluster.node.ranks):
+        raise ClusterError(
+            f"the plan is for nodes of {plan.ranks_per_node} ranks, those of {cluster.name} have "
+            f"{cluster.node.ranks}; make it with plan_on(cluster, ...)"
+        )
+    one = plan.direction(direction)
+    with collector_paused():
+        if costs is not None:  # of a caller's own: they may differ between any two ranks
+            ranks: Sequence[int] = range(plan.num_ranks)
+            return _Simulation(plan, one, cluster, costs, overlap, ranks).run()
+        compiled, one, clock = compiled_on(plan, one, cluster, kernel)
+        ranks = ranks_to_simulate(compiled, one, cluster, overlap)
+        given = ClusterCosts(cluster, compiled, one, clock)
+        return _Simulation(plan, one, cluster, given, overlap, ranks).run()
+
+
+_Flow = tuple[str, int, int]  # group, sending rank, receiving rank
+_Place = tuple[int, int]  # rank, index of the operation
+
+
+class _Simulation:
+    def __init__(
+        self,
+        plan: Plan,
+        one: Pass,
+        cluster: Cluster,
+        costs: OperationCosts,
+        overlap: Overlap,
+        ranks: Sequence[int],
+    ) -> None:
+        self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
+        self._overlap = overlap
+        self._clock = Clock()
+        alike = Alike()
+        self._remembered = RememberedCosts(plan.problem, one, costs, ranks, alike)
+        self._kernel_seconds: dict[str, float] = {}
+        # Members that have come to a collective, with its seconds as each sees them.
+        self._arrived: dict[tuple[str, int], list[tuple[_Place, float]]] = {}
+        self._met: dict[tuple[str, int], int] = {}
+        self._senders: dict[_Flow, deque[_Place]] = {}
+        self._receivers: dict[_Flow, deque[_Place]] = {}
+        self._halves: dict[_Place, int] = {}
+        at_once = transfers_at_once(cluster, overlap)
+        self._capacities = Capacities(cluster, at_once=at_once)
+        self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
+        self._nodes = [cluster.node_of(device) for device in plan.devices]
+        self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
+        self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once)
+        self._ranks = {
+            rank: RankState(rank, waits.of(rank), one.programs[rank].operations, at_once=at_once)
+            for rank in ranks
+        }
+        self._meeting: dict[str, int] = {}  # by group: members that are simulated
+
+    def run(self) -> Timeline:
+        for state in self._ranks.values():
+            self._advance(state)
+        self._clock.run()
+        stuck = [rank for rank, state in self._ranks.items() if not state.finished]
+        if stuck:
+            raise ClusterError(f"ranks {stuck[:4]} deadlock; `verify` says why")
+        copies = self._plan.num_ranks // len(self._ranks)
+        simulated = [rank - rank % copies for rank in range(self._plan.num_ranks)]
+        return Timeline(
+            self._plan,
+            self._one,
+            self._cluster,
+            self._overlap,
+            tuple(self._ranks[rank].times for rank in simulated),
+            self._waits.workspace_bytes,
+            tuple(self._received[rank] for rank in simulated),
+            tuple(self._far[rank] for rank in simulated),
+            {name: copies * seconds for name, seconds in self._kernel_seconds.items()},
+        )
+
+    def _advance(self, state: RankState) -> None:
+        """Begin whatever this rank can begin now, then let each stream know of the other."""
+        while self._begin_communication(state) or self._begin_computation(state):
+            pass
+        if state.computation is not None and state.call is not None:
+            # A communication kernel that waits for other ranks occupies its SMs too.
+            lost = state.call.lost if state.in_flight else 0.0
+            if lost is None:
+                lost = self._cluster.disturbance.compute_slowdown
+            self._clock.set_speed(state.computation, 1.0 - lost)
+        computing = state.computation is not None
+        if computing != state.known_computing:
+            state.known_computing = computing
+            for transfer in state.transfers:
+                transfer.computing += 1 if computing else -1
+                self._clock.set_speed(transfer.activity, transfer.speed)
+
+    def _begin_communication(self, state: RankState) -> bool:
+        if state.call is not None and state.call.waits:
+            return False  # it finds no SM until the call is over
+        at = state.take_communication()
+        if at is None:
+            return False
+        until = self._until_sms(state)
+        if until:
+            state.waiting = at
+            self._clock.start(Activity(until, partial(self._found_sms, state, at)))
+            return False
+        self._arrive(state, at)
+        return True
+
+    def _until_sms(self, state: RankState) -> float:
+        """What a communication that ends leaves is taken before the next one begins."""
+        computation = state.computation
+        if state.call is None or computation is None or not state.call.round:
+            return 0.0
+        done = (self._clock.now - computation.since) * computation.speed
+        return state.call.until_sms(computation.left - done)
+
+    def _found_sms(self, state: RankState, at: int) -> None:
+        state.waiting = None
+        self._arrive(state, at)
+        self._advance(state)
+
+    def _begin_computation(self, state: RankState) -> bool:
+        """The next kernel call of the current computation, or the first of the next."""
+        if state.computation is not None:
+            return False
+        if not state.calls:
+            at = state.take_computation()
+            if at is None:
+                return False
+            state.times.issued[at] = state.times.start[at] = self._clock.now
+            state.computing_at = at
+            state.calls = [*reversed(self._remembered.calls(state.rank, state.operations[at]))]
+            if not state.calls:
+                state.finish(at, self._clock.now)
+                return True
+        call = state.calls.pop()
+        if call.kernel:
+            seconds = self._kernel_seconds
+            seconds[call.kernel] = seconds.get(call.kernel, 0.0) + call.seconds
+        state.call = call
+        state.computation = Activity(call.seconds, partial(self._computed, state))
+        self._clock.start(state.computation)
+        return True
+
+    def _computed(self, state: RankState) -> None:
+        state.computation = state.call = None
+        if not state.calls:
+            state.finish(state.computing_at, self._clock.now)
+        self._advance(state)
+
+    def _arrive(self, state: RankState, at: int) -> None:
+        op = state.operations[at]
+        state.in_flight.append(at)
+        state.times.issued[at] = state.times.start[at] = self._clock.now
+        if isinstance(op, SendRecv):
+            self._arrive_at_peers(state, at, op)
+        else:
+            assert isinstance(op, Collective)
+            self._arrive_at_collective(state, at, op)
+
+    def _arrive_at_collective(self, state: RankState, at: int, op: Collective) -> None:
+        rank = state.rank
+        times = self._met.get((op.group, rank), 0)
+        self._met[op.group, rank] = times + 1
+        arrived = self._arrived.setdefault((op.group, times), [])
+        member = self._one.members[op.group][rank]
+        flows, ranks = self._remembered.flows(rank, op), self._one.groups[op.group]
+        size, here = len(ranks), self._nodes[rank]
+        self._received[rank] += traffic_of(op, flows, member, size).received_bytes
+        away = self._away.get((op.group, here))
+        if away is None:
+            away = self._away[op.group, here] = [self._nodes[r] != here for r in ranks]
+        self._far[rank] += far_bytes(op, flows, away)
+        arrived.append(((rank, at), self._costs.collective(op, flows, member)))
+        meeting = self._meeting.get(op.group)
+        if meeting is None:
+            meeting = self._meeting[op.group] = sum(rank in self._ranks for rank in ranks)
+        if len(arrived) == meeting:
+            del self._arrived[op.group, times]
+            ends = [place for place, _ in arrived]
+            uses = self._capacities.of_collective([self._plan.devices[rank] for rank in ranks])
+            slowdown = self._cluster.disturbance.collective_slowdown
+            slowest = max(seconds for _, seconds in arrived)
+            self._begin(slowest, uses, slowdown, ends, self._communicated)
+
+    def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
+        ranks = self._one.groups[op.group]
+        self._halves[state.rank, at] = bool(op.sends) + bool(op.receives)
+        if op.sends:
+            key = (op.group, state.rank, ranks[op.to_member])
+            sent = self._remembered.num_bytes(state.rank, op.sends)
+            self._pair(key, (state.rank, at), sent, self._senders, self._receivers)
+        if op.receives:
+            key = (op.group, ranks[op.from_member], state.rank)
+            received = self._remembered.num_bytes(state.rank, op.receives)
+            self._pair(key, (state.rank, at), received, self._receivers, self._senders)
+        if not op.sends and not op.receives:
+            self._communicated([(state.rank, at)])
+
+    def _pair(
+        self,
+        key: _Flow,
+        end: _Place,
+        num_bytes: int,
+        own: dict[_Flow, deque[_Place]],
+        others: dict[_Flow, deque[_Place]],
+    ) -> None:
+        """One end of a flow waits for the other."""
+        waiting = others.get(key)
+        if not waiting:
+            own.setdefault(key, deque()).append(end)
+            return
+        _, source, target = key
+        self._received[target] += num_bytes
+        self._far[target] += num_bytes * (self._nodes[source] != self._nodes[target])
+        devices = self._plan.devices[source], self._plan.devices[target]
+        seconds, uses = self._costs.flow(*devices, num_bytes), self._capacities.of_flow(*devices)
+        slowdown = self._cluster.disturbance.peer_slowdown(self._one.direction)
+        self._begin(seconds, uses, slowdown, [waiting.popleft(), end], self._half_done)
+
+    def _begin(
+        self,
+        seconds: float,
+        uses: tuple[Capacity, ...],
+        slowdown: float,
+        ends: list[_Place],
+        done: Callable[[list[_Place]], None],
+    ) -> None:
+        transfer = Transfer(seconds, uses, slowdown, partial(self._ended, ends, done))
+        for rank, at in ends:
+            state = self._ranks[rank]
+            state.times.start[at] = self._clock.now
+            state.transfers.append(transfer)
+            transfer.computing += state.known_computing
+        self._clock.start(transfer.activity, transfer.speed)
+
+    def _ended(
+        self, ends: list[_Place], done: Callable[[list[_Place]], None], transfer: Transfer
+    ) -> None:
+        for rank, _ in ends:
+            self._ranks[rank].transfers.remove(transfer)
+        done(ends)
+
+    def _half_done(self, ends: list[_Place]) -> None:
+        finished = []
+        for end in ends:
+            self._halves[end] -= 1
+            if not self._halves[end]:
+                del self._halves[end]
+                finished.append(end)
+        self._communicated(finished)
+
+    def _communicated(self, ends: list[_Place]) -> None:
+        for rank, at in ends:
+            state = self._ranks[rank]
+            state.in_flight.remove(at)
+            state.finish(at, self._clock.now)
+        for rank, _ in ends:
+            self._advance(self._ranks[rank])

@@ -1,0 +1,198 @@
+"""What a simulation found: when every operation of every rank was issued, began and ended.
+
+For computation issue and begin are the same; a communication is issued when its rank comes to it,
+and begins when the other members have come too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.waits import Overlap
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.program import Communication, Free
+from mesh_attention.plan.runs import Run, visible_pairs
+
+
+class Stream(StrEnum):
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """By operation of the program, in seconds from the beginning."""
+
+    issued: list[float]
+    start: list[float]
+    end: list[float]
+
+    @staticmethod
+    def of(num_operations: int) -> RankTimes:
+        return RankTimes(*([0.0] * num_operations for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    rank: int
+    stream: Stream
+    name: str
+    kind: str
+    issued: float
+    start: float
+    end: float
+
+
+def some_timelines(value: Any) -> Sequence[Timeline]:
+    """What was given where pictures and traces want timelines: at least one, in a list."""
+    if (
+        not isinstance(value, Sequence)
+        or not value
+        or not all(isinstance(one, Timeline) for one in value)
+    ):
+        raise MeshAttentionError("give a list of at least one Timeline, as simulate(...) returns")
+    return value
+
+
+@dataclass(frozen=True)
+class Timeline:
+    plan: Plan
+    one: Pass
+    cluster: Cluster
+    overlap: Overlap
+    ranks: tuple[RankTimes, ...]
+    workspace_bytes: int  # of the rank that needs most, for one batch element
+    received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
+    far_bytes: tuple[int, ...]  # those of them that came from other nodes
+    kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
+
+    @cached_property
+    def runtime_seconds(self) -> float:
+        return max((max(times.end, default=0.0) for times in self.ranks), default=0.0)
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """Everything that takes time on one rank, in program order."""
+        times = self.ranks[rank]
+        for at, op in enumerate(self.one.programs[rank].operations):
+            if isinstance(op, Free):
+                continue
+            stream = Stream.COMMUNICATION if isinstance(op, Communication) else Stream.COMPUTE
+            yield Event(
+                rank,
+                stream,
+                op.name,
+                type(op).__name__,
+                times.issued[at],
+                times.start[at],
+                times.end[at],
+            )
+
+    @cached_property
+    def busy_seconds(self) -> tuple[dict[Stream, float], ...]:
+        """Of each rank's streams, at work."""
+        return tuple(busy for busy, _ in self._busy)
+
+    @cached_property
+    def _busy(self) -> list[tuple[dict[Stream, float], float]]:
+        """Of each rank: its streams at work, and any of them. One that stands for others has its
+        times in common with them."""
+        known: dict[int, tuple[dict[Stream, float], float]] = {}
+        for rank, times in enumerate(self.ranks):
+            if id(times) not in known:
+                known[id(times)] = self._busy_of(rank)
+        return [known[id(times)] for times in self.ranks]
+
+    def _busy_of(self, rank: int) -> tuple[dict[Stream, float], float]:
+        busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
+        any_busy = any_until = 0.0
+        for event in sorted(self.events(rank), key=lambda event: event.start):
+            begin = max(event.start, until[event.stream])  # transfers may run at once
+            busy[event.stream] += max(0.0, event.end - begin)
+            until[event.stream] = max(begin, event.end)
+            any_busy += max(0.0, event.end - max(event.start, any_until))
+            any_until = max(any_until, event.end)
+        return busy, any_busy
+
+    @property
+    def idle_seconds(self) -> list[float]:
+        """Of each rank, in which it computes nothing: waiting for data, for other ranks, and at the
+        end for the slowest one."""
+        return [self.runtime_seconds - busy[Stream.COMPUTE] for busy in self.busy_seconds]
+
+    @property
+    def exposed_communication_seconds(self) -> float:
+        """Idle time, as a mean over ranks: communication and other ranks that a rank waits for."""
+        return sum(self.idle_seconds) / len(self.ranks)
+
+    @property
+    def waiting_for_ranks_seconds(self) -> float:
+        """The part of it in which nothing of the rank is in flight either: others have not come to
+        what it needs of them, or still compute when it is done."""
+        busy = sum(any_busy for _, any_busy in self._busy) / len(self.ranks)
+        waiting = self.runtime_seconds - busy
+        return min(max(waiting, 0.0), self.exposed_communication_seconds)
+
+    @property
+    def open_communication_seconds(self) -> float:
+        """The other part: something is in flight, and nothing is computed beside it."""
+        return self.exposed_communication_seconds - self.waiting_for_ranks_seconds
+
+    @property
+    def kernels(self) -> dict[str, float]:
+        """The part of the attentions' time that each kernel takes, the largest first."""
+        total = sum(self.kernel_seconds.values())
+        order = sorted(self.kernel_seconds.items(), key=lambda item: -item[1])
+        return {name: seconds / total for name, seconds in order}
+
+    @cached_property
+    def flops(self) -> float:
+        """Of all ranks, by the area of the mask."""
+        problem = self.plan.problem
+        everything = Run(0, problem.q_tokens), Run(0, problem.keys)
+        pairs = int(visible_pairs([everything[0]], [everything[1]], problem.rows)[0, 0])
+        return problem.flops(pairs, backward=self.one.direction is Direction.BACKWARD)
+
+    @property
+    def mfu_percent(self) -> float:
+        peak = self.cluster.gpu.peak_tflops * 1e12 * self.plan.num_ranks
+        return 100.0 * self.flops / (peak * self.runtime_seconds) if self.runtime_seconds else 0.0
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Workspace together with the caller's shards and the results."""
+        problem, programs = self.plan.problem, self.one.programs
+        kept = max(  # ranks that do the same with other heads have as much
+            sum(b.num_bytes(problem) for b in programs[r].buffers if b.role is not Role.WORKSPACE)
+            for r in range(0, len(programs), self.one.copies)
+        )
+        return self.workspace_bytes + kept
+
+    def to_json(self) -> dict[str, Any]:
+        busy = [busy[Stream.COMMUNICATION] for busy in self.busy_seconds]
+        received = self.received_bytes
+        return {
+            "method": self.plan.method,
+            "direction": self.one.direction.value,
+            "ranks": self.plan.num_ranks,
+            "cluster": self.cluster.name,
+            "overlap": self.overlap.value,
+            "setting": self.one.setting | {"layout": str(self.plan.q_layout.kind)},
+            "kernels": self.kernels,
+            "runtime_seconds": self.runtime_seconds,
+            "mfu_percent": self.mfu_percent,
+            "exposed_communication_seconds": self.exposed_communication_seconds,
+            "open_communication_seconds": self.open_communication_seconds,
+            "waiting_for_ranks_seconds": self.waiting_for_ranks_seconds,
+            "longest_idle_seconds": max(self.idle_seconds),
+            "communication_busy_seconds": {"mean": sum(busy) / len(busy), "max": max(busy)},
+            "peak_bytes": self.peak_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "received_bytes": {"mean": sum(received) / len(received), "max": max(received)},
+        }

@@ -1,0 +1,131 @@
+"""Which kernel calls an attention becomes, and on which kernels: its rectangles, or one call.
+
+A method writes rectangles, which any dense kernel can do. Where a kernel takes any mask, one call
+sees exactly what the mask shows of all gathered rows, in whatever order they lie, and nothing has
+to be merged. The faster way is taken, one call if both are near.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mesh_attention.cost.machine.call_time import CallSize
+from mesh_attention.cost.machine.target import Target
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.passes.seconds import CallSeconds
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Attend, Attention, Call, CallKind
+
+# Rates are rough, and the host launches every call and every merge: three calls that were predicted
+# to be 0.6 % faster than one took 4 % longer on an H200, and 36 % from a standing start.
+SEVERAL_GAIN = 0.02
+
+
+@dataclass(slots=True)
+class CallSummary:
+    """What was chosen for the attentions of a program, and why: predicted seconds of all calls."""
+
+    whole: int = 0  # attentions that are one call by row ranges
+    cut: int = 0  # and those that are rectangles, though one call could do them
+    seconds_whole: float = 0.0
+    seconds_cut: float = 0.0
+
+    def add(self, other: CallSummary) -> None:
+        self.whole += other.whole
+        self.cut += other.cut
+        self.seconds_whole += other.seconds_whole
+        self.seconds_cut += other.seconds_cut
+
+    def __str__(self) -> str:
+        both = self.whole + self.cut
+        if not both:
+            return "rectangles: no kernel takes any mask at a good rate"
+        said = f"{self.whole} of {both} attentions in one call by row ranges"
+        if math.isinf(self.seconds_cut):
+            return f"{said}: the kernel asked for does not take the rectangles of all"
+        gain = f"; several calls must be {SEVERAL_GAIN:.0%} faster than one"
+        near = not self.cut and self.seconds_cut < self.seconds_whole
+        return (
+            f"{said}, predicted {self.seconds_whole * 1e3:.3g} ms if all were, "
+            f"{self.seconds_cut * 1e3:.3g} ms as rectangles{gain if near else ''}"
+        )
+
+
+class CallChooser:
+    """For the attentions of a pass. Those of the same sizes are decided once."""
+
+    def __init__(
+        self, plan: Plan, direction: Direction, target: Target, clock: CallSeconds
+    ) -> None:
+        self._target, self._direction, self._clock = target, direction, clock
+        self._holds = target.own_stream and plan.num_ranks > 1
+        kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
+        self._names = {kind: found[0] if found else "" for kind, found in kernels.items()}
+        by_range = kernels[CallKind.RANGE]
+        self._takes_whole = by_range is not None and by_range[1].ranges
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def __call__(
+        self, op: Attention, table: Mapping[str, Buffer], splits: int, summary: CallSummary
+    ) -> Attention:
+        """`splits`: parts that long calls are split into where they keep transfers waiting."""
+        if not op.calls:
+            return op
+        one = whole_call(op)
+        if self._takes_whole and (one,) != op.calls:
+            whole, cut = self._seconds(op, table, one, splits)
+            better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
+            summary.whole += better
+            summary.cut += not better
+            summary.seconds_whole += whole
+            summary.seconds_cut += cut
+            if better:
+                pairs = [self._clock.pairs(op, table, call) for call in op.calls]
+                self._clock.pairs.know(op, table, one, sum(pairs))
+                return replace(op, calls=(replace(one, kernel=self._names[CallKind.RANGE]),))
+        elif self._takes_whole:
+            summary.whole += 1
+        names = self._names
+        return replace(op, calls=tuple([replace(c, kernel=names[c.kind]) for c in op.calls]))
+
+    def _seconds(
+        self, op: Attention, table: Mapping[str, Buffer], one: Call, splits: int
+    ) -> tuple[float, float]:
+        clock = self._clock
+        sizes = [clock.size(op, table, call) for call in op.calls]
+        whole = sizes[0]._replace(
+            kind=one.kind,
+            rows=one.q_stop,
+            columns=one.k_stop,
+            pairs=sum(size.pairs for size in sizes),
+        )
+        key = (whole, *sizes, splits, *clock.fresh(op))
+        if key not in self._known:
+            cut = self._way(op, sizes, (False, False), splits)
+            self._known[key] = self._way(op, [whole], clock.fresh(op), 1), cut
+        return self._known[key]
+
+    def _way(
+        self, op: Attention, sizes: Sequence[CallSize], fresh: tuple[bool, bool], splits: int
+    ) -> float:
+        """Seconds of these calls, with a wait: a transfer that comes while a call holds the GPU
+        loses half of it in the mean."""
+        total = held = 0.0
+        for size in sizes:
+            found = self._target.kernel(self._direction, size.kind)
+            if found is None:
+                return math.inf  # the kernel that was asked for by name refuses it
+            seconds = self._clock.kernel(found[1], size)
+            if seconds is None:
+                return math.inf
+            if self._holds and not found[1].lets_transfers_begin:
+                parts = splits if isinstance(op, Attend) and size.kind == CallKind.FULL else 1
+                held = max(held, seconds / parts)
+            total += seconds + self._clock.merge(size, fresh)
+        return total + held / 2
+
+
+def whole_call(op: Attention) -> Call:
+    return Call(CallKind.RANGE, 0, op.q.stop - op.q.start, 0, op.k.stop - op.k.start)

@@ -1,0 +1,186 @@
+"""All passes in turn: the programs of a plan, compiled for a target when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from mesh_attention.cost.machine.target import Target
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.dependencies import dependencies
+from mesh_attention.plan.passes.alike import Alike, attention_key
+from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
+from mesh_attention.plan.passes.leave_sms import leave_sms
+from mesh_attention.plan.passes.place import at_offset, placed
+from mesh_attention.plan.passes.seconds import CallSeconds
+from mesh_attention.plan.passes.split_calls import split_calls, splits_wanted
+from mesh_attention.plan.passes.transfers import TransferCosts
+from mesh_attention.plan.plan import Pass, Plan, Programs
+from mesh_attention.plan.program import (
+    Attend,
+    Attention,
+    Communication,
+    Free,
+    Operation,
+    Program,
+    SendRecv,
+)
+from mesh_attention.plan.traffic import Flows, TrafficMeter
+from mesh_attention.plan.workspace import workspace_map
+
+
+def compile_plan(plan: Plan, target: Target) -> Plan:
+    """The plan with the programs that run on such a machine."""
+    if plan.target is not None:
+        raise PlanError(f"the plan is compiled already, for {plan.target.name}")
+    if plan.problem.element_bytes != target.element_bytes:
+        raise PlanError(
+            f"the plan is for {plan.problem.element_bytes}-byte elements, and the target for "
+            f"{target.element_bytes}-byte ones"
+        )
+    passes = tuple(compile_pass(plan, one, target) for one in plan.passes)
+    return replace(plan, passes=passes, target=target)
+
+
+def compile_pass(plan: Plan, one: Pass, target: Target) -> Pass:
+    return PassCompiler(plan, one, target).all_programs()
+
+
+class _Placed(NamedTuple):
+    """What placing buffers made of one program, for all that are alike."""
+
+    program: Program
+    sources: tuple[int, ...]  # for each operation its place before; -1 of a Free
+    waits: tuple[tuple[int, ...], ...]
+
+
+class PassCompiler:
+    """Of one pass of a plan. What ranks have in common is worked out once."""
+
+    def __init__(self, plan: Plan, one: Pass, target: Target) -> None:
+        self._plan, self._one, self._target = plan, one, target
+        self.clock = CallSeconds(plan, one.direction, target)
+        self._choose = CallChooser(plan, one.direction, target, self.clock)
+        self._transfers = TransferCosts(target.links, plan, one)
+        self._two_streams = target.own_stream and target.two_streams
+        self._alike = Alike()
+        self._known: dict[tuple[object, ...], _Placed] = {}
+        self._edited: dict[tuple[Operation, Operation], Operation] = {}
+        self._chosen: dict[tuple[object, ...], tuple[Attention, CallSummary]] = {}
+        self._flows: dict[tuple[int, Communication], Flows] = {}
+
+    def all_programs(self) -> Pass:
+        """The pass, each program compiled when it is asked for."""
+        programs = Programs(len(self._one.programs), lambda at: self.compiled(at)[0])
+        return replace(self._one, programs=programs)
+
+    def compiled(self, at: int) -> tuple[Program, CallSummary]:
+        """The program at this place, and what was chosen for its attentions."""
+        summary = CallSummary()
+        program = self._with_calls(self._one.programs[at], summary)
+        program, waits = self._placed(program)
+        if self._two_streams and runs_beside(program):
+            program = leave_sms(
+                *(program, self._one.direction, waits),
+                *(self._seconds_of(program), self.clock, self._target),
+            )
+        return program, summary
+
+    def _placed(self, program: Program) -> tuple[Program, tuple[tuple[int, ...], ...]]:
+        key = self._alike.uses(program)
+        known = self._known.get(key)
+        if known is None:
+            made = placed(program, self._plan.problem, self._target)
+            waits = dependencies(made, workspace_map(made, self._plan.problem))
+            self._known[key] = _Placed(made, sources(program, made), waits)
+            return made, waits
+        operations = [
+            op if source < 0 else self._as(op, program.operations[source])
+            for op, source in zip(known.program.operations, known.sources, strict=True)
+        ]
+        own = program.buffer_table()
+        buffers = [
+            b if b.offset is None and own[b.name] == b else at_offset(own[b.name], b.offset)
+            for b in known.program.buffers
+        ]
+        return Program(program.rank, tuple(buffers), tuple(operations)), known.waits
+
+    def _as(self, made: Operation, op: Operation) -> Operation:
+        """This operation, with results where those of another that is alike go."""
+        if not isinstance(made, Attention) or not isinstance(op, Attention):
+            return op
+        found = self._edited.get((made, op))
+        if found is None:
+            found = self._edited[made, op] = replace(made, calls=op.calls)
+        return found
+
+    def _with_calls(self, program: Program, summary: CallSummary) -> Program:
+        table = program.buffer_table()
+        splits = splits_wanted(program) if self._two_streams else 1
+        operations: list[Operation] = []
+        for op in program.operations:
+            if isinstance(op, Attention):
+                key = (*attention_key(op, table), splits)
+                if key not in self._chosen:
+                    of_op = CallSummary()
+                    made = self._choose(op, table, splits, of_op)
+                    if splits > 1 and isinstance(made, Attend):
+                        heads = op.q.num_heads(table[op.q.buffer])
+                        made = split_calls(made, heads, splits, self._target)
+                    self._chosen[key] = made, of_op
+                op, of_op = self._chosen[key]
+                summary.add(of_op)
+            operations.append(op)
+        return Program(program.rank, program.buffers, tuple(operations))
+
+    def _seconds_of(self, program: Program) -> Callable[[Communication], float]:
+        """Of a rank's communications."""
+        rank, groups, devices = program.rank, self._one.groups, self._plan.devices
+        meter = TrafficMeter(self._plan.problem, program.buffer_table())
+        table = self._alike.table(program)
+
+        def seconds(op: Communication) -> float:
+            flows = self._flows.get((table, op))
+            if flows is None:
+                flows = self._flows[table, op] = meter.flows(op)
+            if not isinstance(op, SendRecv):
+                member = self._one.members[op.group][rank]
+                return self._transfers.collective(op, flows, member)
+            ranks = groups[op.group]
+            received = sum(size for size, _ in flows.received.values())
+            if received:
+                source = devices[ranks[op.from_member]]
+                return self._transfers.flow(source, devices[rank], received)
+            sent = sum(flows.sent.values())
+            return self._transfers.flow(devices[rank], devices[ranks[op.to_member]], sent)
+
+        return seconds
+
+
+def sources(before: Program, after: Program) -> tuple[int, ...]:
+    """Where each operation that is left stood before its buffers were placed."""
+    found: list[int] = []
+    at = 0
+    for op in after.operations:
+        if isinstance(op, Free):
+            found.append(-1)
+            continue
+        while not _is_same(before.operations[at], op):
+            at += 1
+        found.append(at)
+        at += 1
+    return tuple(found)
+
+
+def _is_same(before: Operation, after: Operation) -> bool:
+    """Attentions have tasks of their own, and may write elsewhere; all else stays as it is."""
+    if isinstance(after, Attention):
+        return isinstance(before, Attention) and before.task == after.task
+    return before == after
+
+
+def runs_beside(program: Program) -> bool:
+    """Whether there is more than one kernel call, or a transfer."""
+    calls = sum(len(op.calls) for op in program.operations if isinstance(op, Attention))
+    return calls > 1 or any(isinstance(op, Communication) for op in program.operations)

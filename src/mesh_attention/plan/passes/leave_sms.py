@@ -1,0 +1,127 @@
+"""Which kernel calls leave multiprocessors to transfers: as much of an attention as those last.
+
+A kernel is asked to leave SMs before its call begins, and leaves them to its end, though what is in
+flight may last far less. So the rows of a long call are split: the first part has the whole GPU,
+and the rest leaves SMs for as long as transfers are thought to last. A transfer that could not
+begin so far begins there, because it comes first wherever SMs fall free; one that could has done so
+before, and the programs that it kept waiting run beside the rest.
+
+The programs of such kernels have a fixed share of the tiles each, so a full call lasts a whole
+number of rounds. Of the two parts the second begins where programs of the first have no tile left,
+so a last round of few tiles costs none of its own. A call stays whole where a cut saves no round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil
+
+from mesh_attention.cost.machine.call_time import rounds_of_parts
+from mesh_attention.cost.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.plan.passes.seconds import CallSeconds
+from mesh_attention.plan.passes.split_calls import TILE_ROWS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import Attention, Call, CallKind, Communication, Operation, Program
+
+_LONGER = 1.3  # than thought: a transfer begins a merge later, and is slower beside computation
+_CUT = 0.1  # rounds that a cut costs: one more call, and its merge
+
+TransferSeconds = Callable[[Communication], float]
+
+
+def leave_sms(
+    program: Program,
+    direction: Direction,
+    waits: Sequence[tuple[int, ...]],
+    transfer_seconds: TransferSeconds,
+    clock: CallSeconds,
+    target: Target,
+) -> Program:
+    """`waits`: the operations that each must come after. A slice of a GPU has no SMs to leave."""
+    if target.gpu.sms <= SMS_OF_TRANSFERS:
+        return program
+    table = program.buffer_table()
+    in_flight: dict[int, float] = {}  # seconds that are left
+    operations: list[Operation] = []
+    for at, op in enumerate(program.operations):
+        operations.append(op)
+        if isinstance(op, Communication):
+            in_flight[at] = transfer_seconds(op)
+            continue
+        # They are done in their order, so those before one that is waited for are done too.
+        last = max((i for i in waits[at] if i in in_flight), default=-1)
+        if last >= 0:
+            in_flight = {i: left for i, left in in_flight.items() if i > last}
+        if not in_flight or not isinstance(op, Attention) or not op.calls:
+            continue
+        if not all(call.kernel for call in op.calls):
+            continue
+        passed = clock.attention(op, table)
+        if any(_heeds(call, direction, target) for call in op.calls):
+            rate = sum(map(_pairs, op.calls)) / passed if passed else 0.0  # pairs a second
+            needed = _LONGER * sum(in_flight.values()) * rate
+            heads = op.q.num_heads(table[op.q.buffer])
+            made = replace(op, calls=_parts(op.calls, heads, needed, direction, target))
+            # Whatever is in flight waits for the end of the attention otherwise.
+            if clock.attention(made, table) - passed <= sum(in_flight.values()):
+                operations[-1] = made
+        for i, left in tuple(in_flight.items()):
+            in_flight[i] = max(0.0, left - passed)
+            passed = max(0.0, passed - left)
+    return replace(program, operations=tuple(operations))
+
+
+def _heeds(call: Call, direction: Direction, target: Target) -> bool:
+    """Whether its kernel leaves SMs where it is asked to."""
+    rates = target.kernels[call.kernel].of(direction) if call.kernel else None
+    return rates is not None and rates.sm_margin > 0
+
+
+def leaves_whole(transfers: float, call: float) -> bool:
+    """Whether a call that is not split leaves SMs, by how long both last, in any unit. Otherwise a
+    transfer that comes while it runs begins after it."""
+    return _LONGER * transfers > call / 2
+
+
+def _pairs(call: Call) -> int:
+    area = (call.q_stop - call.q_start) * (call.k_stop - call.k_start)
+    return area // 2 if call.kind is CallKind.CAUSAL else area
+
+
+def _parts(
+    calls: Sequence[Call], heads: int, needed: float, direction: Direction, target: Target
+) -> tuple[Call, ...]:
+    """Of an attention, some of which leave SMs. `needed`: pairs of rows and keys that are computed
+    while transfers last."""
+    found: list[Call] = []
+    for call in reversed(calls):
+        parts = [(call, False)]
+        if needed > 0 and _heeds(call, direction, target):
+            parts = _split(call, heads, target.gpu.sms, needed)
+        needed -= sum(_pairs(part) for part, leaves in parts if leaves)
+        leave = SMS_OF_TRANSFERS
+        found = [*(replace(c, leave_sms=leave) if x else c for c, x in parts), *found]
+    return tuple(found)
+
+
+def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, bool]]:
+    """The call in parts, and which of them leave SMs."""
+    if call.kind is CallKind.RANGE:  # who knows how little its rows see
+        return [(call, True)]
+    if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
+        return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
+    rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+    tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - SMS_OF_TRANSFERS
+    whole = -(-tiles // fewer)
+    cuts = []
+    for rounds in range(ceil(needed * heads / (TILE_ROWS * keys * sms)), whole):
+        leaving = rounds * fewer // heads  # tiles of a head
+        rest = tiles - leaving * heads
+        if leaving and rest > 0:
+            parts = rest, leaving * heads, sms, SMS_OF_TRANSFERS
+            cuts.append((rounds_of_parts(*parts) + _CUT, leaving * TILE_ROWS))
+    if not cuts or min(cuts)[0] >= whole:
+        return [(call, True)]
+    middle = call.q_stop - min(cuts)[1]
+    return [(replace(call, q_stop=middle), False), (replace(call, q_start=middle), True)]

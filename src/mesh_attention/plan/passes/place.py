@@ -1,0 +1,188 @@
+"""An attention that is one call writes its results where the program would copy them to.
+
+Builders give every attention an accumulator in wide precision, since rectangles are merged there,
+and a copy that changes precision before results travel or are handed out. If one call does all, the
+accumulator holds what the call returned and nothing else: the copy is left out, and so are two
+passes over memory. Results are the same bit for bit.
+
+Accumulators that nothing uses any more are left out of the program too, so buffers can be placed
+anew, with less memory. Where other ranks know the places (shared memory) they stay: then a result
+can be written early only where nothing else lies meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from mesh_attention.cost.machine.target import Target
+from mesh_attention.plan.buffers import Buffer, Piece, Role
+from mesh_attention.plan.passes.alike import is_one_call
+from mesh_attention.plan.passes.row_sums import without_row_sums
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import (
+    Attend,
+    AttendBackward,
+    Free,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+    reads,
+    writes,
+)
+from mesh_attention.plan.workspace import WorkspaceMap, lifetimes, workspace_map
+
+
+def placed(program: Program, problem: Problem, target: Target) -> Program:
+    """Without copies and sums that need not be made, its buffers in places: in no more memory than
+    the plan says. Where a gradient of lse comes with a call, sums are those of `out` less that."""
+    planned = workspace_map(program, problem)
+    changed = program if target.lse_gradient else without_row_sums(program)
+    if not target.shows_workspace:
+        if changed is not program:
+            changed = _without_unused(changed, changed.operations)
+        fused = without_copies(changed)
+        memory = planned if fused is program else workspace_map(fused, problem)
+        if memory.total_bytes <= planned.total_bytes:
+            return _at(fused, memory)
+    return _at(without_copies(changed, planned), planned)
+
+
+def _at(program: Program, memory: WorkspaceMap) -> Program:
+    offsets = memory.offsets
+    buffers = [at_offset(b, offsets[b.name]) if b.name in offsets else b for b in program.buffers]
+    return replace(program, buffers=tuple(buffers))
+
+
+@lru_cache(maxsize=1 << 14)  # ranks share them
+def at_offset(buffer: Buffer, offset: int | None) -> Buffer:
+    return replace(buffer, offset=offset)
+
+
+def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
+    """`memory`: where buffers have to stay."""
+    one_call = {
+        at: op
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward) and is_one_call(op)
+    }
+    if not one_call:
+        return program
+    found = _Copies(program, memory)
+    operations: list[Operation | None] = list(program.operations)
+    for at, op in one_call.items():
+        copies: list[int] = []
+        if isinstance(op, AttendBackward):
+            operations[at], copies = found.of_backward(at, op)
+        elif op.fresh:
+            operations[at], copies = found.of_forward(at, op)
+        for copy in copies:
+            operations[copy] = None
+    left = [op for op in operations if op is not None]
+    if len(left) == len(operations):
+        return program
+    if memory is not None:
+        return replace(program, operations=tuple(left))
+    return _without_unused(program, left)
+
+
+def _without_unused(program: Program, operations: Sequence[Operation]) -> Program:
+    used = {name for op in operations if not isinstance(op, Free) for name in op.touched}
+    unused = {b.name for b in program.buffers if b.role is Role.WORKSPACE} - used
+    left: list[Operation] = []
+    for op in operations:
+        if isinstance(op, Free) and not unused.isdisjoint(op.buffers):
+            names = tuple(name for name in op.buffers if name not in unused)
+            left += [Free(names)] if names else []
+        else:
+            left.append(op)
+    buffers = tuple(b for b in program.buffers if b.name not in unused)
+    return replace(program, operations=tuple(left), buffers=buffers)
+
+
+class _Copies:
+    def __init__(self, program: Program, memory: WorkspaceMap | None) -> None:
+        self._operations = program.operations
+        self._memory = memory
+        self._lifetimes = lifetimes(program)
+        self._users: dict[str, list[int]] = defaultdict(list)
+        for at, op in enumerate(program.operations):
+            for name in op.touched:
+                self._users[name].append(at)
+
+    def of_forward(self, at: int, op: Attend) -> tuple[Attend, list[int]]:
+        """The attention, and the places of copies that need not be made."""
+        reader = self._only_reader(at, op.out)
+        copy = None if reader is None else self._operations[reader]
+        if reader is None or not isinstance(copy, Merge):
+            return op, []
+        both = copy.rule is MergeRule.SOFTMAX and copy.inputs == (op.out, op.lse)
+        if both and self._only_reader(at, op.lse) != reader:
+            return op, []
+        if not (both or (copy.rule is MergeRule.SUM and copy.inputs == (op.out,))):
+            return op, []
+        if not self._can_be_early(copy.outputs, at, reader):
+            return op, []
+        out, lse = copy.outputs if both else (*copy.outputs, op.lse)
+        return replace(op, out=out, lse=lse), [reader]
+
+    def of_backward(self, at: int, op: AttendBackward) -> tuple[AttendBackward, list[int]]:
+        targets: list[Piece] = []
+        left_out: list[int] = []
+        for piece, fresh in (
+            (op.grad_q, op.fresh_q),
+            (op.grad_k, op.fresh_kv),
+            (op.grad_v, op.fresh_kv),
+        ):
+            reader = self._only_reader(at, piece) if fresh else None
+            copy = None if reader is None else self._operations[reader]
+            if (
+                reader is not None
+                and isinstance(copy, Merge)
+                and copy.rule is MergeRule.SUM
+                and copy.inputs == (piece,)
+                and self._can_be_early(copy.outputs, at, reader)
+            ):
+                targets.append(copy.outputs[0])
+                left_out.append(reader)
+            else:
+                targets.append(piece)
+        grad_q, grad_k, grad_v = targets
+        return replace(op, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v), left_out
+
+    def _only_reader(self, at: int, piece: Piece) -> int | None:
+        """Of what the attention writes there, if nothing else ever uses that buffer."""
+        others = [i for i in self._users[piece.buffer] if i != at]
+        if piece.buffer not in self._lifetimes or len(others) != 1:
+            return None
+        (reader,) = others
+        return reader if reader > at and self._pieces(reader, piece.buffer) == [piece] else None
+
+    def _pieces(self, at: int, buffer: str) -> list[Piece]:
+        """That an operation uses of a buffer."""
+        op = self._operations[at]
+        return [piece for piece in (*reads(op), *writes(op)) if piece.buffer == buffer]
+
+    def _can_be_early(self, targets: Sequence[Piece], at: int, reader: int) -> bool:
+        return all(self._is_free(target, at, reader) for target in targets)
+
+    def _is_free(self, target: Piece, at: int, reader: int) -> bool:
+        for i in self._users[target.buffer]:
+            if i >= reader:
+                break
+            if any(piece.overlaps(target) for piece in self._pieces(i, target.buffer)):
+                return False
+        memory = self._memory
+        if memory is None or target.buffer not in memory.offsets:  # or the caller's
+            return True
+        place = memory.offsets[target.buffer]
+        end = place + memory.sizes[target.buffer]
+        for name, (born, freed) in self._lifetimes.items():
+            start = memory.offsets[name]
+            there = start < end and place < start + memory.sizes[name]
+            if there and name != target.buffer and born <= reader and at <= freed:
+                return False
+        return True

@@ -1,0 +1,67 @@
+"""Seconds of the kernel calls of a pass: what passes choose by, and what simulations add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_attention.cost.machine.call_time import (
+    CallSize,
+    HeadSizes,
+    kernel_seconds,
+    memory_seconds,
+)
+from mesh_attention.cost.machine.kernel_facts import PassRates
+from mesh_attention.cost.machine.target import Target
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.draw.work import CallPairs
+from mesh_attention.plan.passes.alike import attention_key
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.program import Attend, Attention, Call
+
+
+class CallSeconds:
+    def __init__(self, plan: Plan, direction: Direction, target: Target) -> None:
+        p = plan.problem
+        self._heads = HeadSizes(p.head_dim, p.v_dim, p.element_bytes, p.accumulate_bytes)
+        self._backward = direction is Direction.BACKWARD
+        self._gpu, self._target, self._direction = target.gpu, target, direction
+        self.pairs = CallPairs(plan)
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def attention(self, op: Attention, table: Mapping[str, Buffer]) -> float:
+        """Of all its calls, without merges."""
+        key = attention_key(op, table)
+        if key not in self._known:
+            total = 0.0
+            for call in op.calls:
+                rates = self._target.kernels[call.kernel].of(self._direction)
+                assert rates is not None
+                total += self.kernel(rates, self.size(op, table, call), call.leave_sms) or 0.0
+            self._known[key] = total
+        return self._known[key]
+
+    def size(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> CallSize:
+        return CallSize(
+            call.kind,
+            call.q_stop - call.q_start,
+            call.k_stop - call.k_start,
+            self.pairs(op, table, call),
+            op.q.num_heads(table[op.q.buffer]),
+            op.k.num_heads(table[op.k.buffer]),
+        )
+
+    def kernel(
+        self, rates: PassRates, size: CallSize, leave_sms: int = 0, rounds: float | None = None
+    ) -> float | None:
+        flops = self._heads.flops(size, backward=self._backward)
+        return kernel_seconds(*(rates, self._gpu, size, flops), leave_sms=leave_sms, rounds=rounds)
+
+    def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
+        """Of the results of a call."""
+        moved = self._heads.result_bytes(size, fresh, backward=self._backward)
+        return memory_seconds(self._gpu, moved)
+
+    @staticmethod
+    def fresh(op: Attention) -> tuple[bool, bool]:
+        """Whether accumulators hold nothing yet: out, or the gradient of q; those of k and v."""
+        return (op.fresh, False) if isinstance(op, Attend) else (op.fresh_q, op.fresh_kv)
