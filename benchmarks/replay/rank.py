@@ -49,10 +49,10 @@ class RankToReplay:
 
 
 def rank_of(timeline: Timeline, asked: int | str) -> int:
-    """A rank by its number, or the one that ends last (the first of several)."""
+    """A rank by its number, or the slowest (`may_be_slowest`)."""
     num_ranks = timeline.plan.num_ranks
     if asked == SLOWEST:
-        return max(range(num_ranks), key=lambda rank: (_end(timeline, rank), -rank))
+        return may_be_slowest(timeline)[0]
     if not isinstance(asked, int) or not 0 <= asked < num_ranks:
         raise MeshAttentionError(
             f"rank={asked}: the plan has ranks 0 to {num_ranks - 1}; or give {SLOWEST}"
@@ -61,14 +61,16 @@ def rank_of(timeline: Timeline, asked: int | str) -> int:
 
 
 def may_be_slowest(timeline: Timeline) -> list[int]:
-    """Ranks that the simulator lets end nearly last, the last first: which of them is the slowest
-    on a GPU is for a replay to say. One of those whose computations last as long."""
+    """Ranks that the simulator lets end nearly last, those with the most work first: which of them
+    is the slowest on a GPU is for a replay to say. Ranks that wait for others end as late as those
+    do, with less to compute. One of those whose computations last as long."""
     ends = {rank: _end(timeline, rank) for rank in range(timeline.plan.num_ranks)}
     near = max(ends.values()) * (1 - _NEARLY_LAST)
+    last = [rank for rank, end in ends.items() if end >= near]
+    computing = {rank: _computing(timeline, rank) for rank in last}
     unlike: dict[tuple[float, ...], int] = {}
-    for rank in sorted(ends, key=lambda rank: (-ends[rank], rank)):
-        if ends[rank] >= near:
-            unlike.setdefault(_computing(timeline, rank), rank)
+    for rank in sorted(last, key=lambda rank: (-sum(computing[rank]), -ends[rank], rank)):
+        unlike.setdefault(computing[rank], rank)
     return list(unlike.values())[:_MOST_RANKS]
 
 
@@ -97,7 +99,7 @@ def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToRepl
     own = {name: members for name, members in one.groups.items() if rank in members}
     alone = replace(one, programs=(program,), groups=own)
     return RankToReplay(
-        plan=replace(timeline.plan, passes=(alone,)),
+        plan=replace(timeline.plan, passes=(alone,), target=timeline.target),
         one=alone,
         rank=rank,
         seconds=seconds,
@@ -144,7 +146,14 @@ class Replayed:
         return self._mfu(self.compute_seconds)
 
     def _mfu(self, seconds: float) -> float:
-        return 100.0 * self.given.flops / (self.given.peak_tflops * 1e12 * seconds)
+        """Of the mean work of a rank: more than the peak shows that another has more of it."""
+        found = 100.0 * self.given.flops / (self.given.peak_tflops * 1e12 * seconds)
+        if found > 100.0:
+            raise MeshAttentionError(
+                f"rank {self.given.rank} would run at {found:.0f} % of the peak: it has less work "
+                "than others, and is not the slowest; replay one of those"
+            )
+        return found
 
     @property
     def exposed_seconds(self) -> float:

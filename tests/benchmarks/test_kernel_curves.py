@@ -46,7 +46,7 @@ def test_no_half_is_negative() -> None:
 def test_the_sections_are_those_of_a_cluster() -> None:
     full, ranges = KernelRate(660.0, 20.0, 40.0), KernelRate(650.0, 0.0, 400.0)
     rates = PassRates(True, False, 0, 41.0, full, None, ranges)
-    points = {kind: measured(rate, kind) for kind, rate in rates.rates.items()}
+    points = {CallKind(kind): measured(rate, CallKind(kind)) for kind, rate in rates.rates.items()}
     texts = [
         pass_section(
             "cudnn_ranges", direction, rates, points, source="measured", done_at="done at 99"
@@ -55,8 +55,7 @@ def test_the_sections_are_those_of_a_cluster() -> None:
     ]
     shipped = resources.files("mesh_attention.cost.machine") / "clusters" / "hgx-h200.toml"
     table = tomllib.loads(shipped.read_text(encoding="utf-8"))
-    table["kernels"] |= tomllib.loads("\n".join(texts))["kernels"]
-    cluster = read_cluster(table, "measured.toml")
+    cluster = read_cluster(table | tomllib.loads("\n".join(texts)), "measured.toml")
     assert cluster.kernels["cudnn_ranges"].forward == rates
     assert cluster.kernels["cudnn_ranges"].backward == rates
 

@@ -16,8 +16,7 @@ from mesh_attention.plan.traffic import Flows
 class FixedCosts:
     """`compute` and `communication` give seconds by the name of an operation; merges are free.
 
-    `waits`: calls hold the GPU, and a communication begins between two of them only. `whole`: they
-    do so where what is in flight lasts less than they do, and otherwise are slower by a third."""
+    `waits`: calls hold the GPU, and a communication begins between two of them only."""
 
     def __init__(
         self,
@@ -25,21 +24,17 @@ class FixedCosts:
         communication: Callable[[str], float] = lambda name: 0.0,
         flow: float = 0.0,
         waits: bool = False,
-        whole: bool = False,
     ) -> None:
         self._compute, self._communication, self._flow = compute, communication, flow
-        self._waits, self._whole = waits, whole
+        self._waits = waits
 
-    def compute(
-        self, op: Operation, table: Mapping[str, Buffer], splits: int
-    ) -> tuple[TimedCall, ...]:
+    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         """All calls of an attention last equally long."""
         if not isinstance(op, Attend | AttendBackward):
             return ()
         count = max(1, len(op.calls))
         seconds = self._compute(op.name) / count
-        lost = 0.25 if self._whole else None
-        return (TimedCall(seconds, "fixed", self._waits, lost, self._whole),) * count
+        return (TimedCall(seconds, "fixed", self._waits),) * count
 
     def collective(self, op: Operation, flows: Flows, member: int) -> float:
         return self._communication(op.name)

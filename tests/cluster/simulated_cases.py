@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.cost import Overlap, Timeline, load_cluster, simulate
+from mesh_attention.cost import Cluster, Overlap, Timeline, load_cluster, simulate
+from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.target import compiled_on
+from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Attention
 
-__all__ = ["problem_of", "timeline_of"]
+__all__ = ["problem_of", "timed_calls", "timeline_of"]
 
 
 def problem_of(tokens: int = 4096, *, causal: bool = True, heads: int = 16) -> Problem:
@@ -37,3 +41,11 @@ def timeline_of(
         **options,
     )
     return simulate(plan, described, direction, overlap=overlap)
+
+
+def timed_calls(plan: Plan, cluster: Cluster, direction: Direction) -> tuple[TimedCall, ...]:
+    """Of rank 0's first attention, as a simulation has them."""
+    compiled, one, clock = compiled_on(plan, plan.direction(direction), cluster)
+    program = one.programs[0]
+    op = next(op for op in program.operations if isinstance(op, Attention))
+    return ComputeCosts(compiled, direction, clock).calls(op, program.buffer_table())

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
+from mesh_attention.choose import auto
 from mesh_attention.choose.answers import VARIABLE, ask_auto, keep_answer, kept_answer
 from mesh_attention.choose.auto import find_best_of_all
 from mesh_attention.choose.best import Candidate, find_best
 from mesh_attention.choose.one_pass import OnePass, Standing
 from mesh_attention.choose.ranking import received_in_nodes
 from mesh_attention.choose.reasons import why
-from mesh_attention.cost import Cluster, auto, load_cluster, simulate
+from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.machine.load import cluster_names
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import PlanError
@@ -187,7 +188,8 @@ def test_there_is_always_an_answer_whose_plan_holds(ranks: int, tokens: int) -> 
     for direction, one in found.chosen.items():
         assert one.timeline is not None
         assert one.seconds == one.timeline.runtime_seconds
-        assert plan.direction(direction).programs == one.timeline.one.programs
+        simulated = one.timeline.plan.direction(direction)
+        assert plan.direction(direction).programs == simulated.programs
         assert found.standings[direction][0].seconds <= one.seconds
         assert {s.name for s in found.standings[direction]} | {*found.refused} == {*METHODS}
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from simulated_cases import problem_of
 
+from mesh_attention.choose import best
 from mesh_attention.choose.best import Best, find_best
 from mesh_attention.choose.explored import Explored
 from mesh_attention.choose.search import a_search
-from mesh_attention.cost import Cluster, best, load_cluster, simulate
+from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS

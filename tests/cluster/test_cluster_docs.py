@@ -7,11 +7,11 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
-import mesh_attention
 from mesh_attention.cli.main import main
 from mesh_attention.cost import cluster_names
 
@@ -35,8 +35,8 @@ def test_every_command_of_the_page_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    measured = Path(mesh_attention.__file__).parent / "cluster" / "clusters" / "hgx-h100.toml"
-    (tmp_path / "cluster.toml").write_text(measured.read_text())
+    shipped = resources.files("mesh_attention.cost.machine") / "clusters" / "hgx-h100.toml"
+    (tmp_path / "cluster.toml").write_text(shipped.read_text())
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 

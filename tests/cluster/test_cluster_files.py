@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from mesh_attention.cost import cluster_names, load_cluster
+from mesh_attention.cost.machine.kernel_facts import library_facts, library_kernels
 from mesh_attention.cost.machine.load import ClusterError, parse_cluster, read_cluster
 from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.plan.plan import Direction
 
-FOLDER = resources.files("mesh_attention.cost.machine") / "clusters"
-GOOD = (FOLDER / "hgx-h200.toml").read_text(encoding="utf-8")
+PACKAGE = resources.files("mesh_attention")
+FOLDER = PACKAGE / "cost" / "machine" / "clusters"
+GOOD = (FOLDER / "a100-roce.toml").read_text(encoding="utf-8")  # with kernels of its own
 NUMBER = re.compile(r"^\s*([\w.]+)\s*=\s*[-+.\d][\w.+-]*")
 
 
@@ -34,13 +36,17 @@ def test_the_promised_clusters_ship() -> None:
     assert set(cluster_names()) >= {"paper", "hgx-h100", "hgx-h200", "gb200-nvl72", "a100-roce"}
 
 
-@pytest.mark.parametrize("name", cluster_names())
-def test_every_number_says_where_it_comes_from_or_that_it_is_assumed(name: str) -> None:
-    text = text_of(name)
-    if like := tomllib.loads(text).get("kernels_like"):
-        text += text_of(like)
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(f"cost/machine/clusters/{name}.toml" for name in cluster_names()),
+        *(f"kernels/{name}.toml" for name in library_facts()),
+    ],
+)
+def test_every_number_says_where_it_comes_from_or_that_it_is_assumed(file: str) -> None:
+    text = (PACKAGE / file).read_text(encoding="utf-8")
     numbers = [line for line in text.splitlines() if NUMBER.match(line)]
-    assert len(numbers) > 35
+    assert len(numbers) > 7
     bare = [line for line in numbers if not re.search(r"#\s*\S{3,}", line)]
     assert bare == []
 
@@ -87,25 +93,26 @@ BAD = [
     ("peak_tflops", "peak_tflops = inf", "gpu.peak_tflops = inf must be a number"),
     ("peak_tflops", "peak_tflops = nan", "gpu.peak_tflops = nan must be a number"),
     ("memory_gib", "memory_gb = 80", "gpu has no field 'memory_gb'"),
-    ("tflops", "tflops = 0", "kernels.flash_attn3.forward.full.tflops = 0 must be above 0"),
-    ("tflops", "tflops = 1e4", "flash_attn3.forward.full at 10000 TFLOP/s is faster than gpu.peak"),
+    ("tflops", "tflops = 0", "kernels.cuda_flash.forward.full.tflops = 0 must be above 0"),
+    ("tflops", "tflops = 1e4", "cuda_flash.forward.full at 10000 TFLOP/s is faster than gpu.peak"),
     ("half_rows", "half_rows = -5", "forward.full.half_rows = -5 must be at least 0"),
     ("launch_mic", "launch_microseconds = -1", "forward.launch_microseconds = -1"),
-    ("ranges", "", "kernels.flash_attn3.forward lacks 'ranges'"),
+    ("ranges", "", "kernels.cuda_flash.forward lacks 'ranges'"),
     ("ranges", "ranges = true", "with ranges = true its curves must be full and range"),
     ("lets_transfers", "lets_transfers_begin = 1", "= 1 must be true or false"),
     ("sm_margin", "sm_margin = -1", "sm_margin = -1 must be a whole number of at least 0"),
-    ("sm_margin", "sm_margin = 132", "sm_margin = 132 leaves nothing of gpu.sms = 132"),
-    ("nodes", 'nodes = 2\nkernels_like = "mine"', "kernels_like = 'mine' must be one of a100"),
+    ("sm_margin", "sm_margin = 108", "sm_margin = 108 leaves nothing of gpu.sms = 108"),
+    ("nodes", 'nodes = 2\nkernels_like = "paper"', "kernels_like is a field of older files: a fi"),
+    ("nodes", "nodes = 2\nmore_kernels = 3", "give kernels, or more_kernels beside the library's"),
     ("nodes", "nodes = 2\nkernels = 3", "is not TOML"),
-    ("[kernels.cudnn.forward.full]", "[kernels.cudnn.forwards.full]", "has no field 'forwards'"),
+    ("[kernels.triton.forward]", "[kernels.triton.forwards]", "has no field 'forwards'"),
     ("[gpu]", "[compute]\n[gpu]", "compute is a field of older files: curves are written for"),
     ("nics", "nics = 3", "network.nics = 3 does not divide node.ranks = 8"),
     ("nics", "nics = 16", "network.nics = 16 does not divide node.ranks = 8"),
     ("compute_slowdown", "compute_slowdown = 1", "disturbance.compute_slowdown = 1 must be below"),
     ("collective_slow", "collective_slowdown = -0.1", "must be at least 0"),
     ("collective_slow", "waits_for_forward_calls = true", "lets_transfers_begin in [kernels.cudnn"),
-    ("[kernels.cudnn.forward.causal]", "[kernels.cudnn.forward.diagonal]", "forward has no field"),
+    ("[kernels.triton.forward.full]", "[kernels.triton.forward.square]", "forward has no field"),
     ("[disturbance]", "[disturbances]", "the file has no field 'disturbances'"),
     ("[node.peer]", "[node]", "is not TOML"),
 ]
@@ -121,16 +128,18 @@ def test_a_bad_file_is_refused_with_its_name_and_the_field(
     assert answer in str(refused.value)
 
 
-def test_a_file_takes_the_kernels_of_another_cluster_beside_its_own() -> None:
-    like, paper = load_cluster("hgx-h200"), load_cluster("paper")
-    assert load_cluster("hgx-h100").kernels == like.kernels
-    assert paper.kernels == like.kernels | {"authors": paper.kernels["authors"]}
+def test_a_file_without_kernels_has_those_of_the_library_and_may_have_more_beside_them() -> None:
+    library, paper = library_kernels(), load_cluster("paper")
+    assert load_cluster("hgx-h100").kernels == load_cluster("hgx-h200").kernels == library
+    assert "authors" not in library
+    assert paper.kernels == library | {"authors": paper.kernels["authors"]}
+    with pytest.raises(ClusterError, match="more_kernels = 3 must be a table"):
+        parse_cluster(f"more_kernels = 3\n{text_of('hgx-h200')}", "mine.toml")
 
 
 def test_a_call_that_no_kernel_takes_is_told_when_the_file_is_read() -> None:
     table = tomllib.loads(GOOD)
-    for name in ("cudnn_ranges", "triton"):
-        del table["kernels"][name]["backward"]
+    del table["kernels"]["triton"]["backward"]
     with pytest.raises(ClusterError, match="no kernel does range calls backward; add its curve"):
         read_cluster(table, "mine.toml")
 

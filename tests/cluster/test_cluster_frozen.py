@@ -7,13 +7,14 @@ import importlib
 import inspect
 import pkgutil
 
-import mesh_attention.cost
+from mesh_attention import choose, cost
 
 
 def test_every_dataclass_of_clusters_is_frozen() -> None:
     found = {
         name: one.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        for info in pkgutil.walk_packages(mesh_attention.cost.__path__, "mesh_attention.cost.")
+        for package in (cost, choose)
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
         for name, one in inspect.getmembers(importlib.import_module(info.name), inspect.isclass)
         if one.__module__ == info.name and dataclasses.is_dataclass(one)
     }

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 from fixed_costs import undisturbed
-from mesh_attention.cost.communication_cost import CommunicationCosts, GroupShape
+from simulated_cases import timed_calls
 
 from mesh_attention import Mask
 from mesh_attention.cost import Cluster
 from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
 from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.cost.machine.rates import costs_of
+from mesh_attention.cost.machine.transfer_time import (
+    GroupShape,
+    all_to_all_seconds,
+    flow_seconds,
+    ring_seconds,
+)
+from mesh_attention.cost.target import compiled_on
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
-    AllGather,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Merge,
-    Operation,
-)
+from mesh_attention.plan.program import Merge
 from mesh_attention.plan.question import make_plan
-from mesh_attention.plan.traffic import Flows
 
 MICRO = 1e-6
 
@@ -64,13 +64,9 @@ def ring(*, causal: bool = False) -> Plan:
     return make_plan(problem, 2, method="ring", layout="contiguous")
 
 
-def seconds(plan: Plan, direction: Direction, where: Cluster, splits: int = 1) -> tuple[float, ...]:
+def seconds(plan: Plan, direction: Direction, where: Cluster) -> tuple[float, ...]:
     """Of rank 0's first attention."""
-    one = plan.forward if direction is Direction.FORWARD else plan.backward
-    program = one.programs[0]
-    op = next(op for op in program.operations if isinstance(op, Attend | AttendBackward))
-    calls = ComputeCosts(where, plan, direction).calls(op, program.buffer_table(), splits)
-    return tuple(call.seconds for call in calls)
+    return tuple(call.seconds for call in timed_calls(plan, where, direction))
 
 
 # 64 rows of four heads fill the GPU as four rows of 64 heads would: 32 / 4 more time for the rows,
@@ -80,75 +76,74 @@ SLOWER = 1.0 + 8.0 + 0.25
 
 def test_a_full_call_takes_its_pairs_at_the_rate_of_its_size_and_a_pass_over_its_result() -> None:
     flops = 2 * 64 * 64 * 4 * (8 + 4)
-    merged = 64 * 4 * 4 * (2 + 2 * 4)
+    stored = 64 * 4 * 4 * (2 + 4)
     found = seconds(ring(), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 1e-9 + merged * 1e-9,), rel=1e-12, abs=0)
+    assert found == pytest.approx((flops * SLOWER * 1e-9 + stored * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_backward_takes_two_and_a_half_times_the_work_and_a_pass_over_three_gradients() -> None:
     flops = 2.5 * 2 * 64 * 64 * 4 * (8 + 4)
-    merged = (64 * 4 * 8 + 64 * 2 * (8 + 4)) * (2 + 2 * 4)
+    stored = (64 * 4 * 8 + 64 * 2 * (8 + 4)) * (2 + 4)
     found = seconds(ring(), Direction.BACKWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 2e-9 + merged * 1e-9,), rel=1e-12, abs=0)
+    assert found == pytest.approx((flops * SLOWER * 2e-9 + stored * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_a_causal_call_takes_the_pairs_on_and_below_the_diagonal_at_its_own_rate() -> None:
     flops = 2 * (64 * 65 // 2) * 4 * (8 + 4)
-    merged = 64 * 4 * 4 * (2 + 2 * 4)
+    stored = 64 * 4 * 4 * (2 + 4)
     found = seconds(ring(causal=True), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + merged * 1e-9,), rel=1e-12, abs=0)
+    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + stored * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_its_merge() -> None:
     plain = seconds(ring(), Direction.FORWARD, cluster())[0]
-    merged = 64 * 4 * 4 * (2 + 2 * 4) * 1e-9
+    stored = 64 * 4 * 4 * (2 + 4) * 1e-9
     with_gaps = seconds(ring(), Direction.FORWARD, cluster(gap=3.0))[0]
     assert with_gaps == pytest.approx(plain + 2 * 3.0 * MICRO, rel=1e-12, abs=0)
     launched = seconds(ring(), Direction.FORWARD, cluster(launch=1e6, gap=3.0))[0]
-    assert launched == pytest.approx(1.0 + 3.0 * MICRO + merged, rel=1e-12, abs=0)
+    assert launched == pytest.approx(1.0 + 3.0 * MICRO + stored, rel=1e-12, abs=0)
 
 
 def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
     problem = Problem(128, 4, 8)
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(1, 1), combine="exchange")
-    program = plan.forward.programs[0]
+    compiled, one, clock = compiled_on(plan, plan.forward, cluster(gap=3.0))
+    program = one.programs[0]
     table = program.buffer_table()
     op = next(op for op in program.operations if isinstance(op, Merge))
     touched = sum(
         piece.num_bytes(table[piece.buffer], problem) for piece in (*op.inputs, *op.outputs)
     )
-    costs = ComputeCosts(cluster(gap=3.0), plan, Direction.FORWARD)
-    (merge,) = costs.calls(op, table, 1)
+    (merge,) = ComputeCosts(compiled, Direction.FORWARD, clock).calls(op, table)
     assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12, abs=0)
     assert not merge.kernel
 
 
-def test_a_split_call_takes_the_time_of_the_whole_divided_by_rows() -> None:
-    problem = Problem(2 * 2048, 64, 8)  # four times 256 tiles of 128 rows of a head
-    plan = make_plan(problem, 2, method="ring", layout="contiguous")
-    (whole,) = seconds(plan, Direction.FORWARD, cluster())
-    split = seconds(plan, Direction.FORWARD, cluster(), splits=4)
-    assert len(split) == 4
-    assert split == pytest.approx([whole / 4] * 4, rel=1e-12, abs=0)
+def test_parts_of_a_call_that_was_split_are_calls_of_their_own() -> None:
+    """Three transfers for one attention of 2,048 rows and keys with 64 heads: 16 tiles of 128 rows
+    become 5, 5 and 6, and a call of fewer rows is slower."""
+    plan = make_plan(Problem(4 * 1024, 64, 8), 4, method="mesh", tile=(2, 2), chunks=(1, 1))
+    base = cluster()
+    quick = replace(base, gpu=replace(base.gpu, memory_gb_per_second=1e9))  # merges take no time
+    found = seconds(plan, Direction.FORWARD, quick)
+    expected = [
+        2 * rows * 2048 * 64 * (8 + 8) * (1 + 32 / rows + 16 / 2048) * 1e-9
+        for rows in (640, 640, 768)
+    ]
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def group(*ranks: int) -> tuple[CommunicationCosts, str, Plan]:
-    """Costs of a plan on twelve ranks in which a group of that shape is put under the name 'x'."""
-    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
-    costs = CommunicationCosts(cluster(), plan, plan.forward)
-    costs.shapes["x"] = GroupShape.of(cluster(), ranks)
-    return costs, "x", plan
+def gather(ranks: tuple[int, ...], where: Cluster) -> float:
+    """Of a thousand bytes from each."""
+    return ring_seconds(where.links, GroupShape.of(where.links, ranks), 1000)
 
 
-def collective(kind: type[Operation], flows: Flows, member: int, *ranks: int) -> float:
-    costs, name, _ = group(*ranks)
-    op = object.__new__(kind)
-    object.__setattr__(op, "group", name)
-    assert isinstance(op, AllGather | AllToAll)
-    return costs.collective(op, flows, member)
-
-
-KILOBYTE = Flows({}, {0: (1000, 1000)})
+def exchange(
+    ranks: tuple[int, ...], where: Cluster, sent: dict[int, int], received: dict[int, int]
+) -> float:
+    """As the first rank sees it."""
+    shape = GroupShape.of(where.links, ranks)
+    return all_to_all_seconds(where.links, shape, sent, received, 0)
 
 
 @pytest.mark.parametrize(
@@ -171,19 +166,15 @@ KILOBYTE = Flows({}, {0: (1000, 1000)})
 def test_a_gather_takes_a_latency_for_each_hop_and_the_busiest_nic(
     ranks: tuple[int, ...], expected: float
 ) -> None:
-    assert collective(AllGather, KILOBYTE, 0, *ranks) == pytest.approx(expected, rel=1e-12, abs=0)
+    assert gather(ranks, cluster()) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node() -> None:
-    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
     base = cluster()
-    fast = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
-    costs = CommunicationCosts(replace(base, network=fast), plan, plan.forward)
-    costs.shapes["x"] = GroupShape.of(base, (0, 2, 4, 6))
-    op = object.__new__(AllGather)
-    object.__setattr__(op, "group", "x")
+    network = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
     expected = (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 4e9
-    assert costs.collective(op, KILOBYTE, 0) == pytest.approx(expected, rel=1e-12, abs=0)
+    found = gather((0, 2, 4, 6), replace(base, network=network))
+    assert found == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -207,35 +198,24 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
 def test_an_all_to_all_takes_the_slowest_of_what_leaves_and_comes_inside_and_outside(
     ranks: tuple[int, ...], sent: dict[int, int], received: dict[int, int], expected: float
 ) -> None:
-    flows = Flows(sent, {member: (size, 0) for member, size in received.items()})
-    assert collective(AllToAll, flows, 0, *ranks) == pytest.approx(expected, rel=1e-12, abs=0)
+    found = exchange(ranks, cluster(), sent, received)
+    assert found == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def exchange_of_two(**network: Any) -> float:
+    """Of 100 and 200 KB, each to another node."""
+    base = cluster()
+    where = replace(base, network=replace(base.network, **network))
+    return exchange((0, 4, 8), where, {1: 100_000, 2: 200_000}, {})
 
 
 def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
-    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
-    base = cluster()
-    fast = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
-    costs = CommunicationCosts(replace(base, network=fast), plan, plan.forward)
-    costs.shapes["x"] = GroupShape.of(base, (0, 4, 8))
-    op = object.__new__(AllToAll)
-    object.__setattr__(op, "group", "x")
-    found = costs.collective(op, Flows({1: 100_000, 2: 200_000}, {}), 0)
+    found = exchange_of_two(collective=CollectiveLink(100.0, 20.0, 5.0))
     assert found == pytest.approx(20 * MICRO + 200_000 / 1e9, rel=1e-12, abs=0)
 
 
 def test_all_to_alls_between_nodes_have_a_rate_and_a_cost_for_each_message_of_their_own() -> None:
-    plan = make_plan(Problem(12 * 16, 2, 8), 12, method="ring", ranks_per_node=4)
-    base = cluster()
-    op = object.__new__(AllToAll)
-    object.__setattr__(op, "group", "x")
-
-    def found(**network: Any) -> float:
-        costs = CommunicationCosts(
-            replace(base, network=replace(base.network, **network)), plan, plan.forward
-        )
-        costs.shapes["x"] = GroupShape.of(base, (0, 4, 8))
-        return costs.collective(op, Flows({1: 100_000, 2: 200_000}, {}), 0)
-
+    found = exchange_of_two
     own = ManyPeersLink(0.25, 3.0)
     assert found(all_to_all=own) == pytest.approx(26 * MICRO + 300_000 / 0.25e9, rel=1e-12, abs=0)
     # Left out: what point-to-point flows of a node carry together, through each of its two NICs,
@@ -250,9 +230,12 @@ def test_all_to_alls_between_nodes_have_a_rate_and_a_cost_for_each_message_of_th
 
 
 def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> None:
-    costs, _, _ = group(0, 1)
-    assert costs.flow(0, 3, 800) == pytest.approx(3 * MICRO + 800 / 8e9, rel=1e-12, abs=0)
-    assert costs.flow(3, 4, 800) == pytest.approx(7 * MICRO + 800 / 1e9, rel=1e-12, abs=0)
+    for source, target, expected in (
+        (0, 3, 3 * MICRO + 800 / 8e9),
+        (3, 4, 7 * MICRO + 800 / 1e9),
+    ):
+        found = flow_seconds(cluster().links, source, target, 800)
+        assert found == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:

@@ -9,25 +9,35 @@ from importlib.resources import files
 import pytest
 import torch
 from fixed_costs import undisturbed
+from simulated_cases import timed_calls
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.best import find_best
 from mesh_attention.cli.main import main
 from mesh_attention.cost import Cluster, load_cluster, simulate
-from mesh_attention.cost.compute_cost import KEYS_IN_RUNS, ComputeCosts
-from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.cost.compute_cost import ComputeCosts
+from mesh_attention.cost.machine.call_time import CallSize, kernel_seconds
+from mesh_attention.cost.machine.kernel_facts import (
+    KernelRate,
+    KernelRates,
+    PassRates,
+    library_kernels,
+)
 from mesh_attention.cost.machine.load import ClusterError, parse_cluster
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.target import compiled_on
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend, AttendBackward
+from mesh_attention.plan.program import Attend
 from mesh_attention.plan.question import make_plan
 
 CAUSAL = Problem(1 << 16, 64, 128, mask=Mask(causal=True))
 PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 16)))
 RATE = KernelRate(1e-3, 0.0, 0.0)  # a FLOP a nanosecond
 DENSE = PassRates(False, True, 0, 0.0, RATE, RATE, RATE)
+KEYS_IN_RUNS = {
+    name for name, one in library_kernels().items() if one.backward and one.backward.keys_in_runs
+}
 RANGES = PassRates(True, True, 0, 0.0, RATE, None, RATE)
 
 
@@ -47,19 +57,6 @@ def slow_memory() -> Cluster:
     return replace(base, gpu=replace(base.gpu, memory_gb_per_second=1.0, gap_microseconds=0.0))
 
 
-def first_calls(
-    plan: Plan, where: Cluster, direction: Direction, kernel: str | None = None
-) -> tuple[TimedCall, ...]:
-    """Of rank 0's first attention with several calls."""
-    program = plan.direction(direction).programs[0]
-    op = next(
-        op
-        for op in program.operations
-        if isinstance(op, Attend | AttendBackward) and len(op.calls) > 1
-    )
-    return ComputeCosts(where, plan, direction, kernel).calls(op, program.buffer_table(), 1)
-
-
 def zigzag() -> Plan:
     """Two ranks, 32 rows each in two halves, four heads of 8 on two KV heads: a rank's own block is
     two causal squares of 16 and a full one."""
@@ -73,21 +70,21 @@ FORWARD_FLOPS = 4 * PAIRS * 4 * 8
 
 def test_rectangles_are_merged_and_one_call_for_all_stores_what_is_fresh() -> None:
     """Both take the same FLOP; rectangles read and write 48 rows, one call writes 32."""
-    (cut,) = first_calls(zigzag(), having(slow_memory(), dense=DENSE), Direction.FORWARD)
-    (whole,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
+    (cut,) = timed_calls(zigzag(), having(slow_memory(), dense=DENSE), Direction.FORWARD)
+    (whole,) = timed_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
     assert cut.seconds * 1e9 == pytest.approx(FORWARD_FLOPS + 48 * 4 * 8 * (2 + 4 + 4))
     assert whole.seconds * 1e9 == pytest.approx(FORWARD_FLOPS + 32 * 4 * 8 * (2 + 4))
     both = having(slow_memory(), dense=DENSE, ranges=RANGES)
-    assert first_calls(zigzag(), both, Direction.FORWARD) == (whole,)
+    assert timed_calls(zigzag(), both, Direction.FORWARD) == (whole,)
     assert whole.kernel == "ranges"
     faster = replace(DENSE, full=replace(RATE, tflops=1.0), causal=replace(RATE, tflops=1.0))
     cheap = replace(both, gpu=replace(both.gpu, memory_gb_per_second=1e3))
     quick = having(cheap, dense=faster, ranges=RANGES)
-    assert [call.kernel for call in first_calls(zigzag(), quick, Direction.FORWARD)] == ["dense"]
+    assert [call.kernel for call in timed_calls(zigzag(), quick, Direction.FORWARD)] == ["dense"]
 
 
 def test_backward_in_one_call_stores_three_gradients() -> None:
-    (whole,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.BACKWARD)
+    (whole,) = timed_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.BACKWARD)
     stored = 32 * (4 * 8 + 2 * 16) * (2 + 4)
     assert whole.seconds * 1e9 == pytest.approx(2.5 * FORWARD_FLOPS + stored)
 
@@ -95,9 +92,9 @@ def test_backward_in_one_call_stores_three_gradients() -> None:
 def test_a_row_range_counts_columns_by_what_rows_see() -> None:
     """As a causal square of as many pairs: 2 * 528 / 32 = 33 columns."""
     curve = KernelRate(1e-3, 0.0, 33.0)
-    (plain,) = first_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
+    (plain,) = timed_calls(zigzag(), having(slow_memory(), ranges=RANGES), Direction.FORWARD)
     slow = having(slow_memory(), ranges=replace(RANGES, range=curve))
-    (half,) = first_calls(zigzag(), slow, Direction.FORWARD)
+    (half,) = timed_calls(zigzag(), slow, Direction.FORWARD)
     assert (half.seconds - plain.seconds) * 1e9 == pytest.approx(FORWARD_FLOPS)
 
 
@@ -130,23 +127,29 @@ def test_a_kernel_that_lets_transfers_begin_hides_what_another_exposes() -> None
     assert hidden.runtime_seconds < exposed.runtime_seconds
 
 
-def test_a_kernel_that_holds_the_gpu_must_be_half_as_fast_again_to_be_chosen() -> None:
-    """Where there are communications: one rank alone takes the faster one."""
+def test_one_call_that_holds_the_gpu_must_be_half_as_fast_again_as_rectangles() -> None:
+    """Where there are communications: one rank alone takes the faster way."""
     holds = replace(RANGES, lets_transfers_begin=False)
+    base = undisturbed()
+    where = replace(base, gpu=replace(base.gpu, gap_microseconds=0.0))
 
     def chosen(times: float, plan: Plan) -> str:
         rate = replace(RATE, tflops=times * RATE.tflops)
         fast = replace(holds, full=rate, range=rate)
-        where = having(undisturbed(), lets=RANGES, holds=fast)
-        return next(iter(simulate(plan, where).kernels))
+        return timed_calls(plan, having(where, dense=DENSE, holds=fast), Direction.FORWARD)[
+            0
+        ].kernel
 
-    assert [chosen(times, zigzag()) for times in (1.4, 1.6)] == ["lets", "holds"]
+    assert [chosen(times, zigzag()) for times in (1.4, 1.6)] == ["dense", "holds"]
     alone = make_plan(Problem(64, 4, 8, mask=Mask(causal=True)), 1, method="mesh")
     assert chosen(1.1, alone) == "holds"
 
 
-def test_beside_a_transfer_a_call_loses_its_margin_and_no_call_loses_it_otherwise() -> None:
-    hgx = load_cluster("hgx-h100")
+def test_beside_a_transfer_a_call_leaves_sms_to_its_end_and_no_call_leaves_them_otherwise() -> None:
+    """16 of 132, and nothing is slowed by what is in flight besides. Merges take no time."""
+    base = load_cluster("hgx-h100")
+    gpu = replace(base.gpu, gap_microseconds=0.0, memory_gb_per_second=1e9)
+    hgx = replace(base, gpu=gpu)
     plan = plan_on(hgx, CAUSAL, 2, method="ring", directions=(Direction.FORWARD,))
     slow = replace(hgx, node=replace(hgx.node, peer=replace(hgx.node.peer, gb_per_second=0.001)))
     fast = KernelRate(500.0, 0.0, 0.0)
@@ -158,14 +161,14 @@ def test_beside_a_transfer_a_call_loses_its_margin_and_no_call_loses_it_otherwis
         event = next(e for e in timeline.events(0) if e.kind == "Attend")
         return event.end - event.start
 
-    beside = replace(slow, disturbance=replace(slow.disturbance, compute_slowdown=0.0))
-    assert first(beside, 33) == pytest.approx(first(beside, 0) * 132 / 99)
+    alone = replace(slow, disturbance=replace(slow.disturbance, compute_slowdown=0.0))
+    assert first(slow, 16) == pytest.approx(first(alone, 0) * 132 / 116, rel=1e-5)
     one = make_plan(Problem(4096, 4, 8), 1, method="mesh")
-    alone = [
+    margins = [
         simulate(one, having(hgx, only=replace(kernel, sm_margin=m))).runtime_seconds
-        for m in (0, 33)
+        for m in (0, 16)
     ]
-    assert alone[0] == alone[1]
+    assert margins[0] == margins[1]
 
 
 def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
@@ -177,9 +180,7 @@ def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
     assert "flash_attn3" not in others
     best = find_best(CAUSAL, 4, hgx, method="mesh", kernel="cudnn", options={"chunks": (1, 1)})
     assert set(best.timeline.kernels) == {"cudnn"}
-    with pytest.raises(
-        ClusterError, match="kernel=fast: hgx-h100 has curves of flash_attn3, cudnn"
-    ):
+    with pytest.raises(ClusterError, match="kernel=fast: hgx-h100 has curves of cuda_flash, cudnn"):
         simulate(plan, hgx, kernel="fast")
 
 
@@ -204,27 +205,27 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("kernels", "told"),
     [
-        ('[kernels.mine]\n', "kernels.mine has neither forward nor backward"),
+        ('[more_kernels.mine]\n', "kernels.mine has neither forward nor backward"),
         (
-            "[kernels.mine.forward]\nranges = false\nlets_transfers_begin = true\nsm_margin = 0\n"
-            "launch_microseconds = 1\n",
+            "[more_kernels.mine.forward]\nranges = false\nlets_transfers_begin = true\n"
+            "sm_margin = 0\nlaunch_microseconds = 1\n",
             "kernels.mine.forward has no curve",
         ),
-        ('[kernels.""]\n', "is no name of a kernel"),
-        ('[kernels."a\\nb"]\n', "is no name of a kernel"),
+        ('[more_kernels.""]\n', "is no name of a kernel"),
+        ('[more_kernels."a\\nb"]\n', "is no name of a kernel"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:
-    text = files("mesh_attention.cost").joinpath("clusters/hgx-h100.toml").read_text()
+    text = files("mesh_attention.cost.machine").joinpath("clusters/hgx-h100.toml").read_text()
     with pytest.raises(ClusterError, match=told):
         parse_cluster(f"{text}\n{kernels}", "mine")
 
 
 def test_a_kernel_may_be_as_fast_as_the_gpu_and_no_faster() -> None:
-    text = files("mesh_attention.cost").joinpath("clusters/hgx-h200.toml").read_text()
-    assert parse_cluster(text.replace("tflops = 722 ", "tflops = 989 "), "mine")
-    with pytest.raises(ClusterError, match=r"is faster than gpu\.peak_tflops = 989"):
-        parse_cluster(text.replace("tflops = 722 ", "tflops = 990 "), "mine")
+    text = files("mesh_attention.cost.machine").joinpath("clusters/a100-roce.toml").read_text()
+    assert parse_cluster(text.replace("tflops = 228 ", "tflops = 312 "), "mine")
+    with pytest.raises(ClusterError, match=r"is faster than gpu\.peak_tflops = 312"):
+        parse_cluster(text.replace("tflops = 228 ", "tflops = 313 "), "mine")
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -250,52 +251,70 @@ def test_keys_one_by_one_and_padded_rows_go_to_the_kernels_that_the_runtime_woul
             assert not refusing[tokens, layout] or name not in used
     assert [*refusing.values()] == [False, True, True]
     alone = without(cluster, *(name for name in cluster.kernels if name not in KEYS_IN_RUNS))
-    if direction is Direction.BACKWARD:  # with nothing else to be had, it is counted with
-        assert set(simulate(plan, alone, direction).kernel_seconds) == KEYS_IN_RUNS
+    # With nothing else to be had, it is counted with.
+    assert set(simulate(plan, alone, direction).kernel_seconds) == KEYS_IN_RUNS
+
+
+def few_sms(sms: int) -> Cluster:
+    base = undisturbed()
+    return replace(base, gpu=replace(base.gpu, sms=sms, gap_microseconds=0.0))
 
 
 @pytest.mark.parametrize(
-    ("rows", "rounds", "lost"),
+    ("tiles", "rounds", "rounds_with_one_left"),
+    [(4, 1, 2), (3, 1, 1), (6, 2, 2), (8, 2, 3), (12, 3, 4)],
+)
+def test_full_calls_last_whole_rounds_of_tiles_over_the_sms_that_they_have(
+    tiles: int, rounds: int, rounds_with_one_left: int
+) -> None:
+    """A tile takes a second on an SM of four."""
+    rates = PassRates(False, True, 1, 0.0, RATE, RATE, RATE, tile_rows=128)
+    size = CallSize("full", 128 * tiles, 128, 128 * 128 * tiles, 1, 1)
+    flops = tiles / 4 * 1e9
+    for leave, expected in ((0, rounds), (1, rounds_with_one_left)):
+        found = kernel_seconds(rates, few_sms(4).gpu, size, flops, leave_sms=leave)
+        assert found == pytest.approx(expected)
+        untiled = replace(rates, tile_rows=None)
+        found = kernel_seconds(untiled, few_sms(4).gpu, size, flops, leave_sms=leave)
+        assert found == pytest.approx(tiles / (4 - leave))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rounds"),
     [
-        (4 * 128, 1, 0.5),  # as many tiles as SMs: a second round without the one that is left
-        (3 * 128, 1, 0.25),  # as many as are left over
-        (6 * 128, 2, 0.25),
-        (8 * 128, 2, 1 / 3),
-        (12 * 128, 3, 0.25),  # split by rows, and so slowed only while something is in flight
+        (40, 12, 2 + 3),
+        (30, 14, 2 + 4),  # ten SMs are free after a round, which transfers take
+        (22, 6, 1 + 2),  # beside transfers and the last tiles of the first, two SMs are free
     ],
 )
-def test_full_calls_last_whole_rounds_of_tiles_and_short_ones_another_beside_a_transfer(
-    rows: int, rounds: int, lost: float
+def test_of_a_call_in_two_parts_the_second_begins_where_sms_of_the_first_fall_free(
+    first: int, second: int, rounds: int
 ) -> None:
-    where = undisturbed()
-    where = replace(where, gpu=replace(where.gpu, sms=4, gap_microseconds=0.0))
-    rates = PassRates(False, True, 1, 0.0, RATE, RATE, RATE, tile_rows=128)
-    problem = Problem(rows, 1, 128)
-    plan = make_plan(problem, 1, method="mesh", chunks=(1, 1), directions=(Direction.FORWARD,))
-    program = plan.forward.programs[0]
+    """20 SMs, of which the second part leaves 16."""
+    where = having(
+        few_sms(20), mine=PassRates(False, True, 16, 0.0, RATE, RATE, RATE, tile_rows=128)
+    )
+    where = replace(where, gpu=replace(where.gpu, memory_gb_per_second=1e9))
+    plan = make_plan(Problem(128 * (first + second), 1, 128), 1, method="mesh", chunks=(1, 1))
+    compiled, one, clock = compiled_on(plan, plan.forward, where)
+    program = one.programs[0]
     op = next(op for op in program.operations if isinstance(op, Attend))
-    seconds = []
-    for one in (rates, replace(rates, tile_rows=None)):
-        costs = ComputeCosts(having(where, mine=one), plan, Direction.FORWARD)
-        (call,) = costs.calls(op, program.buffer_table(), 1)
-        seconds.append(call.seconds)
-        assert call.lost == pytest.approx(lost if one is rates else 0.25)
-    assert seconds[0] / seconds[1] == pytest.approx(rounds * 4 * 128 / rows, rel=1e-3)
+    (call,) = op.calls
+    middle = 128 * first
+    parts = replace(call, q_stop=middle), replace(call, q_start=middle, leave_sms=16)
+    costs = ComputeCosts(compiled, Direction.FORWARD, clock)
+    found = costs.calls(replace(op, calls=parts), program.buffer_table())
+    a_tile = 20 * plan.problem.flops(128 * call.k_stop) * 1e-9
+    assert sum(part.seconds for part in found) == pytest.approx(rounds * a_tile, rel=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "longer"), [(2 * 128, 4.0), (4 * 128, 2.0), (16 * 128, 1.0)])
 def test_no_causal_square_takes_less_time_than_its_last_tile(rows: int, longer: float) -> None:
-    where = undisturbed()
-    where = replace(where, gpu=replace(where.gpu, sms=4, gap_microseconds=0.0))
     rates = PassRates(False, True, 0, 0.0, RATE, RATE, RATE, tile_rows=128)
     problem = Problem(rows, 1, 128, mask=Mask(causal=True))
     plan = make_plan(problem, 1, method="mesh", chunks=(1, 1), directions=(Direction.FORWARD,))
-    program = plan.forward.programs[0]
-    op = next(op for op in program.operations if isinstance(op, Attend))
-    seconds = [
-        ComputeCosts(having(where, mine=one), plan, Direction.FORWARD)
-        .calls(op, program.buffer_table(), 1)[0]
-        .seconds
+    tiled, untiled = (
+        timed_calls(plan, having(few_sms(4), mine=one), Direction.FORWARD)[0].seconds
         for one in (rates, replace(rates, tile_rows=None))
-    ]
-    assert seconds[0] / seconds[1] == pytest.approx(longer, rel=1e-3)
+    )
+    assert tiled / untiled == pytest.approx(longer, rel=1e-3)

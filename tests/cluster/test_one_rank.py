@@ -36,7 +36,7 @@ def test_no_simulation_is_shorter_than_the_bound_or_needs_less_memory(method: st
             assert seen.peak_bytes <= timeline.peak_bytes
             assert seen.moving_seconds <= timeline.runtime_seconds
             operations = sum(len(p.operations) for p in timeline.one.programs)
-            assert 0.5 < operations / seen.num_operations <= 1.01
+            assert 0.5 < operations / seen.num_operations <= 1.1  # ranks leave out other copies
 
 
 def test_the_estimate_is_near_the_simulation() -> None:

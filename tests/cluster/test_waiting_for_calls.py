@@ -12,8 +12,9 @@ from mesh_attention.cost import Cluster, Timeline, load_cluster, simulate
 from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.target import compiled_on
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend
+from mesh_attention.plan.program import Attend, Call, CallKind
 from mesh_attention.plan.question import make_plan
 
 FORWARD = (Direction.FORWARD,)
@@ -48,22 +49,6 @@ def test_a_communication_that_becomes_ready_during_a_call_waits_for_its_end() ->
     assert begins(free, "AG-KV-2") == pytest.approx(2.0)
     assert begins(held, "AG-KV-2") == pytest.approx(11.0)
     assert held.runtime_seconds == pytest.approx(31.0)  # it was in time even so
-
-
-@pytest.mark.parametrize(
-    ("gather", "starts"), [(1.0, (1.0, 11.25, 21.5)), (5.0, (5.0, 5 + 40 / 3, 15 + 40 / 3))]
-)
-def test_a_call_that_cannot_be_split_keeps_short_transfers_waiting_or_leaves_sms_to_its_end(
-    gather: float, starts: tuple[float, float, float]
-) -> None:
-    """A gather of 1 takes a quarter of C-0-0 while it lasts, and the next finds no SM before its
-    end. Gathers of 5 are more than half of a call: C-0-0 leaves SMs to its end, and both run beside
-    it; beside C-0-1 nothing is in flight any more."""
-    costs = FixedCosts(lambda _: 10.0, lambda _: gather, whole=True)
-    found = simulate(three_gathers(), undisturbed(), costs=costs)
-    assert [begins(found, f"C-0-{j}") for j in range(3)] == pytest.approx(starts)
-    assert begins(found, "AG-KV-2") == pytest.approx(11.25 if gather == 1.0 else 10.0)
-    assert found.runtime_seconds == pytest.approx(starts[-1] + 10.0)
 
 
 def test_it_begins_between_two_calls_of_one_attention() -> None:
@@ -139,24 +124,22 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
     assert ratio(only_cudnn(hgx, waits=False)) < 1.05
 
 
-def test_causal_calls_that_leave_sms_are_whole_where_nothing_beside_them_is_split() -> None:
-    """Of FlashAttention 3 on a rank that has all rows, and on a zigzag, whose rectangles are."""
+def test_a_call_that_may_leave_sms_keeps_transfers_waiting_where_it_does_not() -> None:
+    """FlashAttention 3 on two ranks; where it leaves SMs nothing more is lost beside a transfer."""
     cluster = load_cluster("hgx-h100")
-    flash = {"flash_attn3": cluster.kernels["flash_attn3"]}
-    problem = Problem(65536, 64, 128, num_kv_heads=8, mask=Mask(causal=True))
-    for method, options, whole in (
-        ("ulysses", {"chunks": (2, 1)}, True),
-        ("mesh", {"tile": (1, 8), "chunks": (1, 1)}, False),
-    ):
-        plan = plan_on(cluster, problem, 8, method=method, directions=FORWARD, **options)
-        program = plan.forward.programs[0]
-        op = next(op for op in program.operations if isinstance(op, Attend))
-        costs = ComputeCosts(replace(cluster, kernels=flash), plan, Direction.FORWARD)
-        calls = costs.calls(op, program.buffer_table(), 1)
-        assert {call.whole for call in calls} == {whole}
-        short, long = (call.beside(seconds) for call in calls[:1] for seconds in (1e-6, 1.0))
-        assert (short.waits, long.waits) == (whole, False)
-        assert (long.seconds > calls[0].seconds) == whole
+    flash = replace(cluster, kernels={"flash_attn3": cluster.kernels["flash_attn3"]})
+    plan = make_plan(Problem(65536, 64, 128), 2, method="ring", directions=FORWARD)
+    compiled, one, clock = compiled_on(plan, plan.forward, flash)
+    program = one.programs[0]
+    op = next(op for op in program.operations if isinstance(op, Attend))
+    costs = ComputeCosts(compiled, Direction.FORWARD, clock)
+    whole = Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows, kernel="flash_attn3")
+    keeps, leaves = (
+        costs.calls(replace(op, calls=(replace(whole, leave_sms=sms),)), program.buffer_table())[0]
+        for sms in (0, 16)
+    )
+    assert (keeps.waits, leaves.waits, leaves.lost) == (True, False, 0.0)
+    assert leaves.seconds == pytest.approx(keeps.seconds * 132 / 116, rel=0.01)
 
 
 def test_one_rank_expects_of_whole_calls_what_the_simulation_finds() -> None:

@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from simulated_cases import timed_calls
 
 from mesh_attention.cost import Cluster, load_cluster, simulate
-from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AttendBackward
 
 PAPER = load_cluster("paper")
 K = 1024
@@ -42,14 +41,12 @@ def test_a_transfer_waits_for_the_programs_that_run(left: float, until: float) -
 def test_a_round_is_that_of_all_programs_over_all_sms() -> None:
     """64K keys of 2 heads, 128 keys a program: 1,024 programs, 8 rounds of 132."""
     plan = plan_on(PAPER, Problem(64 * K, 2, 128), 2, method="ring")
-    program = plan.backward.programs[0]
-    op = next(op for op in program.operations if isinstance(op, AttendBackward))
     cluster = told(PAPER, tile_keys=64, slowdown=0.3)
-    (call,) = ComputeCosts(cluster, plan, Direction.BACKWARD).calls(op, program.buffer_table(), 1)
+    (call,) = timed_calls(plan, cluster, Direction.BACKWARD)
     assert call.lost == 0.3
     assert call.seconds / call.round == pytest.approx(2 * 8, rel=0.1)  # two ends a round, and sums
     none = told(PAPER, tile_keys=None, slowdown=None)
-    (call,) = ComputeCosts(none, plan, Direction.BACKWARD).calls(op, program.buffer_table(), 1)
+    (call,) = timed_calls(plan, none, Direction.BACKWARD)
     assert (call.round, call.lost) == (0.0, None)
 
 

@@ -1,4 +1,5 @@
-"""One kernel call for an attention: whatever the mask, the layout and the order of rows."""
+"""One kernel call for an attention is exact: whatever the mask and the layout are, whoever writes
+its results."""
 
 from __future__ import annotations
 
@@ -8,18 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention import Mask, Problem, make_plan, register_kernel, unregister_kernel
-from mesh_attention.kernels import BackwardInputs, Block, Kernel, MaskKind, Request, RowRange
-from mesh_attention.kernels.cudnn_ranges import CudnnRanges
-from mesh_attention.kernels.flash_attn import FlashAttn3
+from mesh_attention import Mask, register_kernel, unregister_kernel
+from mesh_attention.kernels import BackwardInputs, Block, MaskKind, Request, RowRange
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.attend_calls import FasterCalls, faster_calls, whole_call
-from mesh_attention.runtime.call_masks import masks_of
 from mesh_attention.testing import run_local
 from support.cases import Case
-
-CPU = torch.device("cpu")
 
 
 class AnyMask(Reference):
@@ -85,88 +80,6 @@ def test_one_call_for_each_attention_is_exact(any_mask: AnyMask, layout: str, ma
     assert len(any_mask.seen) >= max(cut_otherwise, 1)
 
 
-def test_the_masks_of_a_program_are_made_once_for_the_same_rows(any_mask: AnyMask) -> None:
-    plan = Case(4, 64, 64, heads=(4, 4), mask=Mask(causal=True), dtype=torch.float32).plan()
-    program = plan.program(1, Direction.FORWARD)
-    kernels = {MaskKind.RANGE: any_mask, MaskKind.FULL: Reference(), MaskKind.CAUSAL: Reference()}
-    chosen = faster_calls(program, plan, kernels, Direction.FORWARD)
-    assert chosen.cut == 0
-    assert f"{chosen.whole} of {chosen.whole} attentions in one call" in str(chosen)
-    masks = masks_of(plan, chosen.program, kernels, CPU, {})
-    by_rows: dict[tuple[object, ...], object] = {}
-    for at, (mask,) in masks.items():
-        op = chosen.program.operations[at]
-        assert op.calls == (whole_call(op),)  # type: ignore[union-attr, arg-type]
-        table = chosen.program.buffer_table()
-        rows = tuple(p.spans(table[p.buffer]) for p in (op.q, op.k))  # type: ignore[union-attr]
-        assert by_rows.setdefault(rows, mask) is mask
-
-
-def test_without_a_mask_all_calls_of_a_size_share_one_wherever_their_rows_lie(
-    any_mask: AnyMask,
-) -> None:
-    """What kernels make of a mask can take megabytes, and is not in the count of a plan."""
-    case = Case(4, 64, 64, mask=Mask(), dtype=torch.float32, options={"chunks": (2, 2)})
-    plan = case.plan()
-    kernels = {MaskKind.RANGE: any_mask, MaskKind.FULL: Reference(), MaskKind.CAUSAL: Reference()}
-    for direction in Direction:
-        program = faster_calls(plan.program(2, direction), plan, kernels, direction).program
-        masks = [mask for (mask,) in masks_of(plan, program, kernels, CPU, {}).values()]
-        by_size = {(len(m.lo), len(m.key_position)): m for m in masks if isinstance(m, RowRange)}
-        assert len(masks) > len(by_size)
-        assert {id(mask) for mask in masks} == {id(mask) for mask in by_size.values()}
-        for mask in by_size.values():
-            assert not mask.lo.any()
-            assert int(mask.hi.min()) > int(mask.key_position.max())
-            assert mask.ascending
-
-
-def test_rectangles_stay_where_they_are_predicted_to_be_faster(any_mask: AnyMask) -> None:
-    """The reference is slow enough here that a kernel nobody knows is preferred to it; a dense one
-    of the same rate is not given up for one call."""
-    plan = Case(4, 64, 64, mask=Mask(causal=False), dtype=torch.float32).plan()
-    program = plan.program(0, Direction.FORWARD)
-    same = dict.fromkeys(MaskKind, any_mask)
-    assert faster_calls(program, plan, same, Direction.FORWARD).program is program
-    none = faster_calls(program, plan, dict.fromkeys(MaskKind, Reference()), Direction.FORWARD)
-    assert "no kernel takes any mask" in str(none)
-    assert none == FasterCalls(program, 0, 0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(("longest", "in_one"), [(11309, True), (16384, False)])
-def test_several_calls_must_be_worth_it(longest: int, in_one: bool) -> None:
-    """Three calls of a kernel with a higher rate are predicted to be 0.6 % faster than one; where a
-    document is all there is, its one dense call is chosen for 4 %."""
-    starts = (0, *(x for x in (585, 5075) if x <= 16384 - longest), 16384)
-    problem = Problem(16384, 16, 128, mask=Mask(causal=True, documents=starts))
-    plan = make_plan(problem, 1, method="mesh", chunks=(1, 1))
-    kernels: dict[MaskKind, Kernel] = {kind: FlashAttn3() for kind in MaskKind}
-    kernels[MaskKind.RANGE] = CudnnRanges()
-    found = faster_calls(plan.program(0, Direction.FORWARD), plan, kernels, Direction.FORWARD)
-    assert found.seconds_cut < found.seconds_whole
-    assert (found.whole, found.cut) == ((1, 0) if in_one else (0, 1))
-    assert ("several calls must be 2% faster than one" in str(found)) is in_one
-
-
-def test_what_is_said_of_a_kernel_that_takes_some_rectangles_is_true() -> None:
-    plan = make_plan(Problem(16384, 16, 128, mask=Mask(causal=True)), 4, method="ring")
-    kernels: dict[MaskKind, Kernel] = {MaskKind.FULL: FlashAttn3(), MaskKind.RANGE: CudnnRanges()}
-    found = faster_calls(plan.program(3, Direction.FORWARD), plan, kernels, Direction.FORWARD)
-    assert found.whole
-    assert found.cut
-    assert f"{found.whole} of {found.whole + found.cut} attentions" in str(found)
-    assert str(found).endswith("the kernel asked for does not take the rectangles of all")
-
-
-def test_padded_keys_are_at_no_position(any_mask: AnyMask) -> None:
-    plan = Case(4, 61, 61, mask=Mask(), dtype=torch.float32).plan()
-    kernels = {MaskKind.RANGE: any_mask, MaskKind.FULL: Reference(), MaskKind.CAUSAL: Reference()}
-    chosen = faster_calls(plan.program(3, "forward"), plan, kernels, Direction.FORWARD)
-    masks = [mask for (mask,) in masks_of(plan, chosen.program, kernels, CPU, {}).values()]
-    lowest = [int(mask.key_position.min()) for mask in masks if isinstance(mask, RowRange)]
-    assert min(lowest) == -1
-
-
 def test_a_softcap_reaches_the_kernel_and_is_exact(any_mask: AnyMask) -> None:
     case = Case(3, 40, 40, mask=Mask(causal=True), dtype=torch.float64)
     plan, (q, k, v, grad_out) = case.plan(), case.tensors()
@@ -186,3 +99,46 @@ def test_a_softcap_reaches_the_kernel_and_is_exact(any_mask: AnyMask) -> None:
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+class WritesItself(Reference):
+    """Takes the tensors in which results are wanted, as kernels on a GPU do."""
+
+    name = "writes_itself"
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(block)
+        return self._put(out, block.into[0]), lse
+
+    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = map(self._put, super().backward(block, given), block.into)
+        return dq, dk, dv
+
+    def _put(self, result: Tensor, wanted: Tensor | None) -> Tensor:
+        if wanted is None:
+            return result
+        self.written += 1
+        assert wanted.dtype == result.dtype
+        return wanted.copy_(result)
+
+
+@pytest.mark.parametrize("method", ["mesh", "ring", "ulysses", "allgather-kv", "mesh-usp"])
+def test_results_that_a_kernel_writes_itself_are_the_same(method: str) -> None:
+    case = Case(
+        4, 90, 90, heads=(4, 4), mask=Mask(causal=True), dtype=torch.float32,
+        options={"method": method},
+    )  # fmt: skip
+    plan, tensors = case.plan(), case.tensors()
+    truth = run_local(plan, *tensors, kernel="reference")
+    kernel = WritesItself()
+    register_kernel(kernel)
+    try:
+        found = run_local(plan, *tensors)
+    finally:
+        unregister_kernel("writes_itself")
+    assert kernel.written > 0
+    for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
+        torch.testing.assert_close(getattr(found, name), getattr(truth, name))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from mesh_attention import Mask, Problem
+from mesh_attention.kernels import RowRange
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.passes.choose_calls import whole_call
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.program import Attention
 from mesh_attention.plan.runs import Run
-from mesh_attention.runtime.call_masks import _runs, row_range
+from mesh_attention.runtime.call_masks import _runs, masks_of, row_range
+from support.cases import Case
+from support.targets import SLOW_AND_ANY_MASK, with_calls
 
 CPU = torch.device("cpu")
 RANKS, SLOTS = 8, 6
@@ -59,3 +66,45 @@ def test_rows_that_turn_back_or_are_padding_are_not_called_ascending() -> None:
     assert row_range(rows, queries, (Run(0, 3), Run(5, 5)), CPU).ascending
     assert not row_range(rows, queries, (Run(5, 5), Run(0, 3)), CPU).ascending
     assert not row_range(rows, queries, (Run(5, 6),), CPU).ascending
+
+
+def test_the_masks_of_a_program_are_made_once_for_the_same_rows() -> None:
+    plan = Case(4, 64, 64, heads=(4, 4), mask=Mask(causal=True), dtype=torch.float32).plan()
+    program = plan.program(1, Direction.FORWARD)
+    program, chosen = with_calls(program, plan, Direction.FORWARD, SLOW_AND_ANY_MASK)
+    assert chosen.cut == 0
+    assert f"{chosen.whole} of {chosen.whole} attentions in one call" in str(chosen)
+    table = program.buffer_table()
+    by_rows: dict[tuple[object, ...], object] = {}
+    for at, (mask,) in masks_of(plan, program, CPU, {}).items():
+        op = program.operations[at]
+        assert isinstance(op, Attention)
+        assert op.calls == (replace(whole_call(op), kernel="any_mask"),)
+        rows = tuple(p.spans(table[p.buffer]) for p in (op.q, op.k))
+        assert by_rows.setdefault(rows, mask) is mask
+
+
+def test_without_a_mask_all_calls_of_a_size_share_one_wherever_their_rows_lie() -> None:
+    """What kernels make of a mask can take megabytes, and is not in the count of a plan."""
+    case = Case(4, 64, 64, mask=Mask(), dtype=torch.float32, options={"chunks": (2, 2)})
+    plan = case.plan()
+    for direction in Direction:
+        program = plan.program(2, direction)
+        program, _ = with_calls(program, plan, direction, SLOW_AND_ANY_MASK)
+        masks = [mask for (mask,) in masks_of(plan, program, CPU, {}).values()]
+        by_size = {(len(m.lo), len(m.key_position)): m for m in masks if isinstance(m, RowRange)}
+        assert len(masks) > len(by_size)
+        assert {id(mask) for mask in masks} == {id(mask) for mask in by_size.values()}
+        for mask in by_size.values():
+            assert not mask.lo.any()
+            assert int(mask.hi.min()) > int(mask.key_position.max())
+            assert mask.ascending
+
+
+def test_padded_keys_are_at_no_position() -> None:
+    plan = Case(4, 61, 61, mask=Mask(), dtype=torch.float32).plan()
+    program = plan.program(3, Direction.FORWARD)
+    program, _ = with_calls(program, plan, Direction.FORWARD, SLOW_AND_ANY_MASK)
+    masks = [mask for (mask,) in masks_of(plan, program, CPU, {}).values()]
+    lowest = [int(mask.key_position.min()) for mask in masks if isinstance(mask, RowRange)]
+    assert min(lowest) == -1

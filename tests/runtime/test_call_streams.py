@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from mesh_attention import Problem, make_plan
+from mesh_attention.plan.program import Attention
+from mesh_attention.plan.workspace import workspace_map
 from mesh_attention.runtime.compute import _forward
-from mesh_attention.runtime.streams import ComputeStreams
+from mesh_attention.runtime.streams import ComputeStreams, must_follow
 
 
 class Noted:
@@ -82,3 +85,15 @@ def test_what_both_streams_need_lets_the_stream_of_the_next_call_go_first(
     there = ["wait", f"passed on {next_one}", f"{last} waits for passed"]
     assert log == [f"on {next_one}", *there, f"on {last}"]
     assert streams._stream.name == last
+
+
+def test_attention_joins_what_was_computed_right_before_it() -> None:
+    """Delta is computed first; an attention that reads it as it lies must wait for it."""
+    local = make_plan(Problem(64, 4, 8), 2, method="mesh", tile=(1, 2), chunks=(1, 2))
+    program = local.backward.programs[0]
+    first, *others = [at for at, op in enumerate(program.operations) if isinstance(op, Attention)]
+    assert must_follow(program.operations, workspace_map(program, local.problem)) == {first}
+    assert others  # they run beside the call before them, long after delta
+    gathered = make_plan(Problem(64, 4, 8), 2, method="mesh", tile=(2, 1))
+    other = gathered.backward.programs[0]
+    assert must_follow(other.operations, workspace_map(other, gathered.problem)) == set()

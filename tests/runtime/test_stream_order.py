@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.kernels import MaskKind
-from mesh_attention.kernels.reference import Reference
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.dependencies import dependencies
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.passes.place import placed
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import (
     Attend,
@@ -32,21 +31,15 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.workspace import WorkspaceMap
+from mesh_attention.plan.workspace import WorkspaceMap, workspace_map
 from mesh_attention.runtime.accumulate import Stretch, coverage
-from mesh_attention.runtime.attend_calls import faster_calls
-from mesh_attention.runtime.fuse import placed
 from mesh_attention.runtime.streams import must_follow
 from support.cases import Case
+from support.targets import SLOW_AND_ANY_MASK, with_calls
 
 MAIN, SIDE, NETWORK = range(3)
 
 
-class AnyMask(Reference):
-    name = "any mask"
-
-
-RANGES = dict.fromkeys(MaskKind, Reference()) | {MaskKind.RANGE: AnyMask()}
 Pieces = Sequence[Piece]
 
 
@@ -193,13 +186,14 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
         dtype=dtype,
         options=options,
     )
-    plan = case.plan()
+    plan, target = case.plan(), replace(SLOW_AND_ANY_MASK, shows_workspace=shown)
     for direction in Direction:
         for rank in {0, ranks - 1}:
             program = plan.program(rank, direction)
-            whole = faster_calls(program, plan, RANGES, direction).program
+            whole, _ = with_calls(program, plan, direction, target)
             for one in (program, whole):
-                fused, memory = placed(one, plan.problem, shown=shown)
+                fused = placed(one, plan.problem, target)
+                memory = workspace_map(fused, plan.problem)
                 assert races(Launched(fused, memory).streams, memory) == []
 
 
@@ -209,7 +203,8 @@ def test_what_is_not_waited_for_is_found(without: str) -> None:
     plan = Case(ranks, 509, 509, heads=(16, 8), mask=Mask(causal=True), options=options).plan()
     found = []
     for direction in Direction:
-        program = faster_calls(plan.program(0, direction), plan, RANGES, direction).program
-        fused, memory = placed(program, plan.problem, shown=False)
+        program, _ = with_calls(plan.program(0, direction), plan, direction, SLOW_AND_ANY_MASK)
+        fused = placed(program, plan.problem, SLOW_AND_ANY_MASK)
+        memory = workspace_map(fused, plan.problem)
         found += races(Launched(fused, memory, without=(without,)).streams, memory)
     assert found

@@ -18,7 +18,7 @@ RANKS = 4
 
 
 def write_cluster(path: Path) -> Path:
-    known = (files("mesh_attention.cost") / "clusters" / "hgx-h100.toml").read_text()
+    known = (files("mesh_attention.cost.machine") / "clusters" / "hgx-h100.toml").read_text()
     text = known.replace('name = "hgx-h100"', f"name = '''{HOSTILE}'''")
     text = text.replace('name = "H100 SXM"', f"name = '''{HOSTILE}'''")
     text = text.replace("ranks = 8 ", "ranks = 2 ").replace("nics = 8 ", "nics = 2 ")

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
+from mesh_attention.cost.machine.kernel_facts import library_facts
 from mesh_attention.cost.timeline import Timeline
-
-# By kernel: the module that it needs. Others come with PyTorch.
-MODULES = {
-    "flash_attn3": "flash_attn_interface",
-    "flash_attn2": "flash_attn",
-    "cudnn_ranges": "cudnn",
-    "triton": "triton",
-}
 
 
 def missing_kernels(timelines: Iterable[Timeline | None]) -> list[str]:
@@ -34,8 +27,9 @@ def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
 
 
 def _is_here(name: str) -> bool:
-    module = MODULES.get(name, "torch")
+    facts = library_facts().get(name)
+    needed = facts.module if facts is not None else None
     try:
-        return find_spec(module) is not None
+        return find_spec(needed or "torch") is not None
     except (ImportError, ValueError):
         return False

@@ -11,6 +11,8 @@ from typing import Any
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
+from mesh_attention.cli.targets import TARGET_FLAG, compiled
+from mesh_attention.cli.values import count as count_of
 from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
 from mesh_attention.plan.count import count
@@ -18,7 +20,7 @@ from mesh_attention.plan.draw.schedule import ScheduleComparison, compare_schedu
 from mesh_attention.plan.draw.summary import draw_summary
 from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.text import digest, plan_lines
+from mesh_attention.plan.text import digest, plan_lines, program_lines
 
 Comparisons = dict[Direction, ScheduleComparison]
 
@@ -26,7 +28,7 @@ Comparisons = dict[Direction, ScheduleComparison]
 def run(args: argparse.Namespace) -> int:
     if args.text == "-" and args.json:
         raise UsageError("--text - and --json both want standard output; give --text a file")
-    plan = plan_of(args)
+    plan = compiled(plan_of(args), args.target)
     if args.text is not None:
         _write_text(plan, args.text)
         if args.text == "-":
@@ -36,7 +38,22 @@ def run(args: argparse.Namespace) -> int:
         for one in plan.passes:
             with suppress(*() if args.compare_schedulers else (PlanError,)):
                 comparisons[one.direction] = compare_schedulers(plan, one)
-    return show(args, lambda: _to_json(plan, comparisons), lambda: _for_people(plan, comparisons))
+    return show(
+        args,
+        lambda: _to_json(plan, comparisons),
+        lambda: _for_people(plan, comparisons) + _compiled_program(plan, args.rank or 0),
+    )
+
+
+def _compiled_program(plan: Plan, rank: int) -> str:
+    """Of one rank, as it runs; nothing of a plan that is not compiled."""
+    if plan.target is None:
+        return ""
+    lines = []
+    for one in plan.passes:
+        lines.append(f"\n{one.direction}, rank {rank}, compiled for {plan.target.name}")
+        lines += program_lines(one.programs[rank])
+    return "\n" + "\n".join(lines)
 
 
 def _for_people(plan: Plan, comparisons: Comparisons) -> str:
@@ -81,7 +98,7 @@ def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
         "passes": passes,
-    }
+    } | ({} if plan.target is None else {"target": plan.target.to_json()})
 
 
 COMMAND = Command(
@@ -89,6 +106,8 @@ COMMAND = Command(
     summary="make a plan: what it chose, what it costs, and the steps of its schedule",
     run=run,
     flags=(
+        TARGET_FLAG,
+        Flag("--rank", "whose program --target shows (default 0)", count_of, "R"),
         Flag("--text", "write the full text form to FILE, or alone to - (stdout)", str, "FILE"),
         Flag(
             "--compare-schedulers",
@@ -98,6 +117,7 @@ COMMAND = Command(
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
+        "mesh-attention plan --ranks 8 --tokens 65536 --heads 32 --causal --target h200",
         "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4 --scheduler search",
         "mesh-attention plan --tile 3x3 --text plan.txt",
     ),

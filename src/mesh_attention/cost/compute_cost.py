@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from mesh_attention.cost.machine.call_time import (
     CallSize,
+    filled_rounds,
+    lost_by_leaving,
     memory_seconds,
     num_tiles,
-    rounds_of_parts,
 )
 from mesh_attention.cost.machine.kernel_facts import PassRates
 from mesh_attention.cost.machine.target import Target
@@ -35,6 +36,7 @@ class ComputeCosts:
         assert plan.target is not None, "a plan is timed as it was compiled"
         self._problem, self._direction, self._target = plan.problem, direction, plan.target
         self._clock = clock
+        self._two_streams = plan.target.own_stream and direction is Direction.FORWARD
         self._beside = plan.num_ranks > 1 and plan.target.own_stream
         self._known: dict[tuple[object, ...], TimedCall] = {}
 
@@ -59,56 +61,48 @@ class ComputeCosts:
         for at, call in enumerate(op.calls):
             rounds = self._rounds(op, table, at)
             size = self._clock.size(op, table, call)
-            key = (size, call.kernel, call.leave_sms, fresh, rounds)
+            # Calls take turns on two streams: a result is merged while the next call runs.
+            hidden = self._two_streams and at + 1 < len(op.calls)
+            key = (size, call.kernel, call.leave_sms, fresh, rounds, hidden)
             if key not in self._known:
-                self._known[key] = self._call(call, size, fresh, rounds)
+                timed = self._call(call, size, rounds)
+                merge = 0.0 if hidden else self._clock.merge(size, fresh)
+                self._known[key] = timed._replace(seconds=timed.seconds + merge)
             found.append(self._known[key])
         return joined(found)
 
     def _rounds(self, op: Attention, table: Mapping[str, Buffer], at: int) -> float | None:
-        """Of the parts of a call that was split so that the second leaves SMs: the second begins
-        where SMs of the first fall free."""
-        call, sms = op.calls[at], self._target.gpu.sms
-        first = at if not call.leave_sms else at - 1
-        if not 0 <= first < len(op.calls) - 1 or call.kind is not CallKind.FULL:
+        """Of a call that was split so that its second part leaves SMs: both together last a whole
+        number of rounds."""
+        first = at if not op.calls[at].leave_sms else at - 1
+        if not 0 <= first < len(op.calls) - 1:
             return None
-        a, b = op.calls[first], op.calls[first + 1]
-        keys = (a.k_start, a.k_stop) == (b.k_start, b.k_stop)
-        if not (keys and a.q_stop == b.q_start and b.leave_sms and not a.leave_sms):
+        a, b = op.calls[first : first + 2]
+        rates = _rates(self._target, a.kernel, self._direction)
+        alike = (a.kind, a.k_start, a.k_stop, a.q_stop) == (b.kind, b.k_start, b.k_stop, b.q_start)
+        split = alike and b.leave_sms and not a.leave_sms and a.kind is CallKind.FULL
+        if not split or not rates.tile_rows:
             return None
-        rates = _rates(self._target, call.kernel, self._direction)
-        if not rates.tile_rows:
-            return None
-        tiles = [num_tiles(rates, self._clock.size(op, table, part)) for part in (a, b)]
-        begun = tiles[0] / sms
-        if at == first:
-            return begun
-        return rounds_of_parts(tiles[0], tiles[1], sms, b.leave_sms) - begun
+        sms = self._target.gpu.sms
+        before, after = (num_tiles(rates, self._clock.size(op, table, part)) for part in (a, b))
+        return before / sms if at == first else filled_rounds(before + after, sms) - before / sms
 
-    def _call(
-        self, call: Call, size: CallSize, fresh: tuple[bool, bool], rounds: float | None
-    ) -> TimedCall:
-        """A kernel that leaves SMs does so to its end. One that does not loses some while a
-        transfer is in flight beside it, or keeps transfers waiting."""
-        rates = _rates(self._target, call.kernel, self._direction)
-        seconds = self._clock.kernel(rates, size, call.leave_sms, rounds)
+    def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:
+        """A call that leaves SMs loses them while a transfer is in flight; one that could and does
+        not keeps transfers waiting."""
+        rates, sms = _rates(self._target, call.kernel, self._direction), self._target.gpu.sms
+        seconds = self._clock.kernel(rates, size, rounds)
         assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
-        waits, lost = False, rates.lost(self._target.gpu.sms)
+        waits, lost = False, rates.lost(sms)
         if self._beside and call.leave_sms:
-            lost = 0.0
+            lost = lost_by_leaving(rates, sms, size, call.leave_sms)
         elif self._beside:
             waits = not rates.lets_transfers_begin or bool(rates.sm_margin)
         keys, turn = rates.tile_keys, 0.0
         if keys and self._beside:
             programs = -(-size.columns // keys) * size.heads
-            turn = seconds / (_ENDS_OF_A_ROUND * -(-programs // self._target.gpu.sms))
-        return TimedCall(
-            seconds + self._clock.merge(size, fresh),
-            call.kernel,
-            waits=waits,
-            lost=lost,
-            round=turn,
-        )
+            turn = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
+        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=turn)
 
 
 def _rates(target: Target, kernel: str, direction: Direction) -> PassRates:

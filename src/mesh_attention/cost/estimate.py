@@ -22,9 +22,12 @@ from mesh_attention.cost.target import compiled_on
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.program import Collective, Free, SendRecv
 from mesh_attention.plan.traffic import TrafficMeter
+from mesh_attention.plan.way_costs import pairs_of_ranks
 
 _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 
@@ -50,10 +53,11 @@ def estimate(
     kernel: str | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Estimate:
-    """`ranks`: those to look at; left out, the first, the last and one in between."""
+    """`ranks`: those to look at; left out, the first, the last, one in between, and the rank whose
+    queries see most."""
     with collector_paused():
         given, last = plan.direction(direction), plan.num_ranks - 1
-        seen = sorted({0, last // 2, last}) if ranks is None else ranks
+        seen = sorted({0, last // 2, last, _busiest(plan)}) if ranks is None else ranks
         plan, one, clock = compiled_on(plan, given, cluster, kernel)
         costs = ClusterCosts(cluster, plan, one, clock)
         found = [_Rank(plan, one, cluster, costs, overlap, rank) for rank in seen]
@@ -65,6 +69,14 @@ def estimate(
             max(rank.workspace_bytes for rank in found) + max(rank.kept_bytes for rank in found),
             plan.num_ranks * max(rank.num_operations for rank in found),
         )
+
+
+def _busiest(plan: Plan) -> int:
+    """By the pairs of a rank's own queries: under a window or documents they differ."""
+    mask = plan.problem.mask
+    if mask.is_full or (plan.q_layout.kind is LayoutKind.ZIGZAG and mask == Mask(causal=True)):
+        return 0
+    return int(pairs_of_ranks(plan.q_layout, plan.problem.rows).argmax())
 
 
 class _Move(NamedTuple):

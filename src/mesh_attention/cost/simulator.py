@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def simulate(
         compiled, one, clock = compiled_on(plan, one, cluster, kernel)
         ranks = ranks_to_simulate(compiled, one, cluster, overlap)
         given = ClusterCosts(cluster, compiled, one, clock)
-        return _Simulation(plan, one, cluster, given, overlap, ranks).run()
+        timeline = _Simulation(plan, one, cluster, given, overlap, ranks).run()
+        return replace(timeline, target=compiled.target)
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank

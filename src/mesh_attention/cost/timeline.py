@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.target import Target
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.buffers import Role
@@ -72,6 +73,7 @@ class Timeline:
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
     far_bytes: tuple[int, ...]  # those of them that came from other nodes
     kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
+    target: Target | None = None  # for which the programs of `one` were compiled
 
     @cached_property
     def runtime_seconds(self) -> float:

@@ -92,6 +92,12 @@ def plan_lines(plan: Plan) -> Iterator[str]:
                 yield once(op, operation_text)
 
 
+def program_lines(program: Program) -> list[str]:
+    """Of one rank, as the text of a plan has them."""
+    lines = [f"  {_buffer_text(buffer)}" for buffer in program.buffers]
+    return lines + [f"  {operation_text(op)}" for op in program.operations]
+
+
 def plan_text(plan: Plan) -> str:
     return "\n".join(plan_lines(plan)) + "\n"
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from mesh_attention.cost.machine.cluster import Gpu
 from mesh_attention.cost.machine.kernel_facts import REFERENCE_HEADS, PassRates
 
+_FEW_ROUNDS = 2  # of a call whose last round others do not fill
+
 
 class CallSize(NamedTuple):
     """`pairs` of queries and keys that see each other, as if there were one head."""
@@ -49,16 +51,10 @@ class HeadSizes(NamedTuple):
 
 
 def kernel_seconds(
-    rates: PassRates,
-    gpu: Gpu,
-    size: CallSize,
-    flops: float,
-    *,
-    leave_sms: int = 0,
-    rounds: float | None = None,
+    rates: PassRates, gpu: Gpu, size: CallSize, flops: float, *, rounds: float | None = None
 ) -> float | None:
-    """None where the kernel does not take such calls. `leave_sms`: that the call leaves to others
-    from its begin to its end. `rounds`: of its tiles over the SMs, where that is known."""
+    """Undisturbed; None where the kernel does not take such calls. `rounds`: of its tiles over the
+    SMs, where others fill the last."""
     if rates.ranges and size.kind != "full":
         rate, seen = rates.range, 2 * size.pairs / size.rows
     else:
@@ -68,28 +64,48 @@ def kernel_seconds(
     slower = 1.0 + rate.half_rows / (size.rows * size.heads / REFERENCE_HEADS)
     slower += rate.half_columns / seen if seen else 0.0
     if rounds is None:
-        slower *= unfilled(rates, gpu.sms, size, leave_sms)
+        slower *= unfilled(rates, gpu.sms, size)
     else:
         slower *= rounds * gpu.sms / num_tiles(rates, size)
     seconds = gap_seconds(gpu) + flops * slower / (rate.tflops * 1e12)
     return max(seconds, rates.launch_microseconds * 1e-6)
 
 
-def unfilled(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
-    """How much longer a call takes because it lasts a whole number of rounds of tiles over its SMs.
-    Of a causal square the tiles are unlike, and shared out as SMs fall free: none takes less time
-    than its largest, twice the mean."""
-    left = sms - leave_sms
+def unfilled(rates: PassRates, sms: int, size: CallSize) -> float:
+    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs,
+    of which the next call fills half of the last. Of a causal square the tiles are unlike, and
+    shared out as SMs fall free: none takes less time than its largest, twice the mean."""
     if not rates.tile_rows or not size.rows:
-        return sms / left
+        return 1.0
     tiles = num_tiles(rates, size)
     if size.kind == "full":
-        return -(-tiles // left) * sms / tiles
-    return max(sms / left, 2 * sms / tiles)
+        return filled_rounds(tiles, sms) * sms / tiles
+    return max(1.0, 2 * sms / tiles)
+
+
+def filled_rounds(tiles: int, sms: int) -> float:
+    """
+    >>> filled_rounds(264, 132), filled_rounds(198, 132), filled_rounds(462, 132)
+    (2, 2, 3.75)
+    """
+    rounds = -(-tiles // sms)
+    return rounds if rounds <= _FEW_ROUNDS else (rounds + tiles / sms) / 2
 
 
 def num_tiles(rates: PassRates, size: CallSize) -> int:
     return -(-size.rows // (rates.tile_rows or size.rows)) * size.heads
+
+
+def lost_by_leaving(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
+    """The part of its speed that a call loses while a transfer has the SMs that it leaves; the next
+    call fills them once the transfer is over. A full call of one or two rounds lasts a round more:
+    sometimes the next call fills that round, sometimes not."""
+    lost = leave_sms / sms
+    if not rates.tile_rows or size.kind != "full" or not size.rows:
+        return lost
+    tiles = num_tiles(rates, size)
+    rounds, fewer = -(-tiles // sms), -(-tiles // (sms - leave_sms))
+    return max(lost, 1 - rounds / fewer) if rounds <= _FEW_ROUNDS else lost
 
 
 def rounds_of_parts(first: int, leaving: int, sms: int, leave_sms: int) -> int:

@@ -125,11 +125,10 @@ def library_kernels(measured_on: str = "H200") -> dict[str, KernelRates]:
 def facts_of(kernel: Any) -> KernelRates:
     """Of a kernel at hand: its own, those of the library, or none, which makes it fast."""
     own = getattr(kernel, "facts", None)
-    if own is not None:
-        assert isinstance(own, KernelRates | KernelFacts), f"facts of {kernel.name}: {own!r}"
-        return own.rates if isinstance(own, KernelFacts) else own
-    known = library_facts().get(kernel.name)
-    return UNKNOWN if known is None else known.rates
+    if own is None:
+        own = library_facts().get(kernel.name, UNKNOWN)
+    assert isinstance(own, KernelRates | KernelFacts), f"facts of {kernel.name}: {own!r}"
+    return KernelRates(own.forward or _PASS, own.backward or _PASS)
 
 
 _FAST = KernelRate(UNKNOWN_TFLOPS, 0.0, 0.0)

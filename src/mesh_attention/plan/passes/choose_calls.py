@@ -23,7 +23,7 @@ from mesh_attention.plan.program import Attend, Attention, Call, CallKind
 SEVERAL_GAIN = 0.02
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CallSummary:
     """What was chosen for the attentions of a program, and why: predicted seconds of all calls."""
 
@@ -32,11 +32,13 @@ class CallSummary:
     seconds_whole: float = 0.0
     seconds_cut: float = 0.0
 
-    def add(self, other: CallSummary) -> None:
-        self.whole += other.whole
-        self.cut += other.cut
-        self.seconds_whole += other.seconds_whole
-        self.seconds_cut += other.seconds_cut
+    def __add__(self, other: CallSummary) -> CallSummary:
+        return CallSummary(
+            self.whole + other.whole,
+            self.cut + other.cut,
+            self.seconds_whole + other.seconds_whole,
+            self.seconds_cut + other.seconds_cut,
+        )
 
     def __str__(self) -> str:
         both = self.whole + self.cut
@@ -68,27 +70,25 @@ class CallChooser:
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def __call__(
-        self, op: Attention, table: Mapping[str, Buffer], splits: int, summary: CallSummary
-    ) -> Attention:
+        self, op: Attention, table: Mapping[str, Buffer], splits: int
+    ) -> tuple[Attention, CallSummary]:
         """`splits`: parts that long calls are split into where they keep transfers waiting."""
         if not op.calls:
-            return op
+            return op, CallSummary()
+        summary = CallSummary(whole=int(self._takes_whole))
         one = whole_call(op)
         if self._takes_whole and (one,) != op.calls:
             whole, cut = self._seconds(op, table, one, splits)
             better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
-            summary.whole += better
-            summary.cut += not better
-            summary.seconds_whole += whole
-            summary.seconds_cut += cut
+            summary = CallSummary(int(better), int(not better), whole, cut)
             if better:
                 pairs = [self._clock.pairs(op, table, call) for call in op.calls]
                 self._clock.pairs.know(op, table, one, sum(pairs))
-                return replace(op, calls=(replace(one, kernel=self._names[CallKind.RANGE]),))
-        elif self._takes_whole:
-            summary.whole += 1
+                one = replace(one, kernel=self._names[CallKind.RANGE])
+                return replace(op, calls=(one,)), summary
         names = self._names
-        return replace(op, calls=tuple([replace(c, kernel=names[c.kind]) for c in op.calls]))
+        calls = tuple([replace(c, kernel=names[c.kind]) for c in op.calls])
+        return replace(op, calls=calls), summary
 
     def _seconds(
         self, op: Attention, table: Mapping[str, Buffer], one: Call, splits: int
@@ -103,7 +103,8 @@ class CallChooser:
         )
         key = (whole, *sizes, splits, *clock.fresh(op))
         if key not in self._known:
-            cut = self._way(op, sizes, (False, False), splits)
+            alone = len(sizes) == 1
+            cut = self._way(op, sizes, clock.fresh(op) if alone else (False, False), splits)
             self._known[key] = self._way(op, [whole], clock.fresh(op), 1), cut
         return self._known[key]
 

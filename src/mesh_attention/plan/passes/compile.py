@@ -77,8 +77,7 @@ class PassCompiler:
 
     def compiled(self, at: int) -> tuple[Program, CallSummary]:
         """The program at this place, and what was chosen for its attentions."""
-        summary = CallSummary()
-        program = self._with_calls(self._one.programs[at], summary)
+        program, summary = self._with_calls(self._one.programs[at])
         program, waits = self._placed(program)
         if self._two_streams and runs_beside(program):
             program = leave_sms(
@@ -115,24 +114,24 @@ class PassCompiler:
             found = self._edited[made, op] = replace(made, calls=op.calls)
         return found
 
-    def _with_calls(self, program: Program, summary: CallSummary) -> Program:
+    def _with_calls(self, program: Program) -> tuple[Program, CallSummary]:
         table = program.buffer_table()
         splits = splits_wanted(program) if self._two_streams else 1
         operations: list[Operation] = []
+        summary = CallSummary()
         for op in program.operations:
             if isinstance(op, Attention):
                 key = (*attention_key(op, table), splits)
                 if key not in self._chosen:
-                    of_op = CallSummary()
-                    made = self._choose(op, table, splits, of_op)
+                    made, of_op = self._choose(op, table, splits)
                     if splits > 1 and isinstance(made, Attend):
                         heads = op.q.num_heads(table[op.q.buffer])
                         made = split_calls(made, heads, splits, self._target)
                     self._chosen[key] = made, of_op
                 op, of_op = self._chosen[key]
-                summary.add(of_op)
+                summary += of_op
             operations.append(op)
-        return Program(program.rank, program.buffers, tuple(operations))
+        return Program(program.rank, program.buffers, tuple(operations)), summary
 
     def _seconds_of(self, program: Program) -> Callable[[Communication], float]:
         """Of a rank's communications."""

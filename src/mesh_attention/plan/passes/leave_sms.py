@@ -13,12 +13,13 @@ so a last round of few tiles costs none of its own. A call stays whole where a c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from mesh_attention.cost.machine.call_time import rounds_of_parts
+from mesh_attention.cost.machine.call_time import lost_by_leaving, rounds_of_parts
 from mesh_attention.cost.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.passes.seconds import CallSeconds
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
 from mesh_attention.plan.plan import Direction
@@ -63,8 +64,8 @@ def leave_sms(
             needed = _LONGER * sum(in_flight.values()) * rate
             heads = op.q.num_heads(table[op.q.buffer])
             made = replace(op, calls=_parts(op.calls, heads, needed, direction, target))
-            # Whatever is in flight waits for the end of the attention otherwise.
-            if clock.attention(made, table) - passed <= sum(in_flight.values()):
+            # Otherwise whatever is in flight waits for the end of the attention.
+            if _longer(made, table, direction, clock, target) <= sum(in_flight.values()):
                 operations[-1] = made
         for i, left in tuple(in_flight.items()):
             in_flight[i] = max(0.0, left - passed)
@@ -76,6 +77,26 @@ def _heeds(call: Call, direction: Direction, target: Target) -> bool:
     """Whether its kernel leaves SMs where it is asked to."""
     rates = target.kernels[call.kernel].of(direction) if call.kernel else None
     return rates is not None and rates.sm_margin > 0
+
+
+def _longer(
+    op: Attention,
+    table: Mapping[str, Buffer],
+    direction: Direction,
+    clock: CallSeconds,
+    target: Target,
+) -> float:
+    """Seconds by which its calls last longer because few rounds of tiles become one more."""
+    total, sms = 0.0, target.gpu.sms
+    for call in op.calls:
+        rates = target.kernels[call.kernel].of(direction)
+        if rates is None or not call.leave_sms:
+            continue
+        size = clock.size(op, table, call)
+        lost = lost_by_leaving(rates, sms, size, call.leave_sms)
+        if lost > call.leave_sms / sms:
+            total += (clock.kernel(rates, size) or 0.0) * lost / (1 - lost)
+    return total
 
 
 def leaves_whole(transfers: float, call: float) -> bool:

@@ -48,7 +48,9 @@ def placed(program: Program, problem: Problem, target: Target) -> Program:
         memory = planned if fused is program else workspace_map(fused, problem)
         if memory.total_bytes <= planned.total_bytes:
             return _at(fused, memory)
-    return _at(without_copies(changed, planned), planned)
+    fused = without_copies(changed, planned)
+    used = _without_unused(fused, fused.operations)
+    return _at(replace(used, buffers=fused.buffers), planned)
 
 
 def _at(program: Program, memory: WorkspaceMap) -> Program:

@@ -36,7 +36,7 @@ class CallSeconds:
             for call in op.calls:
                 rates = self._target.kernels[call.kernel].of(self._direction)
                 assert rates is not None
-                total += self.kernel(rates, self.size(op, table, call), call.leave_sms) or 0.0
+                total += self.kernel(rates, self.size(op, table, call)) or 0.0
             self._known[key] = total
         return self._known[key]
 
@@ -50,11 +50,9 @@ class CallSeconds:
             op.k.num_heads(table[op.k.buffer]),
         )
 
-    def kernel(
-        self, rates: PassRates, size: CallSize, leave_sms: int = 0, rounds: float | None = None
-    ) -> float | None:
+    def kernel(self, rates: PassRates, size: CallSize, rounds: float | None = None) -> float | None:
         flops = self._heads.flops(size, backward=self._backward)
-        return kernel_seconds(*(rates, self._gpu, size, flops), leave_sms=leave_sms, rounds=rounds)
+        return kernel_seconds(rates, self._gpu, size, flops, rounds=rounds)
 
     def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
         """Of the results of a call."""

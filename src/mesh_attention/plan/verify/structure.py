@@ -31,6 +31,7 @@ from mesh_attention.plan.program import (
     writes,
 )
 from mesh_attention.plan.spans import Spans, joined
+from mesh_attention.plan.workspace import lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,11 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
     if findings:
         return findings
     for program in one.programs:
-        wrong = _caller_fault(plan, one, program) or _program_fault(plan, one, program)
+        wrong = (
+            _caller_fault(plan, one, program)
+            or _program_fault(plan, one, program)
+            or _place_fault(plan, program)
+        )
         if wrong:
             findings.append(Finding(direction, program.rank, *wrong))
     return findings or _schedule_findings(one) or _meeting_findings(one)
@@ -137,6 +142,28 @@ def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
 def _places(layout: Layout) -> NDArray[np.int64]:
     """Of every position."""
     return np.argsort(layout.positions_of(((0, layout.padded_tokens),)))
+
+
+def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
+    """Of a compiled program: buffers that live at the same time lie apart."""
+    placed = {b.name: b for b in program.buffers if b.offset is not None}
+    if not placed:
+        return None
+    lives = lifetimes(program)
+    left_out = [name for name in lives if name not in placed]
+    if left_out:
+        return left_out[0], "has no place, though others have"
+    alive: list[tuple[int, int, int, str]] = []  # freed, start, stop
+    for name in sorted((n for n in placed if n in lives), key=lambda n: lives[n]):
+        born, freed = lives[name]
+        start = placed[name].offset or 0
+        stop = start + placed[name].num_bytes(plan.problem)
+        alive = [one for one in alive if one[0] >= born]
+        for _, other_start, other_stop, other in alive:
+            if start < other_stop and other_start < stop:
+                return name, f"lies where {other} lies at the same time"
+        alive.append((freed, start, stop, name))
+    return None
 
 
 def _schedule_findings(one: Pass) -> list[Finding]:

@@ -1,37 +1,29 @@
-"""Copies that are left out: which, and that results stay the same."""
+"""Copies that are left out, and rows that are not summed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from mesh_attention import Mask, register_kernel, unregister_kernel
-from mesh_attention.kernels import BackwardInputs, Block, MaskKind
-from mesh_attention.kernels.reference import Reference
+from mesh_attention import Mask
 from mesh_attention.plan.buffers import Precision
+from mesh_attention.plan.passes.compile import compile_plan
+from mesh_attention.plan.passes.place import placed, without_copies
+from mesh_attention.plan.passes.row_sums import without_row_sums
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
+from mesh_attention.plan.verify import verify
 from mesh_attention.plan.workspace import workspace_map
-from mesh_attention.runtime.attend_calls import faster_calls
-from mesh_attention.runtime.fuse import placed, without_copies
-from mesh_attention.runtime.row_sums import without_row_sums
-from mesh_attention.testing import run_local
 from support.cases import Case
-
-
-class AnyMask(Reference):
-    name = "any mask"
-
-
-KERNELS = dict.fromkeys(MaskKind, Reference()) | {MaskKind.RANGE: AnyMask()}
+from support.targets import SLOW_AND_ANY_MASK, with_calls
 
 
 def fused(case: Case, rank: int, direction: Direction) -> tuple[Program, Program]:
     plan = case.plan()
-    program = faster_calls(plan.program(rank, direction), plan, KERNELS, direction).program
+    program, _ = with_calls(plan.program(rank, direction), plan, direction, SLOW_AND_ANY_MASK)
     return program, without_copies(program, workspace_map(program, plan.problem))
 
 
@@ -117,16 +109,17 @@ def test_rows_that_stay_and_are_read_once_are_not_summed(
     case = Case(world, 64, 64, heads=(2, 2), mask=Mask(causal=True), options=options)
     plan = case.plan()
     before = plan.program(world - 1, Direction.BACKWARD)
-    after, memory = placed(before, plan.problem, shown=shown)
+    target = replace(SLOW_AND_ANY_MASK, shows_workspace=shown)
+    after = placed(before, plan.problem, target)
     assert all(op.out is None for op in attentions(before))
     assert attentions(after)
     for op in attentions(after):
         assert op.delta is None
         assert op.out is not None
         assert (op.out.start, op.out.stop) == (op.grad_out.start, op.grad_out.stop)
-    planned = workspace_map(before, plan.problem)
+    planned, memory = (workspace_map(one, plan.problem) for one in (before, after))
     assert memory == planned if shown else memory.total_bytes <= planned.total_bytes
-    kept, _ = placed(before, plan.problem, shown=shown, lse_gradient=True)
+    kept = placed(before, plan.problem, replace(target, lse_gradient=True))
     assert all(op.out is None for op in attentions(kept))
 
 
@@ -144,44 +137,10 @@ def test_rows_that_travel_or_are_read_again_are_summed_once(options: dict[str, A
     assert without_row_sums(before) is before
 
 
-class WritesItself(Reference):
-    """Takes the tensors in which results are wanted, as kernels on a GPU do."""
-
-    name = "writes_itself"
-
-    def __init__(self) -> None:
-        self.written = 0
-
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(block)
-        return self._put(out, block.into[0]), lse
-
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = map(self._put, super().backward(block, given), block.into)
-        return dq, dk, dv
-
-    def _put(self, result: Tensor, wanted: Tensor | None) -> Tensor:
-        if wanted is None:
-            return result
-        self.written += 1
-        assert wanted.dtype == result.dtype
-        return wanted.copy_(result)
-
-
-@pytest.mark.parametrize("method", ["mesh", "ring", "ulysses", "allgather-kv", "mesh-usp"])
-def test_results_that_a_kernel_writes_itself_are_the_same(method: str) -> None:
-    case = Case(
-        4, 90, 90, heads=(4, 4), mask=Mask(causal=True), dtype=torch.float32,
-        options={"method": method},
-    )  # fmt: skip
-    plan, tensors = case.plan(), case.tensors()
-    truth = run_local(plan, *tensors, kernel="reference")
-    kernel = WritesItself()
-    register_kernel(kernel)
-    try:
-        found = run_local(plan, *tensors)
-    finally:
-        unregister_kernel("writes_itself")
-    assert kernel.written > 0
-    for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
-        torch.testing.assert_close(getattr(found, name), getattr(truth, name))
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("method", ["mesh", "allgather-kv"])
+def test_what_is_placed_is_still_proven(method: str, shown: bool) -> None:
+    case = Case(4, 64, 64, heads=(4, 4), dtype=torch.bfloat16, options={"method": method})
+    assert (
+        verify(compile_plan(case.plan(), replace(SLOW_AND_ANY_MASK, shows_workspace=shown))) == []
+    )
