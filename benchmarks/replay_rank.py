@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from replay.measure import check_device, measure
+    from replay.measure import check_device, measure, with_kernels_here
 
     check_device(args.sms)  # before minutes of planning
-    ranks = [_to_replay(one, args.rank) for one in simulated(args, load_cluster(args.cluster))]
+    cluster = with_kernels_here(load_cluster(args.cluster))
+    ranks = [_to_replay(one, args.rank) for one in simulated(args, cluster)]
     found = [
         measure(
             given,

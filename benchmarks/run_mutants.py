@@ -36,7 +36,7 @@ from touched import PACKAGE, InOrder, Statement, Touch, recorded, start
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "plan": ("plan", "methods"),
-    "cluster": ("cluster",),
+    "cost": ("cluster",),
     "runtime": ("runtime", "distributed"),
 }
 SURVIVED = ("survived", "not reached")

@@ -12,11 +12,16 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
+from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
+from mesh_attention.plan.plan import Direction
 from mesh_attention.runtime.executor import CallShape, run_to_end
 from mesh_attention.runtime.prepare import make_executor
 from mesh_attention.runtime.workspace import Workspace
@@ -41,6 +46,22 @@ def check_device(sms: int) -> torch.device:
             f"sms={sms}: the GPU has {there} SMs, and computation needs some of them"
         )
     return device
+
+
+def with_kernels_here(cluster: Cluster) -> Cluster:
+    """The cluster as if its ranks had the kernels of this GPU, and no others: what is simulated is
+    what can be replayed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    here = set()
+    for direction in Direction:
+        for kind in MaskKind:
+            sizes = torch.bfloat16, 128, 128, 64, 64
+            with suppress(KernelRefusedError):
+                asked = Request(direction, device.type, capability, *sizes, kind)
+                here.add(choose(asked).kernel.name)
+    kernels = {name: rates for name, rates in cluster.kernels.items() if name in here}
+    return replace(cluster, kernels=kernels)
 
 
 def measure(

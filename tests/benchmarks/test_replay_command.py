@@ -42,6 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankToReplay, dict[str,
 
     monkeypatch.setattr(measuring, "check_device", lambda sms: torch.device("cpu"))
     monkeypatch.setattr(measuring, "measure", pretend)
+    monkeypatch.setattr(measuring, "with_kernels_here", lambda cluster: cluster)
     return calls
 
 

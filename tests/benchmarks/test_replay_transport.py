@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from replay.transport import Landing, ReplayTransport
 
 from mesh_attention import Mask, Problem
 from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.machine.kernel_facts import library_kernels
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.methods.table import METHODS
@@ -52,7 +54,7 @@ class NotingHolder:
 def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
     method: str, direction: Direction
 ) -> None:
-    cluster = load_cluster("paper")
+    cluster = replace(load_cluster("paper"), kernels=library_kernels("CPU"))
     problem = Problem(1024, 16, 16, element_bytes=4, mask=Mask(causal=True))
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
     given = rank_to_replay(simulate(plan, cluster, direction), 3)

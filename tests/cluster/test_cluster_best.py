@@ -75,7 +75,7 @@ def test_where_few_can_be_simulated_more_ranks_look_at_the_best(
 ) -> None:
     """Under a causal mask chunks leave ranks more work than the one in the middle has."""
     monkeypatch.setattr(best, "MAX_SIMULATED_OPERATIONS", most)
-    search = a_search(problem_of(65536, heads=2), RANKS, SMALL, Direction.FORWARD, None)
+    search = a_search(problem_of(131072, heads=2), RANKS, SMALL, Direction.FORWARD, None)
     explored = Explored(search, "mesh")
     explored.try_shapes()
     explored.try_cuts()

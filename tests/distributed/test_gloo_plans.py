@@ -138,6 +138,17 @@ def without(kind: type[Any]) -> Callable[[Program], Program]:
     return change
 
 
+def doubled(kind: type[Any]) -> Callable[[Program], Program]:
+    """The first operation of a kind comes twice: nothing that one rank could see is wrong."""
+
+    def change(program: Program) -> Program:
+        at = next(i for i, op in enumerate(program.operations) if isinstance(op, kind))
+        operations = program.operations[: at + 1] + program.operations[at:]
+        return replace(program, operations=operations)
+
+    return change
+
+
 def wrong_plans(rank: int, world_size: int) -> list[Raised]:
     wrong: list[Any] = [
         replace(CASE, ranks=6).plan(), replace(made(CASE), devices=(0, 1, 2, 2)), "a plan",
@@ -201,7 +212,7 @@ def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Raised
     """Damage that the plan itself does not show: its programs look as if the method made them."""
     plan = made(case)
     if rank == 2:
-        one = changed(plan, 2, without(kind)).forward
+        one = changed(plan, 2, doubled(kind)).forward
         forward = replace(one, programs=Programs(4, list(one.programs).__getitem__))
         plan = replace(plan, passes=(forward, *plan.passes[1:]))
     with ContextParallel(plan=plan) as cp:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from replay.measure import measure
+from replay.measure import measure, with_kernels_here
 from replay.rank import rank_to_replay
 from replay.stand_in_data import STOCK_BYTES
 from torch import Tensor
@@ -214,7 +214,7 @@ def test_a_small_replay(
     method: str, options: dict[str, object], direction: Direction, sms: int
 ) -> None:
     problem = Problem(65536, 16, 128, mask=Mask(causal=True))
-    cluster = load_cluster("hgx-h100")
+    cluster = with_kernels_here(load_cluster("hgx-h100"))
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,), **options)
     given = rank_to_replay(simulate(plan, cluster, direction))
     found = measure(given, sms=sms, repeats=3)

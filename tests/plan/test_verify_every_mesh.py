@@ -6,7 +6,6 @@ from itertools import cycle, islice, product
 from random import Random
 
 import pytest
-from plan_cases import random_problem, random_setting
 
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.reduce import Combine
@@ -71,27 +70,6 @@ def test_one_factorisation_of_every_number_up_to_64_is_proven(n: int) -> None:
 @pytest.mark.parametrize("n", range(ALL_MANNERS + 1, MOST + 1))
 def test_every_factorisation_up_to_64_is_proven_in_every_layout_causal_and_not(n: int) -> None:
     prove_every_mesh(n, len(MANNERS))
-
-
-@pytest.mark.parametrize("part", range(2))
-def test_100_random_problems_with_random_settings_are_proven(part: int) -> None:
-    prove_random_problems(part)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(2, 40))
-def test_2_000_random_problems_with_random_settings_are_proven(part: int) -> None:
-    prove_random_problems(part)
-
-
-def prove_random_problems(part: int) -> None:
-    rng = Random(part)
-    for _ in range(50):
-        n = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 6, 8, 9, 12, 16))
-        problem = random_problem(rng, n)
-        setting = random_setting(rng, problem, n)
-        findings = verify(plan_mesh(problem, n, setting))
-        assert not findings, (problem, n, setting, [str(f) for f in findings])
 
 
 def test_progress_is_told_up_to_the_last_operation() -> None:

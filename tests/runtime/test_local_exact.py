@@ -22,7 +22,7 @@ from support.listed import stretches_for
 from support.reference import NAMES, attention, errors, tolerance
 
 # Every rank costs as much again, and what goes wrong does so on few of them too.
-CASES_PER_TILE = {True: 11, False: 3}  # by whether there are at most 8 ranks
+CASES_PER_TILE = {True: 6, False: 2}  # by whether there are at most 8 ranks
 
 
 def check(case: Case) -> LocalResult:

@@ -24,7 +24,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_every_method_over_shared_blocks_equals_the_truth(method: str, ranks: int) -> None:
     case = Case(ranks, 83, 83, heads=(8, 8), batch=2, mask=CAUSAL, options={"method": method})
     check(case)
@@ -37,7 +37,7 @@ def test_every_combine_mode_over_shared_blocks_equals_the_truth(combine: Combine
     check(Case(6, 67, 67, heads=(8, 2), batch=2, mask=CAUSAL, options=options))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_cases_over_shared_blocks_equal_the_truth(seed: int) -> None:
     ranks, tile = [(2, (1, 2)), (4, (2, 2)), (6, (3, 2)), (8, (2, 4))][seed % 4]
     check(random_case(seed, ranks, tile))

@@ -3,7 +3,7 @@
 Every method has its candidates (heads, queries and keys: Ulysses degree, tile, team, ring, node
 patch) and its cuts (slices, chunks), as `explored.py` goes through them. Here all methods meet. One
 whose least transfers and computation take longer than what was simulated already is not looked at
-further, and neither is a setting whose bound (`one_rank.py`) is above it. Whatever is left out so
+further, and neither is a setting whose bound (`estimate.py`) is above it. Whatever is left out so
 could not have won: the answer is never slower than any method's own best.
 
 Both passes of a plan have the same shards on the same devices, so they are chosen together where

@@ -1,7 +1,7 @@
 """All methods in one pass, layout by layout: who is at its best, where, and how good that is.
 
 In a layout, a method whose least transfers and computation take longer than what was simulated in
-it already is not looked at further, and neither is a setting whose bound (`one_rank.py`) is above
+it already is not looked at further, and neither is a setting whose bound (`estimate.py`) is above
 it. What leaves tokens where they are by default is compared with its like only, since it has to be
 the best of these too. Where all ranks are many, what three of them expect is enough to pass over
 what is slower: in 173 simulations of 48 to 128 ranks none took less than 0.996 of it.

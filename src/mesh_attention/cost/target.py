@@ -29,6 +29,7 @@ def target_on(cluster: Cluster, plan: Plan, kernel: str | None = None) -> Target
         *(cluster.name, cluster.gpu, cluster.kernels, forward, backward, cluster.links),
         own_stream=not cluster.host_driven,
         element_bytes=plan.problem.element_bytes,
+        one_call=kernel is None or kernel in (forward.get("range"), backward.get("range")),
     )
 
 

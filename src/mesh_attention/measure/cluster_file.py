@@ -1,6 +1,6 @@
 """A cluster as the text of its file, with a comment at each number that says where it is from.
 
-The opposite of `cluster/load.py`: what is written here is read there as the same cluster.
+The opposite of `cost/machine/load.py`: what is written here is read there as the same cluster.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh_attention.cost.machine.cluster import Gpu, Links
@@ -23,7 +23,8 @@ class Target:
     """`forward` and `backward`: the kernel of each kind of call, by name, among `kernels`.
     `own_stream`: transfers run on a stream of their own, so that calls take turns on two and leave
     SMs. `shows_workspace`: other ranks read this rank's buffers where a plan places them.
-    `two_streams` False: calls stay on one stream all the same."""
+    `two_streams` False: calls stay on one stream all the same. `one_call` False: rectangles stay,
+    since another kernel than the one for row ranges was asked for."""
 
     name: str
     gpu: Gpu
@@ -37,7 +38,8 @@ class Target:
     softcap: bool = False
     deterministic: bool = False
     lse_gradient: bool = False
-    two_streams: bool = field(default=True)
+    two_streams: bool = True
+    one_call: bool = True
 
     def kernel(self, direction: str, kind: str) -> tuple[str, PassRates] | None:
         """That does such calls; None where none of those at hand takes them."""

@@ -66,7 +66,7 @@ class CallChooser:
         kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
         self._names = {kind: found[0] if found else "" for kind, found in kernels.items()}
         by_range = kernels[CallKind.RANGE]
-        self._takes_whole = by_range is not None and by_range[1].ranges
+        self._takes_whole = target.one_call and by_range is not None and by_range[1].ranges
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def __call__(
