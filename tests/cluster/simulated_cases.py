@@ -12,9 +12,9 @@ from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attention
+from mesh_attention.plan.program import Attention, Program
 
-__all__ = ["problem_of", "timed_calls", "timeline_of"]
+__all__ = ["compiled_rank", "problem_of", "timed_calls", "timeline_of"]
 
 
 def problem_of(tokens: int = 4096, *, causal: bool = True, heads: int = 16) -> Problem:
@@ -45,7 +45,14 @@ def timeline_of(
 
 def timed_calls(plan: Plan, cluster: Cluster, direction: Direction) -> tuple[TimedCall, ...]:
     """Of rank 0's first attention, as a simulation has them."""
-    compiled, one, clock = compiled_on(plan, plan.direction(direction), cluster)
-    program = one.programs[0]
+    program, costs = compiled_rank(plan, cluster, direction)
     op = next(op for op in program.operations if isinstance(op, Attention))
-    return ComputeCosts(compiled, direction, clock).calls(op, program.buffer_table())
+    return costs.calls(op, program.buffer_table())
+
+
+def compiled_rank(
+    plan: Plan, cluster: Cluster, direction: Direction
+) -> tuple[Program, ComputeCosts]:
+    """Rank 0's compiled program, and the costs of what it computes."""
+    found = compiled_on(plan, plan.direction(direction), cluster)
+    return found.one.programs[0], ComputeCosts(found.plan, direction, found.clock)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from fixed_costs import undisturbed
-from simulated_cases import timed_calls
+from simulated_cases import compiled_rank, timed_calls
 
 from mesh_attention import Mask
 from mesh_attention.cost import Cluster
-from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
 from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.cost.machine.rates import costs_of
@@ -21,7 +20,6 @@ from mesh_attention.cost.machine.transfer_time import (
     flow_seconds,
     ring_seconds,
 )
-from mesh_attention.cost.target import compiled_on
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Merge
@@ -107,14 +105,13 @@ def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_
 def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
     problem = Problem(128, 4, 8)
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(1, 1), combine="exchange")
-    compiled, one, clock = compiled_on(plan, plan.forward, cluster(gap=3.0))
-    program = one.programs[0]
+    program, costs = compiled_rank(plan, cluster(gap=3.0), Direction.FORWARD)
     table = program.buffer_table()
     op = next(op for op in program.operations if isinstance(op, Merge))
     touched = sum(
         piece.num_bytes(table[piece.buffer], problem) for piece in (*op.inputs, *op.outputs)
     )
-    (merge,) = ComputeCosts(compiled, Direction.FORWARD, clock).calls(op, table)
+    (merge,) = costs.calls(op, table)
     assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12, abs=0)
     assert not merge.kernel
 

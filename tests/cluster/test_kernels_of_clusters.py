@@ -9,13 +9,12 @@ from importlib.resources import files
 import pytest
 import torch
 from fixed_costs import undisturbed
-from simulated_cases import timed_calls
+from simulated_cases import compiled_rank, timed_calls
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.best import find_best
 from mesh_attention.cli.main import main
 from mesh_attention.cost import Cluster, load_cluster, simulate
-from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.machine.call_time import CallSize, kernel_seconds, lost_by_leaving
 from mesh_attention.cost.machine.kernel_facts import (
     KernelRate,
@@ -25,7 +24,6 @@ from mesh_attention.cost.machine.kernel_facts import (
 )
 from mesh_attention.cost.machine.load import ClusterError, parse_cluster
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.target import compiled_on
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend
@@ -293,12 +291,10 @@ def test_a_call_in_two_parts_of_which_one_leaves_sms_takes_no_longer_than_in_one
     mine = PassRates(False, True, 16, 0.0, RATE, RATE, RATE, tile_rows=128)
     where = having(few_sms(20), mine=mine)
     plan = make_plan(Problem(rows, 1, 128), 1, method="mesh", chunks=(1, 1))
-    compiled, one, clock = compiled_on(plan, plan.forward, where)
-    program = one.programs[0]
+    program, costs = compiled_rank(plan, where, Direction.FORWARD)
     op = next(op for op in program.operations if isinstance(op, Attend))
     (call,) = op.calls
     parts = replace(call, q_stop=9 * 128), replace(call, q_start=9 * 128, leave_sms=16)
-    costs = ComputeCosts(compiled, Direction.FORWARD, clock)
     whole, split = (
         sum(call.seconds for call in costs.calls(replace(op, calls=calls), program.buffer_table()))
         for calls in (op.calls, parts)

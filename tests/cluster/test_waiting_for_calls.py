@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 from fixed_costs import FixedCosts, undisturbed
+from simulated_cases import compiled_rank
 
 from mesh_attention import Mask, Problem
 from mesh_attention.cost import Cluster, Timeline, load_cluster, simulate
-from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.target import compiled_on
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend, Call, CallKind
 from mesh_attention.plan.question import make_plan
@@ -129,10 +128,8 @@ def test_a_call_that_may_leave_sms_keeps_transfers_waiting_where_it_does_not() -
     cluster = load_cluster("hgx-h100")
     flash = replace(cluster, kernels={"flash_attn3": cluster.kernels["flash_attn3"]})
     plan = make_plan(Problem(65536, 64, 128), 2, method="ring", directions=FORWARD)
-    compiled, one, clock = compiled_on(plan, plan.forward, flash)
-    program = one.programs[0]
+    program, costs = compiled_rank(plan, flash, Direction.FORWARD)
     op = next(op for op in program.operations if isinstance(op, Attend))
-    costs = ComputeCosts(compiled, Direction.FORWARD, clock)
     whole = Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows, kernel="flash_attn3")
     keeps, leaves = (
         costs.calls(replace(op, calls=(replace(whole, leave_sms=sms),)), program.buffer_table())[0]

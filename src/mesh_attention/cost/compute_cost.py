@@ -36,7 +36,7 @@ class ComputeCosts:
         assert plan.target is not None, "a plan is timed as it was compiled"
         self._problem, self._direction, self._target = plan.problem, direction, plan.target
         self._clock = clock
-        self._two_streams = plan.target.own_stream and direction is Direction.FORWARD
+        self._two_streams = plan.target.takes_turns and direction is Direction.FORWARD
         self._beside = plan.num_ranks > 1 and plan.target.own_stream
         self._known: dict[tuple[object, ...], TimedCall] = {}
 

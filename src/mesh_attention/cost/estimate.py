@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.operation_costs import ClusterCosts
 from mesh_attention.cost.target import compiled_on
 from mesh_attention.cost.timed_call import TimedCall
-from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
+from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
@@ -58,9 +58,9 @@ def estimate(
     with collector_paused():
         given, last = plan.direction(direction), plan.num_ranks - 1
         seen = sorted({0, last // 2, last, _busiest(plan)}) if ranks is None else ranks
-        plan, one, clock = compiled_on(plan, given, cluster, kernel)
+        plan, one, clock, waits = compiled_on(plan, given, cluster, kernel)
         costs = ClusterCosts(cluster, plan, one, clock)
-        found = [_Rank(plan, one, cluster, costs, overlap, rank) for rank in seen]
+        found = [_Rank(plan, one, cluster, costs, overlap, rank, waits) for rank in seen]
         least = max(rank.least_seconds() for rank in found)
         return Estimate(
             max(least, *(rank.run(disturbed=True) for rank in found)),
@@ -99,13 +99,14 @@ class _Rank:
         costs: ClusterCosts,
         overlap: Overlap,
         at: int,
+        waits: Mapping[int, WaitsOfOps],
     ) -> None:
         program, problem = one.programs[at], plan.problem
         table = program.buffer_table()
         meter = TrafficMeter(problem, table)
         self.at_once = transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
-            *(plan, one, overlap, at), at_once=self.at_once
+            *(plan, one, overlap, at), at_once=self.at_once, waits=waits.get(at)
         )
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []

@@ -10,7 +10,7 @@ holds the GPU until it ends, a communication begins between two of its calls onl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from mesh_attention.cost.operation_costs import (
 from mesh_attention.cost.state import Capacities, RankState, Transfer
 from mesh_attention.cost.target import compiled_on
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap, Waits, transfers_at_once
+from mesh_attention.cost.waits import Overlap, Waits, WaitsOfOps, transfers_at_once
 from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.passes.alike import Alike
 from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
@@ -65,11 +65,11 @@ def simulate(
     with collector_paused():
         if costs is not None:  # of a caller's own: they may differ between any two ranks
             ranks: Sequence[int] = range(plan.num_ranks)
-            return _Simulation(plan, one, cluster, costs, overlap, ranks).run()
-        compiled, one, clock = compiled_on(plan, one, cluster, kernel)
+            return _Simulation(plan, one, cluster, costs, overlap, ranks, {}).run()
+        compiled, one, clock, waits = compiled_on(plan, one, cluster, kernel)
         ranks = ranks_to_simulate(compiled, one, cluster, overlap)
         given = ClusterCosts(cluster, compiled, one, clock)
-        timeline = _Simulation(plan, one, cluster, given, overlap, ranks).run()
+        timeline = _Simulation(plan, one, cluster, given, overlap, ranks, waits).run()
         return replace(timeline, target=compiled.target)
 
 
@@ -86,6 +86,7 @@ class _Simulation:
         costs: OperationCosts,
         overlap: Overlap,
         ranks: Sequence[int],
+        compiled: Mapping[int, WaitsOfOps],
     ) -> None:
         self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
         self._overlap = overlap
@@ -104,7 +105,7 @@ class _Simulation:
         self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
         self._nodes = [cluster.node_of(device) for device in plan.devices]
         self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
-        self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once)
+        self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once, compiled=compiled)
         self._ranks = {
             rank: RankState(rank, waits.of(rank), one.programs[rank].operations, at_once=at_once)
             for rank in ranks

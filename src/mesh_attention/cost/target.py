@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.kernel_facts import KINDS, PassRates
@@ -29,7 +30,11 @@ def target_on(cluster: Cluster, plan: Plan, kernel: str | None = None) -> Target
         *(cluster.name, cluster.gpu, cluster.kernels, forward, backward, cluster.links),
         own_stream=not cluster.host_driven,
         element_bytes=plan.problem.element_bytes,
-        one_call=kernel is None or kernel in (forward.get("range"), backward.get("range")),
+        rectangles=tuple(
+            direction
+            for direction, by_kind in (("forward", forward), ("backward", backward))
+            if kernel in by_kind.values() and by_kind.get("range") != kernel
+        ),
     )
 
 
@@ -63,13 +68,21 @@ def _tflops(rates: PassRates, kind: str) -> float:
     return rate.tflops
 
 
-def compiled_on(
-    plan: Plan, one: Pass, cluster: Cluster, kernel: str | None = None
-) -> tuple[Plan, Pass, CallSeconds]:
+def compiled_on(plan: Plan, one: Pass, cluster: Cluster, kernel: str | None = None) -> Compiled:
     """The plan and its pass as they are timed: compiled for the cluster, unless they are."""
     if plan.target is not None:
-        return plan, one, CallSeconds(plan, one.direction, plan.target)
+        return Compiled(plan, one, CallSeconds(plan, one.direction, plan.target), {})
     target = target_on(cluster, plan, kernel)
     compiler = PassCompiler(plan, one, target)
-    compiled = compiler.all_programs()
-    return replace(plan, passes=(compiled,), target=target), compiled, compiler.clock
+    programs = compiler.all_programs()
+    compiled = replace(plan, passes=(programs,), target=target)
+    return Compiled(compiled, programs, compiler.clock, compiler.waits)
+
+
+class Compiled(NamedTuple):
+    """`waits`: the operations that each must come after, by rank, as far as it is compiled."""
+
+    plan: Plan
+    one: Pass
+    clock: CallSeconds
+    waits: Mapping[int, tuple[tuple[int, ...], ...]]

@@ -6,6 +6,7 @@ the next step begins, as the paper does. `none`: one operation at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from mesh_attention.cost.machine.cluster import Cluster
@@ -28,18 +29,29 @@ class Overlap(StrEnum):
 class Waits:
     """The waits of every rank, worked out once for those that are alike."""
 
-    def __init__(self, plan: Plan, one: Pass, overlap: Overlap, alike: Alike, *, at_once: bool):
+    def __init__(
+        self,
+        plan: Plan,
+        one: Pass,
+        overlap: Overlap,
+        alike: Alike,
+        *,
+        at_once: bool,
+        compiled: Mapping[int, WaitsOfOps],
+    ) -> None:
+        """`compiled`: those of ranks whose programs were compiled just now."""
         self._plan, self._one, self._overlap, self._alike = plan, one, overlap, alike
-        self._at_once = at_once
-        self._known: dict[tuple[int, tuple[int, ...]], WaitsOfOps] = {}
+        self._at_once, self._compiled = at_once, compiled
+        self._known: dict[object, WaitsOfOps] = {}
         self.workspace_bytes = 0  # of the ranks seen so far, the most
 
     def of(self, rank: int) -> WaitsOfOps:
-        key = self._alike.uses(self._one.programs[rank])
+        program, waits = self._one.programs[rank], self._compiled.get(rank)
+        key = self._alike.uses(program) if waits is None else id(waits)
         known = self._known.get(key)
         if known is None:
             known, num_bytes = waits_of_rank(
-                *(self._plan, self._one, self._overlap, rank), at_once=self._at_once
+                *(self._plan, self._one, self._overlap, rank), at_once=self._at_once, waits=waits
             )
             self.workspace_bytes = max(self.workspace_bytes, num_bytes)
             self._known[key] = known
@@ -47,13 +59,20 @@ class Waits:
 
 
 def waits_of_rank(
-    plan: Plan, one: Pass, overlap: Overlap, rank: int, *, at_once: bool
+    plan: Plan,
+    one: Pass,
+    overlap: Overlap,
+    rank: int,
+    *,
+    at_once: bool,
+    waits: WaitsOfOps | None = None,
 ) -> tuple[WaitsOfOps, int]:
     """Of one rank by itself, with the bytes of its workspace. `at_once`: transfers do not follow
-    each other."""
+    each other. `waits`: the operations that each must come after, where they are known."""
     program = one.programs[rank]
     memory = workspace_map(program, plan.problem)
-    waits = dependencies(program, memory)
+    if waits is None:
+        waits = dependencies(program, memory)
     if overlap is Overlap.NONE:
         waits = tuple((at - 1,) if at else () for at in range(len(program.operations)))
     if overlap is Overlap.STRICT:

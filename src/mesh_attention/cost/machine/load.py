@@ -1,8 +1,8 @@
 """Clusters from TOML: those that ship with the library by name, a person's own by path.
 
 Every field is required and nothing else is accepted, so that no constant is left to a default
-nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; and
-`kernels_like` takes the kernels of another cluster, so that the curves of a GPU are written once.
+nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
+without kernels has those of the library.
 """
 
 from __future__ import annotations

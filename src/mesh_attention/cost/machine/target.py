@@ -23,8 +23,8 @@ class Target:
     """`forward` and `backward`: the kernel of each kind of call, by name, among `kernels`.
     `own_stream`: transfers run on a stream of their own, so that calls take turns on two and leave
     SMs. `shows_workspace`: other ranks read this rank's buffers where a plan places them.
-    `two_streams` False: calls stay on one stream all the same. `one_call` False: rectangles stay,
-    since another kernel than the one for row ranges was asked for."""
+    `two_streams` False: calls stay on one stream all the same. `rectangles`: passes in which they
+    stay, since another kernel than the one for row ranges was asked for."""
 
     name: str
     gpu: Gpu
@@ -39,7 +39,12 @@ class Target:
     deterministic: bool = False
     lse_gradient: bool = False
     two_streams: bool = True
-    one_call: bool = True
+    rectangles: tuple[str, ...] = ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether kernel calls take turns on two streams."""
+        return self.own_stream and self.two_streams
 
     def kernel(self, direction: str, kind: str) -> tuple[str, PassRates] | None:
         """That does such calls; None where none of those at hand takes them."""
@@ -72,7 +77,8 @@ def read_target(table: Mapping[str, Any]) -> Target:
         name: read_table(KernelRates, _there(rates), f"target.kernels.{name}")
         for name, rates in given.pop("kernels").items()
     }
-    return Target(gpu=gpu, kernels=kernels, links=links, **given)
+    rectangles = tuple(given.pop("rectangles", ()))
+    return Target(gpu=gpu, kernels=kernels, links=links, rectangles=rectangles, **given)
 
 
 def _there(table: Mapping[str, Any]) -> dict[str, Any]:

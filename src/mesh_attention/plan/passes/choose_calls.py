@@ -66,7 +66,9 @@ class CallChooser:
         kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
         self._names = {kind: found[0] if found else "" for kind, found in kernels.items()}
         by_range = kernels[CallKind.RANGE]
-        self._takes_whole = target.one_call and by_range is not None and by_range[1].ranges
+        may_be_one = direction not in target.rectangles
+        self._takes_whole = may_be_one and by_range is not None and by_range[1].ranges
+        self._hides_merges = target.takes_turns and direction is Direction.FORWARD
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def __call__(
@@ -82,8 +84,6 @@ class CallChooser:
             better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
             summary = CallSummary(int(better), int(not better), whole, cut)
             if better:
-                pairs = [self._clock.pairs(op, table, call) for call in op.calls]
-                self._clock.pairs.know(op, table, one, sum(pairs))
                 one = replace(one, kernel=self._names[CallKind.RANGE])
                 return replace(op, calls=(one,)), summary
         names = self._names
@@ -114,7 +114,7 @@ class CallChooser:
         """Seconds of these calls, with a wait: a transfer that comes while a call holds the GPU
         loses half of it in the mean."""
         total = held = 0.0
-        for size in sizes:
+        for at, size in enumerate(sizes):
             found = self._target.kernel(self._direction, size.kind)
             if found is None:
                 return math.inf  # the kernel that was asked for by name refuses it
@@ -124,7 +124,9 @@ class CallChooser:
             if self._holds and not found[1].lets_transfers_begin:
                 parts = splits if isinstance(op, Attend) and size.kind == CallKind.FULL else 1
                 held = max(held, seconds / parts)
-            total += seconds + self._clock.merge(size, fresh)
+            total += seconds
+            if not self._hides_merges or at + 1 == len(sizes):  # others are hidden by the next call
+                total += self._clock.merge(size, fresh)
         return total + held / 2
 
 

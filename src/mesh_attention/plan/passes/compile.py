@@ -20,6 +20,7 @@ from mesh_attention.plan.plan import Pass, Plan, Programs
 from mesh_attention.plan.program import (
     Attend,
     Attention,
+    CallKind,
     Communication,
     Free,
     Operation,
@@ -63,7 +64,8 @@ class PassCompiler:
         self.clock = CallSeconds(plan, one.direction, target)
         self._choose = CallChooser(plan, one.direction, target, self.clock)
         self._transfers = TransferCosts(target.links, plan, one)
-        self._two_streams = target.own_stream and target.two_streams
+        self._two_streams = target.takes_turns
+        self.waits: dict[int, tuple[tuple[int, ...], ...]] = {}  # of programs compiled so far
         self._alike = Alike()
         self._known: dict[tuple[object, ...], _Placed] = {}
         self._edited: dict[tuple[Operation, Operation], Operation] = {}
@@ -79,6 +81,7 @@ class PassCompiler:
         """The program at this place, and what was chosen for its attentions."""
         program, summary = self._with_calls(self._one.programs[at])
         program, waits = self._placed(program)
+        self.waits[at] = waits
         if self._two_streams and runs_beside(program):
             program = leave_sms(
                 *(program, self._one.direction, waits),
@@ -128,7 +131,12 @@ class PassCompiler:
                         heads = op.q.num_heads(table[op.q.buffer])
                         made = split_calls(made, heads, splits, self._target)
                     self._chosen[key] = made, of_op
-                op, of_op = self._chosen[key]
+                chosen, of_op = self._chosen[key]
+                if len(chosen.calls) == 1 and chosen.calls[0].kind is CallKind.RANGE:
+                    # Those of rectangles are known at once; counting others takes its time.
+                    pairs = sum([self.clock.pairs(op, table, call) for call in op.calls])
+                    self.clock.pairs.know(op, table, chosen.calls[0], pairs)
+                op = chosen
                 summary += of_op
             operations.append(op)
         return Program(program.rank, program.buffers, tuple(operations)), summary

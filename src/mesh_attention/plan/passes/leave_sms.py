@@ -18,6 +18,7 @@ from dataclasses import replace
 from math import ceil
 
 from mesh_attention.cost.machine.call_time import lost_by_leaving, rounds_of_parts
+from mesh_attention.cost.machine.kernel_facts import PassRates
 from mesh_attention.cost.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.buffers import Buffer
 from mesh_attention.plan.passes.seconds import CallSeconds
@@ -40,7 +41,13 @@ def leave_sms(
     target: Target,
 ) -> Program:
     """`waits`: the operations that each must come after. A slice of a GPU has no SMs to leave."""
-    if target.gpu.sms <= SMS_OF_TRANSFERS:
+    kernels = {name for name, rates in target.kernels.items() if _margin(rates.of(direction))}
+    if target.gpu.sms <= SMS_OF_TRANSFERS or not any(
+        call.kernel in kernels
+        for op in program.operations
+        if isinstance(op, Attention)
+        for call in op.calls
+    ):
         return program
     table = program.buffer_table()
     in_flight: dict[int, float] = {}  # seconds that are left
@@ -59,7 +66,7 @@ def leave_sms(
         if not all(call.kernel for call in op.calls):
             continue
         passed = clock.attention(op, table)
-        if any(_heeds(call, direction, target) for call in op.calls):
+        if any(call.kernel in kernels for call in op.calls):
             rate = sum(map(_pairs, op.calls)) / passed if passed else 0.0  # pairs a second
             needed = _LONGER * sum(in_flight.values()) * rate
             heads = op.q.num_heads(table[op.q.buffer])
@@ -73,10 +80,9 @@ def leave_sms(
     return replace(program, operations=tuple(operations))
 
 
-def _heeds(call: Call, direction: Direction, target: Target) -> bool:
-    """Whether its kernel leaves SMs where it is asked to."""
-    rates = target.kernels[call.kernel].of(direction) if call.kernel else None
-    return rates is not None and rates.sm_margin > 0
+def _margin(rates: PassRates | None) -> int:
+    """SMs that a kernel leaves where it is asked to."""
+    return 0 if rates is None else rates.sm_margin
 
 
 def _longer(
@@ -118,29 +124,29 @@ def _parts(
     found: list[Call] = []
     for call in reversed(calls):
         parts = [(call, False)]
-        if needed > 0 and _heeds(call, direction, target):
-            parts = _split(call, heads, target.gpu.sms, needed)
+        margin = _margin(target.kernels[call.kernel].of(direction))
+        if needed > 0 and margin:
+            parts = _split(call, heads, target.gpu.sms, margin, needed)
         needed -= sum(_pairs(part) for part, leaves in parts if leaves)
-        leave = SMS_OF_TRANSFERS
-        found = [*(replace(c, leave_sms=leave) if x else c for c, x in parts), *found]
+        found = [*(replace(c, leave_sms=margin) if x else c for c, x in parts), *found]
     return tuple(found)
 
 
-def _split(call: Call, heads: int, sms: int, needed: float) -> list[tuple[Call, bool]]:
+def _split(call: Call, heads: int, sms: int, margin: int, needed: float) -> list[tuple[Call, bool]]:
     """The call in parts, and which of them leave SMs."""
     if call.kind is CallKind.RANGE:  # who knows how little its rows see
         return [(call, True)]
     if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
         return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
-    tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - SMS_OF_TRANSFERS
+    tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - margin
     whole = -(-tiles // fewer)
     cuts = []
     for rounds in range(ceil(needed * heads / (TILE_ROWS * keys * sms)), whole):
         leaving = rounds * fewer // heads  # tiles of a head
         rest = tiles - leaving * heads
         if leaving and rest > 0:
-            parts = rest, leaving * heads, sms, SMS_OF_TRANSFERS
+            parts = rest, leaving * heads, sms, margin
             cuts.append((rounds_of_parts(*parts) + _CUT, leaving * TILE_ROWS))
     if not cuts or min(cuts)[0] >= whole:
         return [(call, True)]
