@@ -122,7 +122,7 @@ def test_the_cases_of_a_method_cover_what_they_promise(name: str) -> None:
         lambda c: c.q_tokens != c.kv_tokens,
         lambda c: c.head_dims[0] != c.head_dims[1],
     ):
-        assert sum(bool(wanted(case)) for case in all_of_it) >= 5
+        assert sum(bool(wanted(case)) for case in all_of_it) >= 4
     for ranks in ranks_in_turn(name):
         assert {case.mask.causal for case in all_of_it if case.ranks == ranks} == {True, False}
 
