@@ -80,7 +80,7 @@ def is_never_slower(seed: int) -> None:
                 assert chosen.seconds <= best.timeline.runtime_seconds, (seed, method)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 234])  # the last: one whose best is in another layout
+@pytest.mark.parametrize("seed", [1, 234])  # the last: one whose best is in another layout
 def test_it_is_never_slower_than_any_method_at_its_best(seed: int) -> None:
     is_never_slower(seed)
 
@@ -194,6 +194,7 @@ def test_there_is_always_an_answer_whose_plan_holds(ranks: int, tokens: int) -> 
         assert {s.name for s in found.standings[direction]} | {*found.refused} == {*METHODS}
 
 
+@pytest.mark.slow
 def test_it_beats_the_mesh_where_kv_heads_are_few() -> None:
     """32 H100s in 4 nodes, 64:8 heads, 128K tokens, causal."""
     problem = Problem(131072, 64, 128, num_kv_heads=8, mask=Mask(causal=True))

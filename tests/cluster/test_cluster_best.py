@@ -32,7 +32,7 @@ def best_of(method: str, direction: Direction) -> Best:
     return find_best(PROBLEM, RANKS, SMALL, method=method, direction=direction)
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("direction", [Direction.BACKWARD])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_best_is_at_least_as_fast_as_the_methods_own_choice(
     method: str, direction: Direction

@@ -173,6 +173,7 @@ def held_backward(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         return same, gone and alive, held() is None
 
 
+@pytest.mark.slow
 def test_a_backward_pass_runs_after_70_other_kinds_of_call(pool: WorkerPool) -> None:
     assert pool.run(held_backward, 2) == [(True, True, True)] * 2
 

@@ -129,7 +129,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("odd", [2])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(
     pool: WorkerPool, name: str, odd: int

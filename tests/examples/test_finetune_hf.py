@@ -36,6 +36,7 @@ def losses(printed: str) -> tuple[float, float]:
     return float(last[4]), float(last[6])
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_the_same_on_one_and_on_two_ranks(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -61,7 +61,10 @@ def test_every_model_has_losses_logits_and_gradients_of_one_process(model_pool: 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(4, "gemma3_text"), pytest.param(6, "gpt_oss", marks=pytest.mark.slow)],
+    [
+        pytest.param(4, "gemma3_text", marks=pytest.mark.slow),
+        pytest.param(6, "gpt_oss", marks=pytest.mark.slow),
+    ],
 )
 def test_more_ranks_change_nothing(model_pool: WorkerPool, ranks: int, name: str) -> None:
     """More than there are key heads, or documents, or windows' worth of tokens."""

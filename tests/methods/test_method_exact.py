@@ -24,7 +24,7 @@ from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
 FEW = 6  # from so many ranks on, a part of the shapes
-MANY = 8  # beyond, all are slow tests
+MANY = 8  # beyond, all are slow tests, and below every third
 
 
 def drawn(name: str, ranks: int) -> list[Case]:
@@ -57,8 +57,8 @@ def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks > MANY))
-        for name, ranks in IN_TURN
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks > MANY or turn % 3 == 2))
+        for turn, (name, ranks) in enumerate(IN_TURN)
     ],
 )
 def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ranks: int) -> None:

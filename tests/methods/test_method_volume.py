@@ -65,7 +65,7 @@ def as_counted(name: str, ranks: int) -> list[Setting]:
     return settings
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("layout", ["striped"])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(

