@@ -15,6 +15,8 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, Plan, make_plan
 from mesh_attention.choose.best import find_best
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.target import target_on
+from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.plan import Direction, Programs
 from mesh_attention.plan.program import AllGather, AllToAll, Attend, Program
 from mesh_attention.plan.text import digest, parse_plan, plan_text
@@ -305,3 +307,22 @@ def test_a_plan_that_computes_something_else_is_refused_on_all_ranks(
     raised = pool.run(wrong_everywhere, 4, change)
     all_raised(raised)
     assert all("the plan is wrong: forward" in one.error for one in raised)
+
+
+def compiled_after_plain(rank: int, world_size: int, odd: int | None) -> Raised:
+    """A plan that was compiled for kernels that are not here, after the plain one ran."""
+    plan = make_plan(CASE.problem, world_size, method="mesh")
+    compiled = compile_plan(plan, target_on("hgx-h200", plan))
+
+    def attend_by(given: Plan) -> None:
+        with ContextParallel(plan=given) as cp:
+            cp.attention(*(cp.shard(x, 1) for x in CASE.tensors()[:3]))
+
+    attend_by(plan)
+    return raised_by(lambda: attend_by(compiled if odd in (None, rank) else plan))
+
+
+@pytest.mark.parametrize("odd", [None, 1])
+def test_a_compiled_plan_is_not_taken_for_the_plain_one(pool: WorkerPool, odd: int | None) -> None:
+    for one in pool.run(compiled_after_plain, 2, odd):
+        assert "compiled for a kernel" in one.error or "disagree" in one.error

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention import ContextParallel, Mask, Plan, register_kernel
+from mesh_attention import ContextParallel, Mask, MeshAttentionError, Plan, register_kernel
+from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.kernels import (
     BackwardInputs,
     BackwardNeeds,
@@ -23,6 +24,7 @@ from mesh_attention.kernels import (
     Request,
     unregister,
 )
+from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.plan.plan import Direction
@@ -308,3 +310,21 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(tmp_path: 
     backward = told["backward causal"]
     assert backward[0] == ("forward_only", "has no backward pass")
     assert backward[-1] == ("cpu_flash", "chosen")
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"forward": 1}, "must be KernelRates"),
+        (KernelRates(PassRates(True, False, 0, 1.0)), "with at least one curve"),
+        (KernelRates(PassRates(False, False, 0, 1.0, KernelRate(0.0, 1, 1))), "tflops above 0"),
+        (
+            KernelRates(None, PassRates(False, False, 0, 1.0, KernelRate(float("nan"), 1, 1))),
+            "0, n",
+        ),
+    ],
+)
+def test_wrong_facts_are_refused_when_a_kernel_is_registered(facts: Any, told: str) -> None:
+    kernel = type("Mine", (Reference,), {"name": "mine", "facts": facts})()
+    with pytest.raises(MeshAttentionError, match=f"'mine' has wrong `facts`.*{told}"):
+        register_kernel(kernel)

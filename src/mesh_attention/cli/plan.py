@@ -28,7 +28,11 @@ Comparisons = dict[Direction, ScheduleComparison]
 def run(args: argparse.Namespace) -> int:
     if args.text == "-" and args.json:
         raise UsageError("--text - and --json both want standard output; give --text a file")
+    if args.rank is not None and args.target is None:
+        raise UsageError("--rank is whose program --target shows; give --target too")
     plan = compiled(plan_of(args), args.target)
+    if args.rank is not None and args.rank >= plan.num_ranks:
+        raise UsageError(f"--rank {args.rank}: the plan has ranks 0 to {plan.num_ranks - 1}")
     if args.text is not None:
         _write_text(plan, args.text)
         if args.text == "-":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mesh_attention.cli.command import Flag
+from pathlib import Path
+
+from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import cluster_names, load_cluster
 from mesh_attention.cost.target import target_on
@@ -21,6 +23,10 @@ TARGET_FLAG = Flag(
 def cluster_of_target(name: str) -> Cluster:
     """`h200` is the cluster of H200 GPUs that ships with the library."""
     fits = [one for one in cluster_names() if name.lower() in one.split("-")]
+    if not fits and not Path(name).is_file() and name not in cluster_names():
+        gpus = ", ".join(one.split("-")[1] for one in cluster_names() if one.startswith("hgx-"))
+        known = ", ".join(cluster_names())
+        raise UsageError(f"--target {name}: it is neither a file nor one of {gpus}, {known}")
     return load_cluster(fits[0] if len(fits) == 1 else name)
 
 

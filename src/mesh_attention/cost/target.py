@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.kernel_facts import KINDS, PassRates
+from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.machine.tables import ClusterError
 from mesh_attention.cost.machine.target import Target
 from mesh_attention.plan.layout import LayoutKind
@@ -16,8 +18,9 @@ from mesh_attention.plan.passes.seconds import CallSeconds
 from mesh_attention.plan.plan import Direction, Pass, Plan
 
 
-def target_on(cluster: Cluster, plan: Plan, kernel: str | None = None) -> Target:
+def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:
     """`kernel`: one that does all that it can do; other kernels do the rest."""
+    cluster = a_cluster(cluster)
     if kernel is not None and kernel not in cluster.kernels:
         known = ", ".join(cluster.kernels)
         raise ClusterError(f"kernel={kernel}: {cluster.name} has curves of {known}")
@@ -70,6 +73,10 @@ def _tflops(rates: PassRates, kind: str) -> float:
 
 def compiled_on(plan: Plan, one: Pass, cluster: Cluster, kernel: str | None = None) -> Compiled:
     """The plan and its pass as they are timed: compiled for the cluster, unless they are."""
+    if plan.target is not None and kernel is not None:
+        raise ClusterError(
+            f"kernel={kernel}: the plan is compiled for {plan.target.name}; give it as it was"
+        )
     if plan.target is not None:
         return Compiled(plan, one, CallSeconds(plan, one.direction, plan.target), {})
     target = target_on(cluster, plan, kernel)

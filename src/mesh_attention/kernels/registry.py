@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mesh_attention.cost.machine.kernel_facts import facts_fault
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges
@@ -175,6 +176,8 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
             "given: None if it has a forward pass only; mesh_attention.kernels.BackwardNeeds() if "
             "it takes `out` or `delta`, whichever there is; BackwardNeeds(out=True) or (delta=True)"
         )
+    if (fault := facts_fault(kernel)) is not None:
+        raise MeshAttentionError(f"kernel {kernel.name!r} has wrong `facts`: {fault}")
     if kernel.name in kernel_names():
         own = kernel.name in _OWN
         raise KernelNameError(

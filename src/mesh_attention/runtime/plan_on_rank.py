@@ -55,9 +55,11 @@ class PlanOnRank:
 
     @cached_property
     def programs(self) -> str:
-        """A digest of programs that were parsed or put together by hand. Those that a method makes
-        when they are asked for follow from the question: they need none, and are not made."""
-        made = all(isinstance(one.programs, Programs) for one in self.plan.passes)
+        """A digest of programs that were parsed, compiled or put together by hand. Those that a
+        method makes when they are asked for follow from the question: they need none, and are not
+        made."""
+        plan = self.plan
+        made = plan.target is None and all(isinstance(o.programs, Programs) for o in plan.passes)
         return AS_MADE if made else digest(self.plan)
 
     @cached_property

@@ -7,6 +7,7 @@ them as an attribute, `facts`. A cluster's file has curves of its own where its 
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,13 +123,32 @@ def library_kernels(measured_on: str = "H200") -> dict[str, KernelRates]:
     }
 
 
+def facts_fault(kernel: Any) -> str | None:
+    """What is wrong with the facts that a kernel brings, in words."""
+    facts = getattr(kernel, "facts", None)
+    if facts is None:
+        return None
+    if not isinstance(facts, KernelRates | KernelFacts):
+        return f"they must be KernelRates, with a pass of PassRates each, not {facts!r}"
+    for direction, rates in (("forward", facts.forward), ("backward", facts.backward)):
+        if rates is None:
+            continue
+        if not isinstance(rates, PassRates) or not rates.rates:
+            return f"{direction} must be PassRates with at least one curve, not {rates!r}"
+        for kind, rate in rates.rates.items():
+            numbers = (rate.tflops, rate.half_rows, rate.half_columns, rates.launch_microseconds)
+            if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers):
+                return f"{direction}.{kind} must be numbers of at least 0, not {rate!r}"
+            if not rate.tflops:
+                return f"{direction}.{kind} must have tflops above 0"
+    return None
+
+
 def facts_of(kernel: Any) -> KernelRates:
     """Of a kernel at hand: its own, those of the library, or none, which makes it fast."""
     own = getattr(kernel, "facts", None)
-    if own is None:
-        own = library_facts().get(kernel.name, UNKNOWN)
-    assert isinstance(own, KernelRates | KernelFacts), f"facts of {kernel.name}: {own!r}"
-    return KernelRates(own.forward or _PASS, own.backward or _PASS)
+    known: KernelRates | KernelFacts = own or library_facts().get(kernel.name) or UNKNOWN
+    return KernelRates(known.forward or _PASS, known.backward or _PASS)
 
 
 _FAST = KernelRate(UNKNOWN_TFLOPS, 0.0, 0.0)

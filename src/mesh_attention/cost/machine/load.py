@@ -134,6 +134,11 @@ def _with_kernels(table: Mapping[str, Any], source: str) -> dict[str, Any]:
         return own
     if not isinstance(more, dict | None):
         raise ClusterError(f"{source}: more_kernels = {repr(more)[:40]} must be a table")
+    if taken := [name for name in more or {} if name in library_kernels()]:
+        raise ClusterError(
+            f"{source}: more_kernels.{taken[0]} is a kernel of the library; choose another "
+            "name, or describe all kernels of the file under [kernels]"
+        )
     library = {
         name: {
             direction: _without_none(asdict(rates))

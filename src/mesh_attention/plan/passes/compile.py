@@ -33,6 +33,11 @@ from mesh_attention.plan.workspace import workspace_map
 
 def compile_plan(plan: Plan, target: Target) -> Plan:
     """The plan with the programs that run on such a machine."""
+    if not isinstance(target, Target):
+        raise PlanError(f"{type(target).__name__} is not a Target; target_on(cluster, plan) is one")
+    named = {*target.forward.values(), *target.backward.values()}
+    if unknown := sorted(named - target.kernels.keys()):
+        raise PlanError(f"the target {target.name} has no facts of the kernel {unknown[0]!r}")
     if plan.target is not None:
         raise PlanError(f"the plan is compiled already, for {plan.target.name}")
     if plan.problem.element_bytes != target.element_bytes:
