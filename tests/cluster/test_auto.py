@@ -143,6 +143,7 @@ def in_one_place(problem: Problem, ranks: int, cluster: str, **options: Any) -> 
     return min(found)
 
 
+@pytest.mark.slow
 def test_every_layout_is_searched_as_if_it_were_the_only_one() -> None:
     """Under this window the best is in zigzag, where `seen` has another tile than in contiguous
     shards, which are its own choice."""

@@ -23,7 +23,7 @@ PAPER = load_cluster("paper")
 @pytest.mark.parametrize(
     "cluster",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("paper", "hgx-h100")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "hgx-h100"))
         for name in cluster_names()
     ],
 )

@@ -65,7 +65,7 @@ WORST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", WORST)
+@pytest.mark.parametrize("which", [*WORST][::2])
 def test_the_worst_of_16_ranks_have_at_most_twice_the_error_of_one_device(which: str) -> None:
     found = over_one_device("causal", 16, **WORST[which])
     print(which, found)

@@ -95,7 +95,7 @@ def show(kernel: str, mask: str, combine: Combine) -> None:
 @pytest.mark.parametrize(
     ("kernel", "mask"),
     [
-        ("blockwise", "causal"),
+        pytest.param("blockwise", "causal", marks=pytest.mark.slow),
         pytest.param("blockwise", "full", marks=pytest.mark.slow),
         pytest.param("cpu_flash", "causal", marks=pytest.mark.slow),
         pytest.param("cpu_flash", "full", marks=pytest.mark.slow),

@@ -12,8 +12,7 @@ import torch
 
 from mesh_attention.cost.machine.cluster import Gpu, Links
 from mesh_attention.cost.machine.kernel_facts import facts_of
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.cost.machine.rates import USUAL
+from mesh_attention.cost.machine.rates import usual_cluster
 from mesh_attention.cost.machine.target import Target
 from mesh_attention.kernels import Choice, Kernel, KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.kernels.determinism import Determinism
@@ -80,7 +79,7 @@ def target_here(
 
 def _gpu(device: torch.device) -> Gpu:
     """Rates are those of an H200, of which the proportions matter; SMs are counted."""
-    usual = load_cluster(USUAL).gpu
+    usual = usual_cluster().gpu
     if device.type != "cuda":
         return replace(usual, name=device.type)
     there = torch.cuda.get_device_properties(device)

@@ -107,17 +107,22 @@ def costs_of(cluster: Cluster, num_ranks: int) -> Costs:
 
 
 @cache
-def usual_rates() -> Rates:
-    return rates_of(load_cluster(USUAL))
+def usual_cluster() -> Cluster:
+    """Read once: every executor asks for it."""
+    return load_cluster(USUAL)
 
 
 @cache
+def usual_rates() -> Rates:
+    return rates_of(usual_cluster())
+
+
 def usual_links() -> Links:
-    return load_cluster(USUAL).links
+    return usual_cluster().links
 
 
 @cache
 def usual_costs() -> Costs:
     """Between nodes."""
-    cluster = load_cluster(USUAL)
+    cluster = usual_cluster()
     return costs_of(cluster, 2 * cluster.node.ranks)
