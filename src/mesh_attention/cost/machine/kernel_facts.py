@@ -1,7 +1,7 @@
 """What is known of a kernel's speed: curves over the sizes of calls, and how it shares a GPU.
 
 The facts of the library's own kernels are TOML files beside their adapters (`kernels/NAME.toml`),
-read here without importing an adapter, which would import torch. A kernel that users register has
+read here without an adapter, which needs torch. A kernel that users register has
 them as an attribute, `facts`. A cluster's file has curves of its own where its GPUs are others.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.kernel_facts import KINDS, library_kernels
-from mesh_attention.cost.machine.tables import ClusterError, read_table
+from mesh_attention.cost.machine.tables import ClusterError, read_table, without_none
 from mesh_attention.files import FileError, read_text
 
 __all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
@@ -141,21 +141,13 @@ def _with_kernels(table: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     library = {
         name: {
-            direction: _without_none(asdict(rates))
+            direction: without_none(asdict(rates))
             for direction in DIRECTIONS
             if (rates := kernel.of(direction)) is not None
         }
         for name, kernel in library_kernels().items()
     }
     return own | {"kernels": library | (more or {})}
-
-
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in table.items()
-        if value is not None
-    }
 
 
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:

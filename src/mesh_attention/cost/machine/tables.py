@@ -26,6 +26,15 @@ def read_table(kind: type[T], table: Mapping[str, Any], source: str) -> T:
     return found
 
 
+def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """As a file has it: fields that are left out are not there."""
+    return {
+        name: without_none(value) if isinstance(value, dict) else value
+        for name, value in table.items()
+        if value is not None
+    }
+
+
 def _read(kind: Any, value: Any, source: str, path: tuple[str, ...]) -> Any:
     """A value of the type that a field of the dataclasses of `cluster.py` has."""
     if isinstance(kind, type) and is_dataclass(kind):

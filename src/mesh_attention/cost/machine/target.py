@@ -13,7 +13,7 @@ from typing import Any
 
 from mesh_attention.cost.machine.cluster import Gpu, Links
 from mesh_attention.cost.machine.kernel_facts import KernelRates, PassRates
-from mesh_attention.cost.machine.tables import read_table
+from mesh_attention.cost.machine.tables import read_table, without_none
 
 SMS_OF_TRANSFERS = 16  # NCCL's channels hold one each
 
@@ -71,20 +71,11 @@ def parse_target(text: str) -> Target:
 def read_target(table: Mapping[str, Any]) -> Target:
     """From what JSON holds."""
     given = dict(table)
-    links = read_table(Links, _there(given.pop("links")), "target.links")
-    gpu = read_table(Gpu, _there(given.pop("gpu")), "target.gpu")
+    links = read_table(Links, without_none(given.pop("links")), "target.links")
+    gpu = read_table(Gpu, without_none(given.pop("gpu")), "target.gpu")
     kernels = {
-        name: read_table(KernelRates, _there(rates), f"target.kernels.{name}")
+        name: read_table(KernelRates, without_none(rates), f"target.kernels.{name}")
         for name, rates in given.pop("kernels").items()
     }
     rectangles = tuple(given.pop("rectangles", ()))
     return Target(gpu=gpu, kernels=kernels, links=links, rectangles=rectangles, **given)
-
-
-def _there(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Without fields that are left out."""
-    return {
-        name: _there(value) if isinstance(value, dict) else value
-        for name, value in table.items()
-        if value is not None
-    }
