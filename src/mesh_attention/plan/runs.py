@@ -24,6 +24,7 @@ from mesh_attention.plan.row_ranges import RowRanges
 Array = NDArray[np.int64]
 _ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
 _MANY_RUNS = 4  # few are looked at faster one by one
+_MOST_BLOCKS = 1 << 14  # of both sides: more are counted by their strides
 _MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 
@@ -120,6 +121,65 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         np.add.at(by_key, k[0], pairs.T)
         np.add.at(result, q[0], by_key.T)
     return result
+
+
+def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) -> int:
+    """All visible pairs of these runs. Of runs of few blocks they are counted without a look at
+    pairs of runs: the keys below a line are a sum over queries of a piecewise linear function."""
+    if sum(run.count for run in (*queries, *keys)) > _MOST_BLOCKS:
+        return int(visible_pairs(queries, keys, rows).sum())
+    if not queries or not keys:
+        return 0
+    k = np.array(sorted(block for run in keys for block in run.blocks()), dtype=np.int64)
+    q = np.array([block for run in queries for block in run.blocks()], dtype=np.int64)
+    below = _KeysBelow(k)
+    starts, stops = rows.edges
+    first = np.maximum(np.searchsorted(starts, q[:, 0], side="right") - 1, 0)
+    last = np.searchsorted(starts, q[:, 1], side="left")
+    count = last - first
+    of = np.repeat(np.arange(len(q)), count)  # the block of each part of one segment
+    at = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
+    low, high = np.maximum(q[of, 0], starts[at]), np.minimum(q[of, 1], stops[at])
+    inside = high > low
+    at, low, high = at[inside], low[inside], high[inside]
+    total = 0
+    for lo, lo_slope, hi, hi_slope in rows.lines(at):
+        total += below.sum(low, high, hi, hi_slope) - below.sum(low, high, lo, lo_slope)
+    return total
+
+
+class _KeysBelow:
+    """How many keys of disjoint blocks, in order, lie below a position; and sums of that."""
+
+    def __init__(self, blocks: Array) -> None:
+        self._starts, size = blocks[:, 0], blocks[:, 1] - blocks[:, 0]
+        self._size = size
+        self._before = np.concatenate([[0], np.cumsum(size)])  # keys before each block
+        # The same summed over all positions up to the start of each block.
+        gaps = np.diff(self._starts)
+        rising = size[:-1] * (size[:-1] - 1) // 2 + (gaps - size[:-1]) * size[:-1]
+        steps = self._before[:-2] * gaps + rising
+        self._summed = np.concatenate([[0], np.cumsum(steps)])
+
+    def sum(self, low: Array, high: Array, base: Array, slope: Array) -> int:
+        """Over queries `low <= q < high`: keys below `base + slope * q`."""
+        level = slope == 0
+        total = int(((high - low) * self._number(base))[level].sum())
+        up, down = (self._sum_to(edge + base)[~level] for edge in (high, low))
+        return total + int((up - down).sum())
+
+    def _number(self, position: Array) -> Array:
+        at = np.searchsorted(self._starts, position, side="right") - 1
+        inside = np.minimum(position - self._starts[at], self._size[at])
+        return np.where(at < 0, 0, self._before[at] + inside)
+
+    def _sum_to(self, position: Array) -> Array:
+        """The numbers at all positions before this."""
+        at = np.searchsorted(self._starts, position, side="right") - 1
+        into, size = position - self._starts[at], self._size[at]
+        rising = np.minimum(into, size + 1)
+        inside = rising * (rising - 1) // 2 + np.maximum(into - rising, 0) * size
+        return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
 
 
 def _only_stride(runs: Sequence[Run]) -> int | None:

@@ -19,7 +19,7 @@ from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run, join_runs, visible_pairs
+from mesh_attention.plan.runs import Run, join_runs, num_visible
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.memory import (
     MemoryCapError,
@@ -120,7 +120,7 @@ def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
 
 @lru_cache(maxsize=1024)  # settings of a search, and both passes, have the same chunks
 def _num_visible(queries: tuple[Run, ...], keys: tuple[Run, ...], rows: RowRanges) -> int:
-    return int(visible_pairs(queries, keys, rows).sum())
+    return num_visible(queries, keys, rows)
 
 
 def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:

@@ -18,7 +18,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.runs import Run, num_visible, visible_pairs
 from mesh_attention.plan.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
@@ -144,8 +144,8 @@ class CallPairs:
             for layout in (plan.q_layout, plan.kv_layout)
         )
         rows = plan.problem.rows
-        self._count: Callable[[Spans, Spans], int] = lambda q, k: int(
-            visible_pairs(q_runs(q), k_runs(k), rows).sum()
+        self._count: Callable[[Spans, Spans], int] = lambda q, k: num_visible(
+            q_runs(q), k_runs(k), rows
         )
         self._known: dict[tuple[Spans, Spans], int] = {}
 

@@ -14,7 +14,7 @@ import numpy as np
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.program import Call, CallKind
 from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.runs import Run, num_visible
 from mesh_attention.plan.spans import Spans
 
 
@@ -164,7 +164,7 @@ class CallCheck:
     def _seen(self, q: RowMap, k: RowMap, call: Call) -> int:
         q_runs = q.runs(call.q_start, call.q_stop)
         k_runs = k.runs(call.k_start, call.k_stop)
-        return int(visible_pairs(q_runs, k_runs, self._rows).sum())
+        return num_visible(q_runs, k_runs, self._rows)
 
 
 def _overlap(one: Call, other: Call) -> bool:
