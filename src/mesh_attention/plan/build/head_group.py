@@ -13,6 +13,7 @@ beyond that end is held twice, and so are its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
@@ -283,5 +284,13 @@ class HeadGroup:
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"
 
-    def members(self, units: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.rank_of(unit) for unit in units)
+    def on_all(self, groups: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """These groups of units as groups of ranks, on each head group."""
+        degree = self.degree
+        if degree == 1:
+            return dict(groups)
+        return {
+            f"{name}.{index}": tuple([unit * degree + index for unit in units])
+            for index in range(degree)
+            for name, units in groups.items()
+        }

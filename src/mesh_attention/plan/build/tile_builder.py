@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.portions import SUM, comes_by, goes_by
@@ -53,7 +54,12 @@ class MeshBuilder(TileBuilder):
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
         self._tasks = schedule.order()
         self._before, self._feeds = self._exchanges()
-        self.schedule = self._with_exchanges(schedule)
+        self._ordered = schedule
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Asked of one head group for all."""
+        return self._with_exchanges(self._ordered)
 
     @property
     def setting(self) -> dict[str, str]:

@@ -112,17 +112,15 @@ class TilePass(ABC):
     # Groups.
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        tile, head_group = self.tile, self.head_group
-        groups = {}
+        """Of units, by names that all head groups have alike."""
+        tile, groups = self.tile, dict[str, tuple[int, ...]]()
         if tile.a > 1:
             groups.update({f"Q{r}": tile.q_group(r) for r in range(tile.b)})
         if tile.b > 1 and tile.rotation:
             groups.update({f"KV{c}": tile.kv_group(c) for c in range(tile.a)})
         if tile.b > 1 and not tile.rotation:
             groups[ALL_UNITS] = tuple(range(tile.num_ranks))
-        return {
-            head_group.group_name(name): head_group.members(units) for name, units in groups.items()
-        }
+        return groups
 
     # A compute task and its operands.
 

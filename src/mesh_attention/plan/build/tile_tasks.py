@@ -130,6 +130,9 @@ def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run
         return (Run(0, layout.padded_tokens),)
     if head_group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
+    if head_group.cut is not None:
+        slots = head_group.slots(kind)  # the same of every rank
+        return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
     found = [
         run
         for unit in range(head_group.num_units)
@@ -197,15 +200,14 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
 def _communication_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
     """Mean over all units; with rotation they are all alike."""
     units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
-    groups = mesh.groups()
+    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
     total = 0.0
     for unit in units:
         meter = TrafficMeter(mesh.problem, _local_buffers(mesh, unit) | buffers_of(mesh, unit))
         for op in fragment(mesh, unit, task):
             if isinstance(op, Collective):
                 members = groups[op.group]
-                member = members.index(mesh.head_group.rank_of(unit))
-                traffic = meter.traffic(op, member, len(members))
+                traffic = meter.traffic(op, members.index(unit), len(members))
                 total += costs.communication_seconds(traffic.received_bytes)
     return total / len(units) + _exchange_seconds(mesh, task, costs)
 
