@@ -53,6 +53,7 @@ class TilePass(ABC):
         self.problem = head_group.problem
         self.tile = tile
         self.slices = slices  # of the heads: their sizes
+        self.fragments: dict[tuple[Task, int], list[Operation]] = {}  # those made so far
         self.q = TileSide(
             *(head_group, "Q", Kind.Q, tile.a, tile.row, tile.q_group, tile.q_group, None),
             inputs=self.gathered_with_q(gather_out),
