@@ -148,7 +148,7 @@ class _Exchange:
         self._holders = Holders(head_groups)
         self._portions: Portions | None = None
         if head_groups[0].cut is not None:
-            self._portions = Portions(head_groups, direction, needs, self._outputs)
+            self._portions = Portions(head_groups, direction, needs, self._outputs, self._holders)
         self._whole = first.is_exchanged and self._portions is None
         self._before = lru_cache(maxsize=_KEPT)(self._make_before)
         self.after = lru_cache(maxsize=_KEPT)(self._make_after)

@@ -54,6 +54,7 @@ class Portions:
         direction: Direction,
         needs: tuple[Kind, ...],
         results: tuple[Kind, ...],
+        holders: Holders,
     ) -> None:
         first = head_groups[0]
         assert first.cut is not None
@@ -63,7 +64,7 @@ class Portions:
             for side, name in enumerate(names):
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
         self._incoming = (IN, *_IN_CHUNKS)
-        self._holders = Holders(head_groups)
+        self._holders = holders
         self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
         self._slots_of = [first.slots(kind) for kind in (Kind.Q, Kind.K)]
         self._given = cache(self._make_given)

@@ -161,10 +161,10 @@ def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
 
 def fragment_key(mesh: TilePass, unit: int, task: Task) -> tuple[Task, int]:
     """Units with the same key do the same for a task."""
-    sides = {mesh.q_reduce_kind: mesh.q.reduce_by, mesh.kv_reduce_kind: mesh.kv.reduce_by}
-    if sides.get(task.kind) is ReduceBy.NODES:
+    reduced = {mesh.q_reduce_kind: mesh.q, mesh.kv_reduce_kind: mesh.kv}.get(task.kind)
+    if reduced is not None and reduced.reduce_by is ReduceBy.NODES:
         return task, unit
-    q_side = task.kind in (GATHER_Q, mesh.q_reduce_kind)
+    q_side = task.kind == GATHER_Q or reduced is mesh.q
     return task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit)
 
 
@@ -190,11 +190,12 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     }
     computes = {key: Task(COMPUTE, key) for key in tasks}
     communication: list[TaskNode] = []
+    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
 
     def add_tasks(kind: str, chunks: Iterable[int], needs: dict[int, tuple[Task, ...]]) -> None:
         for index in chunks:
             task = Task(kind, (index,))
-            seconds = _communication_seconds(mesh, task, costs)
+            seconds = _communication_seconds(mesh, task, costs, groups)
             communication.append(TaskNode(task, seconds, needs.get(index, ())))
 
     q_indices, kv_indices = (
@@ -222,10 +223,11 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     return TaskGraph(tuple(communication), tuple(compute))
 
 
-def _communication_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
+def _communication_seconds(
+    mesh: TilePass, task: Task, costs: Costs, groups: Mapping[str, tuple[int, ...]]
+) -> float:
     """Mean over all units; with rotation they are all alike."""
     units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
-    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
     total = 0.0
     for unit in units:
         meter = _meter(mesh, unit)
