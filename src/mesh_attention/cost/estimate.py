@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.operation_costs import ClusterCosts
-from mesh_attention.cost.target import compiled_on
+from mesh_attention.cost.target import Compiled, compiled_on
 from mesh_attention.cost.timed_call import TimedCall
-from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
+from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Collective, Free, SendRecv
 from mesh_attention.plan.traffic import TrafficMeter
 from mesh_attention.plan.way_costs import pairs_of_ranks
@@ -58,9 +58,9 @@ def estimate(
     with collector_paused():
         given, last = plan.direction(direction), plan.num_ranks - 1
         seen = sorted({0, last // 2, last, _busiest(plan)}) if ranks is None else ranks
-        plan, one, clock, waits = compiled_on(plan, given, cluster, kernel)
-        costs = ClusterCosts(cluster, plan, one, clock)
-        found = [_Rank(plan, one, cluster, costs, overlap, rank, waits) for rank in seen]
+        compiled = compiled_on(plan, given, cluster, kernel)
+        places = _Places(cluster, compiled)
+        found = [_Rank(compiled, cluster, places, overlap, rank) for rank in seen]
         least = max(rank.least_seconds() for rank in found)
         return Estimate(
             max(least, *(rank.run(disturbed=True) for rank in found)),
@@ -92,21 +92,16 @@ class _Move(NamedTuple):
 
 class _Rank:
     def __init__(
-        self,
-        plan: Plan,
-        one: Pass,
-        cluster: Cluster,
-        costs: ClusterCosts,
-        overlap: Overlap,
-        at: int,
-        waits: Mapping[int, WaitsOfOps],
+        self, compiled: Compiled, cluster: Cluster, places: _Places, overlap: Overlap, at: int
     ) -> None:
+        plan, one = compiled.plan, compiled.one
         program, problem = one.programs[at], plan.problem
         table = program.buffer_table()
-        meter = TrafficMeter(problem, table)
+        meter, costs = TrafficMeter(problem, table), places.costs
+        known = compiled.seconds.get(at, {})
         self.at_once = transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
-            *(plan, one, overlap, at), at_once=self.at_once, waits=waits.get(at)
+            *(plan, one, overlap, at), at_once=self.at_once, waits=compiled.waits.get(at)
         )
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []
@@ -128,19 +123,19 @@ class _Rank:
                         size = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
                         source, target = (plan.devices[rank] for rank in other)
                         seconds = max(seconds, costs.flow(source, target, size))
-                        if cluster.node_of(source) != cluster.node_of(target):
+                        if places.nodes[other[0]] != places.nodes[other[1]]:
                             leaves = True
-                            sharing = _sharing_of_flows(cluster, plan, ranks, at, other)
+                            sharing = places.sharing_of_flows(ranks, at, other)
                 slowdown = cluster.disturbance.peer_slowdown(one.direction)
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 flows += seconds
             elif isinstance(op, Collective):
-                member = one.members[op.group][at]
-                seconds = costs.collective(op, meter.flows(op), member)
-                ranks = one.groups[op.group]
-                sharing = _sharing_of_collectives(cluster, plan, ranks, at)
+                if index in known:
+                    seconds = known[index]
+                else:
+                    seconds = costs.collective(op, meter.flows(op), one.members[op.group][at])
+                sharing, leaves = places.collective(op.group, at)
                 slowdown = cluster.disturbance.collective_slowdown
-                leaves = _here(cluster, plan, ranks, at) < len(ranks)
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 collectives[leaves] += seconds
             elif isinstance(op, Free):
@@ -220,7 +215,11 @@ class _Streams:
         return speed / sum(other.leaves == move.leaves for other, _ in self._moving)
 
     def _may_begin(self, at: int) -> bool:
-        return all(self._done[before] for before in self._rank.waits[at])
+        done = self._done
+        for before in self._rank.waits[at]:  # noqa: SIM110  (most of the time of an estimate)
+            if not done[before]:
+                return False
+        return True
 
     def _begin_move(self) -> bool:
         held = self._disturbed and self._call is not None and self._call.waits
@@ -260,34 +259,48 @@ class _Streams:
         return True
 
 
-def _here(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> int:
-    """Members of a group in the node of one of them."""
-    node = cluster.node_of(plan.devices[at])
-    return sum(cluster.node_of(plan.devices[rank]) == node for rank in group)
+class _Places:
+    """Of the ranks of a plan: who shares what with whom. Asked for by every transfer."""
 
+    def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
+        plan, one = compiled.plan, compiled.one
+        self.costs = ClusterCosts(cluster, plan, one, compiled.clock)
+        per_node = cluster.node.ranks
+        self.nodes = [device // per_node for device in plan.devices]
+        self._cluster, self._plan, self._groups = cluster, plan, one.groups
+        self._known: dict[tuple[str, int], tuple[float, bool]] = {}
 
-def _sharing_of_flows(
-    cluster: Cluster, plan: Plan, group: Sequence[int], at: int, ends: tuple[int, int]
-) -> float:
-    """How much longer a flow out of a node takes, if all groups of the node have one at once; all
-    members there, where it goes to the place in another node that its sender has in its own."""
-    network, here = cluster.network, _here(cluster, plan, group, at)
-    flows = min(cluster.node.ranks, plan.num_ranks) / here
-    source, target = map(group.index, ends)
-    if (target - source) % here == 0:
-        flows *= here
-    room = network.peer_node_gb_per_second / network.peer.gb_per_second
-    if cluster.ranks_share_nics:
-        each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
-        room = min(room, each * network.nics)
-    return max(1.0, flows / room)
+    def _here(self, group: Sequence[int], at: int) -> int:
+        """Members of a group in the node of one of them."""
+        nodes, node = self.nodes, self.nodes[at]
+        return sum([nodes[rank] == node for rank in group])
 
+    def sharing_of_flows(self, group: Sequence[int], at: int, ends: tuple[int, int]) -> float:
+        """How much longer a flow out of a node takes, if all groups of the node have one at once;
+        all members there, where it goes to the place in another node that its sender has in its
+        own."""
+        cluster, network, here = self._cluster, self._cluster.network, self._here(group, at)
+        flows = min(cluster.node.ranks, self._plan.num_ranks) / here
+        source, target = map(group.index, ends)
+        if (target - source) % here == 0:
+            flows *= here
+        room = network.peer_node_gb_per_second / network.peer.gb_per_second
+        if cluster.ranks_share_nics:
+            each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+            room = min(room, each * network.nics)
+        return max(1.0, flows / room)
 
-def _sharing_of_collectives(cluster: Cluster, plan: Plan, group: Sequence[int], at: int) -> float:
-    """The same of a collective between nodes, for NICs that ranks share."""
-    nodes = {cluster.node_of(plan.devices[rank]) for rank in group}
-    if not cluster.ranks_share_nics or len(nodes) == 1:
-        return 1.0
-    nic = cluster.nic_of(plan.devices[at])
-    here = sum(cluster.nic_of(plan.devices[rank]) == nic for rank in group)
-    return max(1.0, cluster.node.ranks / cluster.network.nics / here)
+    def collective(self, name: str, at: int) -> tuple[float, bool]:
+        """The same of a collective between nodes, for NICs that ranks share; and whether it leaves
+        the node."""
+        known = self._known.get((name, at))
+        if known is None:
+            group, sharing = self._groups[name], 1.0
+            leaves = self._here(group, at) < len(group)
+            if leaves and self._cluster.ranks_share_nics:
+                cluster, devices = self._cluster, self._plan.devices
+                nic = cluster.nic_of(devices[at])
+                here = sum(cluster.nic_of(devices[rank]) == nic for rank in group)
+                sharing = max(1.0, cluster.node.ranks / cluster.network.nics / here)
+            known = self._known[name, at] = sharing, leaves
+        return known

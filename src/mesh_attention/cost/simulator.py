@@ -66,7 +66,7 @@ def simulate(
         if costs is not None:  # of a caller's own: they may differ between any two ranks
             ranks: Sequence[int] = range(plan.num_ranks)
             return _Simulation(plan, one, cluster, costs, overlap, ranks, {}).run()
-        compiled, one, clock, waits = compiled_on(plan, one, cluster, kernel)
+        compiled, one, clock, waits, _ = compiled_on(plan, one, cluster, kernel)
         ranks = ranks_to_simulate(compiled, one, cluster, overlap)
         given = ClusterCosts(cluster, compiled, one, clock)
         timeline = _Simulation(plan, one, cluster, given, overlap, ranks, waits).run()

@@ -78,18 +78,20 @@ def compiled_on(plan: Plan, one: Pass, cluster: Cluster, kernel: str | None = No
             f"kernel={kernel}: the plan is compiled for {plan.target.name}; give it as it was"
         )
     if plan.target is not None:
-        return Compiled(plan, one, CallSeconds(plan, one.direction, plan.target), {})
+        return Compiled(plan, one, CallSeconds(plan, one.direction, plan.target), {}, {})
     target = target_on(cluster, plan, kernel)
     compiler = PassCompiler(plan, one, target)
     programs = compiler.all_programs()
     compiled = replace(plan, passes=(programs,), target=target)
-    return Compiled(compiled, programs, compiler.clock, compiler.waits)
+    return Compiled(compiled, programs, compiler.clock, compiler.waits, compiler.seconds)
 
 
 class Compiled(NamedTuple):
-    """`waits`: the operations that each must come after, by rank, as far as it is compiled."""
+    """`waits`: the operations that each must come after, by rank, as far as it is compiled;
+    `seconds`: likewise those of collectives, by their places, as far as a pass asked for them."""
 
     plan: Plan
     one: Pass
     clock: CallSeconds
     waits: Mapping[int, tuple[tuple[int, ...], ...]]
+    seconds: Mapping[int, Mapping[int, float]]

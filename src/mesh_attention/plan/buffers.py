@@ -7,7 +7,7 @@ follow from the program alone, before anything runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import Any, TypeVar, dataclass_transform
 
@@ -28,6 +28,7 @@ def value(cls: type[T]) -> type[T]:
     """A frozen dataclass that works out its hash once: readers look operations up by value, again
     and again, and ranks share most of them."""
     made: Any = dataclass(frozen=True, slots=True)(cls)
+    made.__init__ = _init_of(made)
     hash_of_fields = made.__hash__
 
     def remembered(self: Any) -> int:
@@ -39,6 +40,25 @@ def value(cls: type[T]) -> type[T]:
 
     made.__hash__ = remembered
     return made  # type: ignore[no-any-return]
+
+
+def _init_of(cls: Any) -> Any:
+    """What a frozen dataclass has, with fields set through their slots: a plan makes thousands of
+    values, and to look each field up by its name is most of the time that takes."""
+    names = [field.name for field in fields(cls)]
+    slots = {f"_set_{name}": getattr(cls, name).__set__ for name in names}
+    given = ", ".join(
+        name if field.default is MISSING else f"{name}=_default_{name}"
+        for name, field in zip(names, fields(cls), strict=True)
+    )
+    defaults = {f"_default_{f.name}": f.default for f in fields(cls) if f.default is not MISSING}
+    body = "; ".join(f"_set_{name}(self, {name})" for name in names)
+    scope: dict[str, Any] = {**slots, **defaults}
+    exec(f"def __init__(self, {given}):\n    {body}", scope)
+    made = scope["__init__"]
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    made.__annotations__ = cls.__init__.__annotations__
+    return made
 
 
 class Kind(StrEnum):
@@ -98,8 +118,14 @@ class Role(StrEnum):
     WORKSPACE = "workspace"
 
 
+class _Sized(Value):
+    """A base that leaves room for the remembered number of rows, and of bytes in a problem."""
+
+    __slots__ = ("_num_bytes", "_num_rows")
+
+
 @value
-class Buffer(Value):
+class Buffer(_Sized):
     name: str
     kind: Kind
     rows: Spans
@@ -110,14 +136,37 @@ class Buffer(Value):
 
     @property
     def num_rows(self) -> int:
-        return sum([stop - start for start, stop in self.rows])
+        """Counted once: gathered rows are many stretches, and everybody asks for their bytes."""
+        try:
+            return self._num_rows  # type: ignore[attr-defined, no-any-return]
+        except AttributeError:
+            found = sum([stop - start for start, stop in self.rows])
+            object.__setattr__(self, "_num_rows", found)
+            return found
 
     @property
     def num_heads(self) -> int:
         return self.heads[1] - self.heads[0]
 
     def num_bytes(self, problem: Problem) -> int:
-        return self.num_rows * self.row_bytes(problem) * self.num_heads
+        """Likewise: of the problem that was asked for last."""
+        try:
+            of, found = self._num_bytes  # type: ignore[attr-defined]
+        except AttributeError:
+            of = found = None
+        if of is not problem:
+            found = self.num_rows * self.row_bytes(problem) * self.num_heads
+            object.__setattr__(self, "_num_bytes", (problem, found))
+        return found  # type: ignore[no-any-return]
+
+    def at(self, offset: int | None) -> Buffer:
+        """The same buffer, placed there."""
+        fields = self.name, self.kind, self.rows, self.heads, self.precision, self.role
+        made = Buffer(*fields, offset)
+        for remembered in ("_num_bytes", "_num_rows"):
+            if hasattr(self, remembered):
+                object.__setattr__(made, remembered, getattr(self, remembered))
+        return made
 
     def row_bytes(self, problem: Problem) -> int:
         """Bytes of one row of one head."""

@@ -95,17 +95,16 @@ class _Waits:
         """The first use of a buffer waits for the last ones of those that lay there before."""
         start = self._memory.offsets[name]
         stop = start + self._memory.sizes[name]
-        kept = []
-        for place in self._places:
-            other_start, other_stop, last = place
-            if start < other_stop and other_start < stop:
-                for uses in (last.reads, last.writes):
-                    waits.update([at for rows in uses.values() for _, _, at in rows])
-            # Whoever has that memory next waits for this buffer, which waited for it.
-            if other_start < start or stop < other_stop:
-                kept.append(place)
-        kept.append((start, stop, self._uses(name)))
-        self._places = kept
+        covered = False
+        for other_start, other_stop, last in [
+            place for place in self._places if start < place[1] and place[0] < stop
+        ]:
+            for uses in (last.reads, last.writes):
+                waits.update([at for rows in uses.values() for _, _, at in rows])
+            covered = covered or (start <= other_start and other_stop <= stop)
+        if covered:  # whoever has that memory next waits for this buffer, which waited for it
+            self._places = [p for p in self._places if p[0] < start or stop < p[1]]
+        self._places.append((start, stop, self._uses(name)))
 
 
 def _find(waits: set[int], uses: Uses, area: Area) -> None:

@@ -9,7 +9,7 @@ Ranks in a plan are *logical*: logical rank g owns partition g. `devices[g]` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -69,6 +69,18 @@ class Programs(OnDemand[Program]):
         return tuple, (tuple(self),)
 
 
+class _Members(dict[str, dict[int, int]]):
+    """Of each group when it is asked for: one rank is in few of them."""
+
+    def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __missing__(self, group: str) -> dict[int, int]:
+        found = self[group] = {rank: member for member, rank in enumerate(self._groups[group])}
+        return found
+
+
 @dataclass(frozen=True)
 class Pass:
     """One direction: groups of logical ranks by name, a program for each logical rank.
@@ -86,12 +98,9 @@ class Pass:
     copies: int = field(default=1, compare=False)
 
     @cached_property
-    def members(self) -> dict[str, dict[int, int]]:
+    def members(self) -> Mapping[str, Mapping[int, int]]:
         """By group: the place of each of its ranks in it."""
-        return {
-            name: {rank: member for member, rank in enumerate(ranks)}
-            for name, ranks in self.groups.items()
-        }
+        return _Members(self.groups)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -57,7 +57,8 @@ class Blocks:
 class RowList:
     """The rows of one side of a task, in buffer order. Made once, used against many others."""
 
-    runs: tuple[Run, ...]
+    layout: Layout
+    spans: Spans
     num_rows: int
     first: int  # smallest and largest position
     last: int
@@ -65,15 +66,27 @@ class RowList:
 
     @staticmethod
     def of(layout: Layout, spans: Spans) -> RowList:
-        runs = tuple(run for span in spans for run in layout.runs(*span))
+        num_rows = sum([stop - start for start, stop in spans])
+        found = layout.blocks_of(spans) if len(spans) < MAX_BLOCKS // 2 else None
+        if found is not None:
+            blocks = Blocks.of(joined_blocks(found))
+            return RowList(layout, spans, num_rows, blocks.edges[0], blocks.edges[-1] - 1, blocks)
+        runs = runs_of(layout, spans)
         few = sum(run.count for run in runs) <= MAX_BLOCKS
         return RowList(
-            runs,
-            num_rows=sum(run.num_tokens for run in runs),
+            *(layout, spans, num_rows),
             first=min(run.start for run in runs),
             last=max(run.stop for run in runs) - 1,
-            blocks=Blocks.of(_merged_blocks(runs)) if few else None,
+            blocks=Blocks.of(joined_blocks(b for r in runs for b in r.blocks())) if few else None,
         )
+
+    @property
+    def runs(self) -> list[Run]:
+        return runs_of(self.layout, self.spans)
+
+
+def runs_of(layout: Layout, spans: Spans) -> list[Run]:
+    return [run for span in spans for run in layout.runs(*span)]
 
 
 @lru_cache(maxsize=64)  # rows stay where they are when a mask changes
@@ -81,12 +94,14 @@ def row_list(layout: Layout, spans: Spans) -> RowList:
     return RowList.of(layout, spans)
 
 
-def _merged_blocks(runs: Iterable[Run]) -> list[tuple[int, int]]:
+def joined_blocks(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those made one that follow each other."""
     merged: list[tuple[int, int]] = []
-    for run in runs:
-        for start, stop in run.blocks():
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                merged.append((start, stop))
-    return merged
+    first = last = -1
+    for start, stop in blocks:
+        if start == last:
+            last = stop
+        else:
+            merged.append((first, last))
+            first, last = start, stop
+    return [*merged[1:], (first, last)]

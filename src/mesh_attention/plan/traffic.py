@@ -68,8 +68,9 @@ class TrafficMeter:
     def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
         """Bytes, and those of them that are not statistics."""
         everything = tokens = 0
+        known = self._known
         for piece in pieces:
-            heads, row_bytes, counts = self._rows_of(piece.buffer)
+            heads, row_bytes, counts = known.get(piece.buffer) or self._rows_of(piece.buffer)
             if piece.heads is not None:
                 heads = piece.heads[1] - piece.heads[0]
             num_bytes = (piece.stop - piece.start) * heads * row_bytes
@@ -80,12 +81,9 @@ class TrafficMeter:
     def _rows_of(self, name: str) -> tuple[int, int, bool]:
         """Heads of a buffer, bytes of a row and head, and whether it holds tokens: asked for by
         every piece of an exchange with hundreds of ranks."""
-        known = self._known.get(name)
-        if known is None:
-            buffer = self._table[name]
-            tokens = not buffer.kind.is_statistic
-            known = buffer.num_heads, buffer.row_bytes(self._problem), tokens
-            self._known[name] = known
+        buffer = self._table[name]
+        tokens = not buffer.kind.is_statistic
+        known = self._known[name] = buffer.num_heads, buffer.row_bytes(self._problem), tokens
         return known
 
 

@@ -156,7 +156,7 @@ class Cluster:
         return self.nodes * self.node.ranks
 
     def node_of(self, device: int) -> int:
-        return self.links.node_of(device)
+        return device // self.node.ranks
 
     def nic_of(self, device: int) -> tuple[int, int]:
         return self.links.nic_of(device)

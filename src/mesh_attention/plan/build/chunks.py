@@ -124,13 +124,10 @@ def stack_rows(rows: Spans, copies: int, chunk: Chunk) -> Spans:
 
 def in_whole(buffer: str, member: int, num_members: int, chunk: Chunk) -> tuple[Piece, ...]:
     """The rows of one member in a whole."""
-    pieces = []
-    for a, b in pairwise(chunk.cuts):
-        first = num_members * a + member * (b - a)
-        pieces.append(Piece(buffer, first, first + b - a))
-    return tuple(pieces)
+    firsts = [(num_members * a + member * (b - a), b - a) for a, b in pairwise(chunk.cuts)]
+    return tuple([Piece(buffer, first, first + size) for first, size in firsts])
 
 
 def in_stack(buffer: str, copy: int, chunk: Chunk) -> tuple[Piece, ...]:
     base = copy * chunk.size
-    return tuple(Piece(buffer, base + a, base + b) for a, b in pairwise(chunk.cuts))
+    return tuple([Piece(buffer, base + a, base + b) for a, b in pairwise(chunk.cuts)])

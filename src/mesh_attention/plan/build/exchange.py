@@ -66,7 +66,9 @@ class UnitBuilder(Protocol):
     @property
     def setting(self) -> dict[str, str]: ...
 
-    def groups(self) -> dict[str, tuple[int, ...]]: ...
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Of units, alike on all head groups."""
+        ...
 
     def unit(self, unit: int) -> Unit: ...
 
@@ -75,10 +77,8 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     """One pass from a method on each of its head groups, in order of their index."""
     first = builders[0]
     degree = first.head_group.degree
-    groups: dict[str, tuple[int, ...]] = {}
-    # A unit alone has nobody to talk to: so a rank makes the builder of its own head group only.
-    for builder in builders if first.head_group.num_units > 1 else ():
-        groups.update(builder.groups())
+    # A unit alone has nobody to talk to.
+    groups = first.head_group.on_all(first.groups()) if first.head_group.num_units > 1 else {}
     around = _around(first)
     groups.update(around.groups())
     assembler = Assembler(first.hold)
@@ -148,7 +148,7 @@ class _Exchange:
         self._holders = Holders(head_groups)
         self._portions: Portions | None = None
         if head_groups[0].cut is not None:
-            self._portions = Portions(head_groups, direction, needs, self._outputs)
+            self._portions = Portions(head_groups, direction, needs, self._outputs, self._holders)
         self._whole = first.is_exchanged and self._portions is None
         self._before = lru_cache(maxsize=_KEPT)(self._make_before)
         self.after = lru_cache(maxsize=_KEPT)(self._make_after)

@@ -13,9 +13,10 @@ beyond that end is held twice, and so are its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, chain, groupby, pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -99,10 +100,14 @@ def unit_rows(
     at = 0
     for chunk in chunks or (((0, slots),),):
         parts = []  # (first position, places), member by member
+        spans: list[tuple[int, int]] | None = None
         for rank in range(first, first + degree):
-            place, whole = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
-            for a, b in chain.from_iterable(clip_spans(whole, *stretch) for stretch in chunk):
-                position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
+            place = rank * slots
+            if spans is None or layout.kind is LayoutKind.LISTED:  # others have the same of all
+                whole = layout.parts(rank) if by_position else ((0, slots),)
+                spans = [span for stretch in chunk for span in clip_spans(whole, *stretch)]
+            for a, b in spans:
+                position = layout.position(rank, a) if by_position else rank
                 parts.append((position, place + a, place + b))
         rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
         for _, start, stop in sorted(parts):
@@ -130,7 +135,7 @@ class PassCut(NamedTuple):
         return self.chunks == (1, 1) and len(self.slices) == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadGroup:
     problem: Problem
     q_layout: Layout
@@ -195,6 +200,13 @@ class HeadGroup:
 
     def exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
         """The chunks in which a tensor is exchanged, each with an equal part of every member."""
+        return self._exchanged[kind.is_key_side]
+
+    @cached_property
+    def _exchanged(self) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+        return self._make_exchanged(Kind.Q), self._make_exchanged(Kind.K)
+
+    def _make_exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
         assert self.cut is not None
         parts, rows, at = self._parts(kind)[0], list[Chunk](), 0
         for index, stretches in enumerate(self.slots(kind)):
@@ -214,6 +226,13 @@ class HeadGroup:
 
     def slots(self, kind: Kind) -> tuple[Spans, ...]:
         """Of each member, those of each chunk of rows that is exchanged."""
+        return self._slots[kind.is_key_side]
+
+    @cached_property
+    def _slots(self) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
+        return self._make_slots(Kind.Q), self._make_slots(Kind.K)
+
+    def _make_slots(self, kind: Kind) -> tuple[Spans, ...]:
         cut = self.cut or PassCut((1, 1), (1,))
         halves, count = self.layout(kind).halves, self._parts(kind)[1]
         short = cut.short_start and kind.is_key_side
@@ -242,12 +261,13 @@ class HeadGroup:
 
     def heads(self, kind: Kind) -> tuple[int, int]:
         """This head group's heads; a KV head that serves several is held by each of them."""
-        problem = self.problem
+        return self._heads[kind.is_key_side]
+
+    @cached_property
+    def _heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        problem, group = self.problem, self.problem.heads_per_kv_head
         first, last = head_shares(problem.num_heads, problem.kv_heads, self.degree)[self.index]
-        if not kind.is_key_side:
-            return first, last
-        group = problem.heads_per_kv_head
-        return first // group, -(-last // group)
+        return (first, last), (first // group, -(-last // group))
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -283,5 +303,13 @@ class HeadGroup:
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"
 
-    def members(self, units: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.rank_of(unit) for unit in units)
+    def on_all(self, groups: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """These groups of units as groups of ranks, on each head group."""
+        degree = self.degree
+        if degree == 1:
+            return dict(groups)
+        return {
+            f"{name}.{index}": tuple([unit * degree + index for unit in units])
+            for index in range(degree)
+            for name, units in groups.items()
+        }

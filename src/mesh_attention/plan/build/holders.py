@@ -34,6 +34,7 @@ class Holders:
                 self._first.setdefault(head, index)
                 times[head] += 1
         self._times = times
+        self._parts: dict[int, tuple[list[Part], list[Part]]] = {}  # asked for by every portion
         # A copy has room from the first head that comes to it to the last.
         self.copies: list[tuple[int, int]] = []
         for copy in range(max(times) if max(times) > 1 else 0):
@@ -51,7 +52,11 @@ class Holders:
 
     def parts(self, group: HeadGroup) -> tuple[list[Part], list[Part]]:
         """Of its query heads, and of its KV heads."""
-        return [Part("", group.heads(Kind.Q), None)], self._key_parts(group)
+        found = self._parts.get(group.index)
+        if found is None:
+            found = [Part("", group.heads(Kind.Q), None)], self._key_parts(group)
+            self._parts[group.index] = found
+        return found
 
     def _key_parts(self, group: HeadGroup) -> list[Part]:
         low, high = held = group.heads(Kind.K)

@@ -54,6 +54,7 @@ class Portions:
         direction: Direction,
         needs: tuple[Kind, ...],
         results: tuple[Kind, ...],
+        holders: Holders,
     ) -> None:
         first = head_groups[0]
         assert first.cut is not None
@@ -63,7 +64,7 @@ class Portions:
             for side, name in enumerate(names):
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
         self._incoming = (IN, *_IN_CHUNKS)
-        self._holders = Holders(head_groups)
+        self._holders = holders
         self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
         self._slots_of = [first.slots(kind) for kind in (Kind.Q, Kind.K)]
         self._given = cache(self._make_given)
@@ -92,25 +93,43 @@ class Portions:
 
     def _make_given(self, task: Task, parts: tuple[Spans, Spans]) -> tuple[tuple[Piece, ...], ...]:
         """A rank's own rows of a portion, for each head group its heads of them."""
-        return tuple(
-            tuple(
-                Piece(f"{kind.value}{copy}", a, b, heads)
-                for kind in self._kinds[task.kind]
-                for stretch in self._slots(task, kind)
-                for a, b in clip_spans(parts[kind.is_key_side], *stretch)
-                for copy, heads in (self._heads_of(task, kind, group),)
+        sources = [
+            (
+                [
+                    cut
+                    for stretch in self._slots(task, kind)
+                    for cut in clip_spans(parts[kind.is_key_side], *stretch)
+                ],
+                self._heads_of(task, kind),
             )
-            for group in self._head_groups
+            for kind in self._kinds[task.kind]
+        ]
+        return tuple(
+            [
+                tuple(
+                    [
+                        Piece(name, a, b, heads)
+                        for cuts, heads_of in sources
+                        for name, heads in (heads_of[index],)
+                        for a, b in cuts
+                    ]
+                )
+                for index in range(len(self._head_groups))
+            ]
         )
 
-    def _heads_of(self, task: Task, kind: Kind, group: HeadGroup) -> tuple[str, tuple[int, int]]:
-        """The heads of a portion in the tensors of their owner; results of a head that several head
-        groups hold arrive in copies."""
-        copy, (first, last) = "", group.heads(kind)
-        if task.kind not in self._incoming:
-            ((copy, (first, last), _),) = self._holders.parts(group)[kind.is_key_side]
-        heads = self._chunk(task, kind).heads
-        return copy, (first, last) if heads is None else (first + heads[0], first + heads[1])
+    def _heads_of(self, task: Task, kind: Kind) -> list[tuple[str, tuple[int, int]]]:
+        """For each head group its heads of a portion in the tensors of their owner; results of a
+        head that several head groups hold arrive in copies."""
+        inside, found = self._chunk(task, kind).heads, []
+        for group in self._head_groups:
+            name, (first, last) = kind.value, group.heads(kind)
+            if task.kind not in self._incoming:
+                ((copy, (first, last), _),) = self._holders.parts(group)[kind.is_key_side]
+                name += copy
+            heads = (first, last) if inside is None else (first + inside[0], first + inside[1])
+            found.append((name, heads))
+        return found
 
     def _make_held(self, task: Task, unit: int) -> tuple[tuple[Piece, ...], ...]:
         """A head group's heads of a portion, for each member its rows: alike in all of them."""
@@ -120,12 +139,16 @@ class Portions:
             chunk, rows = self._chunk(task, kind), group.member_rows(kind, unit)
             sources.append((chunk.name(group.local(kind)), chunk, rows))
         return tuple(
-            tuple(
-                Piece(name, a - chunk.start, b - chunk.start)
-                for name, chunk, rows in sources
-                for a, b in clip_spans(rows[member], chunk.start, chunk.stop)
-            )
-            for member in range(group.degree)
+            [
+                tuple(
+                    [
+                        Piece(name, a - chunk.start, b - chunk.start)
+                        for name, chunk, rows in sources
+                        for a, b in clip_spans(rows[member], chunk.start, chunk.stop)
+                    ]
+                )
+                for member in range(group.degree)
+            ]
         )
 
     def _sums(self, task: Task) -> Iterator[Operation]:

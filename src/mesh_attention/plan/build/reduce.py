@@ -157,16 +157,20 @@ def _by_nodes(
     first = reduction.member - reduction.member % per_node
     for place in range(per_node):
         sends[first + place] = tuple(
-            piece
-            for name in names
-            for owner in range(place, reduction.num_owners, per_node)
-            for piece in in_whole(name, owner, reduction.num_owners, chunk)
+            [
+                piece
+                for name in names
+                for owner in range(place, reduction.num_owners, per_node)
+                for piece in in_whole(name, owner, reduction.num_owners, chunk)
+            ]
         )
         receives[first + place] = tuple(
-            piece
-            for name in names
-            for node in range(num_nodes)
-            for piece in in_stack(f"{name}.in", place * num_nodes + node, chunk)
+            [
+                piece
+                for name in names
+                for node in range(num_nodes)
+                for piece in in_stack(f"{name}.in", place * num_nodes + node, chunk)
+            ]
         )
     rows = num_nodes * chunk.size
     merged = tuple(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from mesh_attention.plan.build.exchange import Unit
 from mesh_attention.plan.build.portions import SUM, comes_by, goes_by
-from mesh_attention.plan.build.reduce import ReduceBy
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.build.tile_tasks import (
     CAPPED,
@@ -16,6 +16,7 @@ from mesh_attention.plan.build.tile_tasks import (
     GATHER_Q,
     buffers_of,
     fragment,
+    fragment_key,
 )
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.program import Call, Communication, Operation, Task
@@ -53,7 +54,12 @@ class MeshBuilder(TileBuilder):
         self._fragments: dict[tuple[Task, int], list[list[Operation]]] = {}
         self._tasks = schedule.order()
         self._before, self._feeds = self._exchanges()
-        self.schedule = self._with_exchanges(schedule)
+        self._ordered = schedule
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Asked of one head group for all."""
+        return self._with_exchanges(self._ordered)
 
     @property
     def setting(self) -> dict[str, str]:
@@ -157,14 +163,9 @@ class MeshBuilder(TileBuilder):
         computation that hides it: after each compute task the next part. Under a memory cap
         there is one part, since its buffers are held until the last.
         """
-        mesh = self._mesh
-        q_side = task.kind in (GATHER_Q, mesh.q_reduce_kind)
-        key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
-        kinds = {mesh.q_reduce_kind: mesh.q.reduce_by, mesh.kv_reduce_kind: mesh.kv.reduce_by}
-        if kinds.get(task.kind) is ReduceBy.NODES:
-            key = (task, unit)
+        key = fragment_key(self._mesh, unit, task)
         if key not in self._fragments:
-            operations = fragment(mesh, unit, task)
+            operations = fragment(self._mesh, unit, task)
             self._fragments[key] = [operations] if self.capped else _up_to_transfers(operations)
         return self._fragments[key]
 

@@ -53,6 +53,7 @@ class TilePass(ABC):
         self.problem = head_group.problem
         self.tile = tile
         self.slices = slices  # of the heads: their sizes
+        self.fragments: dict[tuple[Task, int], list[Operation]] = {}  # those made so far
         self.q = TileSide(
             *(head_group, "Q", Kind.Q, tile.a, tile.row, tile.q_group, tile.q_group, None),
             inputs=self.gathered_with_q(gather_out),
@@ -112,17 +113,15 @@ class TilePass(ABC):
     # Groups.
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        tile, head_group = self.tile, self.head_group
-        groups = {}
+        """Of units, by names that all head groups have alike."""
+        tile, groups = self.tile, dict[str, tuple[int, ...]]()
         if tile.a > 1:
             groups.update({f"Q{r}": tile.q_group(r) for r in range(tile.b)})
         if tile.b > 1 and tile.rotation:
             groups.update({f"KV{c}": tile.kv_group(c) for c in range(tile.a)})
         if tile.b > 1 and not tile.rotation:
             groups[ALL_UNITS] = tuple(range(tile.num_ranks))
-        return {
-            head_group.group_name(name): head_group.members(units) for name, units in groups.items()
-        }
+        return groups
 
     # A compute task and its operands.
 

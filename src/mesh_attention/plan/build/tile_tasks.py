@@ -6,7 +6,7 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import add
@@ -15,6 +15,7 @@ from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.plan.buffers import Buffer, Kind, Role
 from mesh_attention.plan.build.chunks import Chunk
 from mesh_attention.plan.build.head_group import HeadGroup
+from mesh_attention.plan.build.reduce import ReduceBy
 from mesh_attention.plan.build.tile_pass import TilePass
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Call, CallKind, Collective, Operation, Task
@@ -110,17 +111,18 @@ def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
     q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
     kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
+    return dict(_num_visible(tuple(map(tuple, q_runs)), tuple(map(tuple, kv_runs)), rows))
+
+
+@lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
+def _num_visible(
+    queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], rows: RowRanges
+) -> Pairs:
+    """Of chunks that see something."""
     pairs = {
-        (i, j): _num_visible(tuple(a), tuple(b), rows)
-        for i, a in enumerate(q_runs)
-        for j, b in enumerate(kv_runs)
+        (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
     }
     return {key: count for key, count in pairs.items() if count}
-
-
-@lru_cache(maxsize=1024)  # settings of a search, and both passes, have the same chunks
-def _num_visible(queries: tuple[Run, ...], keys: tuple[Run, ...], rows: RowRanges) -> int:
-    return num_visible(queries, keys, rows)
 
 
 def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:
@@ -130,6 +132,9 @@ def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run
         return (Run(0, layout.padded_tokens),)
     if head_group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
+    if head_group.cut is not None:
+        slots = head_group.slots(kind)  # the same of every rank
+        return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
     found = [
         run
         for unit in range(head_group.num_units)
@@ -141,6 +146,23 @@ def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run
 
 def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
     """Operations of a communication task on one unit, without what is exchanged for it."""
+    key = fragment_key(mesh, unit, task)
+    found = mesh.fragments.get(key)
+    if found is None:
+        found = mesh.fragments[key] = _make_fragment(mesh, unit, task)
+    return found
+
+
+def fragment_key(mesh: TilePass, unit: int, task: Task) -> tuple[Task, int]:
+    """Units with the same key do the same for a task."""
+    reduced = {mesh.q_reduce_kind: mesh.q, mesh.kv_reduce_kind: mesh.kv}.get(task.kind)
+    if reduced is not None and reduced.reduce_by is ReduceBy.NODES:
+        return task, unit
+    q_side = task.kind == GATHER_Q or reduced is mesh.q
+    return task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit)
+
+
+def _make_fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
     (i,) = task.index
     row = mesh.tile.row(unit)
     if task.kind == GATHER_Q:
@@ -162,11 +184,12 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     }
     computes = {key: Task(COMPUTE, key) for key in tasks}
     communication: list[TaskNode] = []
+    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
 
     def add_tasks(kind: str, chunks: Iterable[int], needs: dict[int, tuple[Task, ...]]) -> None:
         for index in chunks:
             task = Task(kind, (index,))
-            seconds = _communication_seconds(mesh, task, costs)
+            seconds = _communication_seconds(mesh, task, costs, groups)
             communication.append(TaskNode(task, seconds, needs.get(index, ())))
 
     q_indices, kv_indices = (
@@ -194,20 +217,25 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     return TaskGraph(tuple(communication), tuple(compute))
 
 
-def _communication_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
+def _communication_seconds(
+    mesh: TilePass, task: Task, costs: Costs, groups: Mapping[str, tuple[int, ...]]
+) -> float:
     """Mean over all units; with rotation they are all alike."""
     units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
-    groups = mesh.groups()
     total = 0.0
     for unit in units:
-        meter = TrafficMeter(mesh.problem, _local_buffers(mesh, unit) | buffers_of(mesh, unit))
+        meter = _meter(mesh, unit)
         for op in fragment(mesh, unit, task):
             if isinstance(op, Collective):
                 members = groups[op.group]
-                member = members.index(mesh.head_group.rank_of(unit))
-                traffic = meter.traffic(op, member, len(members))
+                traffic = meter.traffic(op, members.index(unit), len(members))
                 total += costs.communication_seconds(traffic.received_bytes)
     return total / len(units) + _exchange_seconds(mesh, task, costs)
+
+
+@lru_cache(maxsize=8)  # asked for by every task of a pass
+def _meter(mesh: TilePass, unit: int) -> TrafficMeter:
+    return TrafficMeter(mesh.problem, {**_local_buffers(mesh, unit), **buffers_of(mesh, unit)})
 
 
 def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
@@ -225,7 +253,7 @@ def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
 
 def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     """Of a rank on which no task is empty: no other rank needs more."""
-    table = _local_buffers(mesh, 0) | buffers_of(mesh, 0)
+    table = {**_local_buffers(mesh, 0), **buffers_of(mesh, 0)}
     whole = (Call(CallKind.FULL, 0, 1, 0, 1),)
     touches: dict[Task, tuple[tuple[str, ...], ...]] = {}
     for communication in graph.communication:
@@ -245,7 +273,8 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     )
 
 
-def buffers_of(mesh: TilePass, unit: int) -> dict[str, Buffer]:
+@lru_cache(maxsize=8)  # for costs, and for the program of the same unit
+def buffers_of(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
     return {
         **mesh.q.buffers(mesh.tile.row(unit)),
         **mesh.kv.buffers(mesh.tile.column(unit)),

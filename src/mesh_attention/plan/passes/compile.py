@@ -30,6 +30,8 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.traffic import Flows, TrafficMeter
 from mesh_attention.plan.workspace import workspace_map
 
+Waits = tuple[tuple[int, ...], ...]
+
 
 def compile_plan(plan: Plan, target: Target) -> Plan:
     """The plan with the programs that run on such a machine."""
@@ -58,7 +60,7 @@ class _Placed(NamedTuple):
 
     program: Program
     sources: tuple[int, ...]  # for each operation its place before; -1 of a Free
-    waits: tuple[tuple[int, ...], ...]
+    waits: Waits
 
 
 class PassCompiler:
@@ -70,12 +72,15 @@ class PassCompiler:
         self._choose = CallChooser(plan, one.direction, target, self.clock)
         self._transfers = TransferCosts(target.links, plan, one)
         self._two_streams = target.takes_turns
-        self.waits: dict[int, tuple[tuple[int, ...], ...]] = {}  # of programs compiled so far
+        # Of programs compiled so far: waits, and seconds of collectives by their places.
+        self.waits: dict[int, Waits] = {}
+        self.seconds: dict[int, dict[int, float]] = {}
         self._alike = Alike()
         self._known: dict[tuple[object, ...], _Placed] = {}
+        self._first: tuple[Program, Program, Waits] | None = None  # before, after
         self._edited: dict[tuple[Operation, Operation], Operation] = {}
         self._chosen: dict[tuple[object, ...], tuple[Attention, CallSummary]] = {}
-        self._flows: dict[tuple[int, Communication], Flows] = {}
+        self._flows: dict[tuple[int, int], tuple[Communication, Flows]] = {}
 
     def all_programs(self) -> Pass:
         """The pass, each program compiled when it is asked for."""
@@ -90,17 +95,20 @@ class PassCompiler:
         if self._two_streams and runs_beside(program):
             program = leave_sms(
                 *(program, self._one.direction, waits),
-                *(self._seconds_of(program), self.clock, self._target),
+                *(self._seconds_of(at, program), self.clock, self._target),
             )
         return program, summary
 
-    def _placed(self, program: Program) -> tuple[Program, tuple[tuple[int, ...], ...]]:
-        key = self._alike.uses(program)
-        known = self._known.get(key)
+    def _placed(self, program: Program) -> tuple[Program, Waits]:
+        known = self._known_alike(program)
         if known is None:
             made = placed(program, self._plan.problem, self._target)
             waits = dependencies(made, workspace_map(made, self._plan.problem))
-            self._known[key] = _Placed(made, sources(program, made), waits)
+            if self._first is None:
+                self._first = program, made, waits
+            else:
+                key = self._alike.uses(program)
+                self._known[key] = _Placed(made, sources(program, made), waits)
             return made, waits
         operations = [
             op if source < 0 else self._as(op, program.operations[source])
@@ -112,6 +120,15 @@ class PassCompiler:
             for b in known.program.buffers
         ]
         return Program(program.rank, tuple(buffers), tuple(operations)), known.waits
+
+    def _known_alike(self, program: Program) -> _Placed | None:
+        """From the second program on: most searches ask for one, and to compare takes its time."""
+        if self._first is None:
+            return None
+        if not self._known:
+            before, after, waits = self._first
+            self._known[self._alike.uses(before)] = _Placed(after, sources(before, after), waits)
+        return self._known.get(self._alike.uses(program))
 
     def _as(self, made: Operation, op: Operation) -> Operation:
         """This operation, with results where those of another that is alike go."""
@@ -146,19 +163,23 @@ class PassCompiler:
             operations.append(op)
         return Program(program.rank, program.buffers, tuple(operations)), summary
 
-    def _seconds_of(self, program: Program) -> Callable[[Communication], float]:
+    def _seconds_of(self, at: int, program: Program) -> Callable[[int, Communication], float]:
         """Of a rank's communications."""
         rank, groups, devices = program.rank, self._one.groups, self._plan.devices
         meter = TrafficMeter(self._plan.problem, program.buffer_table())
         table = self._alike.table(program)
+        known = self.seconds.setdefault(at, {})
 
-        def seconds(op: Communication) -> float:
-            flows = self._flows.get((table, op))
+        def seconds(place: int, op: Communication) -> float:
+            # By identity: ranks share most operations, and to look at the pieces takes as long.
+            _, flows = self._flows.get((table, id(op)), (op, None))
             if flows is None:
-                flows = self._flows[table, op] = meter.flows(op)
+                flows = meter.flows(op)
+                self._flows[table, id(op)] = op, flows
             if not isinstance(op, SendRecv):
                 member = self._one.members[op.group][rank]
-                return self._transfers.collective(op, flows, member)
+                known[place] = self._transfers.collective(op, flows, member)
+                return known[place]
             ranks = groups[op.group]
             received = sum(size for size, _ in flows.received.values())
             if received:
@@ -189,7 +210,7 @@ def _is_same(before: Operation, after: Operation) -> bool:
     """Attentions have tasks of their own, and may write elsewhere; all else stays as it is."""
     if isinstance(after, Attention):
         return isinstance(before, Attention) and before.task == after.task
-    return before == after
+    return before is after or before == after
 
 
 def runs_beside(program: Program) -> bool:

@@ -29,7 +29,7 @@ from mesh_attention.plan.program import Attention, Call, CallKind, Communication
 _LONGER = 1.3  # than thought: a transfer begins a merge later, and is slower beside computation
 _CUT = 0.1  # rounds that a cut costs: one more call, and its merge
 
-TransferSeconds = Callable[[Communication], float]
+TransferSeconds = Callable[[int, Communication], float]  # by its place
 
 
 def leave_sms(
@@ -55,7 +55,7 @@ def leave_sms(
     for at, op in enumerate(program.operations):
         operations.append(op)
         if isinstance(op, Communication):
-            in_flight[at] = transfer_seconds(op)
+            in_flight[at] = transfer_seconds(at, op)
             continue
         # They are done in their order, so those before one that is waited for are done too.
         last = max((i for i in waits[at] if i in in_flight), default=-1)

@@ -61,7 +61,7 @@ def _at(program: Program, memory: WorkspaceMap) -> Program:
 
 @lru_cache(maxsize=1 << 14)  # ranks share them
 def at_offset(buffer: Buffer, offset: int | None) -> Buffer:
-    return replace(buffer, offset=offset)
+    return buffer.at(offset)
 
 
 def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
