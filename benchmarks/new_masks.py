@@ -30,9 +30,10 @@ from provenance import taken
 from mesh_attention import Mask, Problem
 from mesh_attention.kernels import RowRange
 from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.pack import Layer, Packer
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.question import Question, ask
+from mesh_attention.choose.ask import ask
+from mesh_attention.plan.question import Question
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.plan_on_rank import PlanOnRank

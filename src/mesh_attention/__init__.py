@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mesh_attention.plan.mask import Mask
     from mesh_attention.plan.plan import Plan
     from mesh_attention.plan.problem import Problem
-    from mesh_attention.plan.question import make_plan
+    from mesh_attention.choose.ask import make_plan
     from mesh_attention.plan.verify import verify
 
 _HOMES = {
@@ -33,7 +33,7 @@ _HOMES = {
     "Plan": ("mesh_attention.plan.plan", "Plan"),
     "Problem": ("mesh_attention.plan.problem", "Problem"),
     "count": ("mesh_attention.plan.count", "count"),
-    "make_plan": ("mesh_attention.plan.question", "make_plan"),
+    "make_plan": ("mesh_attention.choose.ask", "make_plan"),
     "mesh_attention": ("mesh_attention.functional", "mesh_attention"),
     "register_kernel": ("mesh_attention.kernels", "register"),
     "release": ("mesh_attention.functional", "release"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.pack import Pack, Starts, document_starts
+from mesh_attention.choose.pack import Pack, Starts, document_starts
 
 Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
 

@@ -25,7 +25,7 @@ from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, METHODS
-from mesh_attention.plan.pack import Layer
+from mesh_attention.choose.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask

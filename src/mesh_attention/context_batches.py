@@ -20,7 +20,7 @@ from mesh_attention.context_sizes import (
     usual_sizes,
 )
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.pack import Layer, Pack, Packer
+from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.distributed_tensors import own_tokens
 from mesh_attention.runtime.documents import BatchPlans, Documents

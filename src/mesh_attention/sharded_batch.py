@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mesh_attention.batch_documents import Rows
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.pack import Pack
+from mesh_attention.choose.pack import Pack
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.shards import Shards

@@ -27,7 +27,7 @@ from prediction_report import (
 )
 
 from mesh_attention import Mask, Problem
-from mesh_attention.plan.question import ask
+from mesh_attention.choose.ask import ask
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16])

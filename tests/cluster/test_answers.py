@@ -20,7 +20,7 @@ from mesh_attention.choose.answers import (
 )
 from mesh_attention.cost import load_cluster
 from mesh_attention.plan.methods.table import AUTO
-from mesh_attention.plan.question import ask
+from mesh_attention.choose.ask import ask
 from mesh_attention.plan.text import digest
 
 HGX = load_cluster("hgx-h100")

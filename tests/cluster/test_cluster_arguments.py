@@ -15,7 +15,7 @@ from mesh_attention.cost.gantt import draw_gantt
 from mesh_attention.cost.machine.load import parse_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.trace import trace_of
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 
 HGX = load_cluster("hgx-h100")
 PROBLEM = problem_of(4096)

@@ -23,7 +23,7 @@ from mesh_attention.cost.machine.transfer_time import (
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Merge
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 
 MICRO = 1e-6
 

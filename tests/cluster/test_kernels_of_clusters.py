@@ -27,7 +27,7 @@ from mesh_attention.cost.planning import plan_on
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 
 CAUSAL = Problem(1 << 16, 64, 128, mask=Mask(causal=True))
 PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 16)))

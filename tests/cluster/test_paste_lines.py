@@ -30,7 +30,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import digest
 
 RANKS = 2

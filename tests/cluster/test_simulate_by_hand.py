@@ -19,7 +19,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 
 FORWARD = (Direction.FORWARD,)
 

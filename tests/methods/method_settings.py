@@ -20,7 +20,7 @@ from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import Method
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from support.listed import stretches_for
 
 __all__ = ["Setting", "deal", "every_setting", "listed", "manners", "refusal", "shapes"]

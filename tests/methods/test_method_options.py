@@ -17,7 +17,7 @@ from mesh_attention.plan.build.setting import option
 from mesh_attention.plan.methods.ring import RingSetting
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.question import ask
+from mesh_attention.choose.ask import ask
 
 GENERATOR = Path(__file__).parents[2] / "docs" / "make_methods.py"
 PROBLEM = Problem(64, 4, 8)

@@ -17,7 +17,7 @@ from mesh_attention.cost.planning import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 

@@ -27,7 +27,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.runs import Run
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph

@@ -13,7 +13,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attention
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.verify import verify
 
 # Ranks, Ulysses degree, tile, chunks, heads and KV heads.

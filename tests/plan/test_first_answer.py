@@ -16,7 +16,7 @@ from mesh_attention.plan.methods.first_answer import first_answers
 from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import ask, make_plan
+from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
 

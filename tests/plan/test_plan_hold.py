@@ -7,7 +7,7 @@ import pytest
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Attention, Free
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 
 
 @pytest.mark.parametrize("hold", [0, 1, 2])

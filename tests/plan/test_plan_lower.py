@@ -17,7 +17,7 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.rectangles import rectangles
 from mesh_attention.plan.row_list import RowList
 from mesh_attention.plan.spans import Spans

@@ -19,7 +19,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, reads, writes
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.schedule.memory import MemoryCapError
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.workspace import peak_buffer_bytes

@@ -15,7 +15,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Programs
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.question import ask, make_plan
+from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
 

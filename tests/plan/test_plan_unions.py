@@ -27,7 +27,7 @@ from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Call, CallKind
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.text import digest, parse_plan, plan_text

@@ -13,7 +13,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.plan_on_rank import PlanSource
 

@@ -32,7 +32,7 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     Task,
 )
-from mesh_attention.plan.question import make_plan
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.verify.structure import _group_fault

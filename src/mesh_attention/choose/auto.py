@@ -1,210 +1,288 @@
-"""The best plan over all methods, each pass apart: what `auto` finds when it may search.
+"""What `auto` chooses: the best plan over all methods, both passes together.
 
-Every method has its candidates (heads, queries and keys: Ulysses degree, tile, team, ring, node
-patch) and its cuts (slices, chunks), as `explored.py` goes through them. Here all methods meet. One
-whose least transfers and computation take longer than what was simulated already is not looked at
-further, and neither is a setting whose bound (`estimate.py`) is above it. Whatever is left out so
-could not have won: the answer is never slower than any method's own best.
-
-Both passes of a plan have the same shards on the same devices, so they are chosen together where
-the best of each would want others. The layout is free unless it is given, and each is searched as
-if it were the only one; what leaves tokens where they are by default is found too (`unmoved`).
+`find_best` searches; `find_default` is the same search with the effort that a constructor can
+afford, and leaves tokens where they are by default. Both passes of a plan have the same shards on
+the same devices, so they are chosen together where the best of each would want others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.explored import Layouts, layouts_of
-from mesh_attention.choose.one_pass import OnePass, Simulated, Standing, standing_of
-from mesh_attention.choose.reasons import why
-from mesh_attention.choose.search import Progress, Score, Search, a_search
+from mesh_attention.choose.search import Asked, Effort, PassSearch, Place, Score, Scored
+from mesh_attention.choose.shapes import BOXES, default_layout, shows_little
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import PLACES, ask_on
 from mesh_attention.cost.waits import Overlap
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import choice
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.first_answer import methods_with
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.methods.options import methods_with
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.question import BOTH, Question, ask, joined
+
+Progress = Callable[[int, int], None]
+
+SEARCH = Effort(
+    shapes=10_000, more_cuts=8, all_cuts=4, varied=6, simulated=6, simulated_operations=20_000
+)
+DEFAULT = Effort(
+    shapes=5,
+    more_cuts=2,
+    all_cuts=1,
+    varied=1,
+    simulated=2,
+    simulated_operations=400,
+    every_name=False,
+)
+_PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
-@dataclass(frozen=True, slots=True)
-class BestOfAll:
-    """`chosen` for each pass, `standings` of all methods in each, best first, and what is
-    not known but bounded after what is; `together`: the same of each method's passes that can be
-    those of one plan. Methods that take no setting are in
-    `refused`, with the reason. `tried` counts settings. `unmoved`: the best with tokens where they
-    are by default, which `chosen` may not have."""
+@dataclass(frozen=True)
+class Choice:
+    """`chosen` for each pass. `unmoved`: the best with tokens where they are by default, which is
+    `chosen` unless another place is faster. `methods`: each method at its best, passes in a common
+    place, the best first. `refused`: methods that took no setting, with the reason."""
 
-    chosen: dict[Direction, Standing]
-    standings: dict[Direction, tuple[Standing, ...]]
+    asked: Asked
+    chosen: dict[Direction, Scored]
+    unmoved: dict[Direction, Scored]
+    methods: dict[str, dict[Direction, Scored]]
     refused: dict[str, str]
-    reason: str
     tried: int
-    question: Question
-    unmoved: dict[Direction, Standing]
-    together: tuple[dict[Direction, Standing], ...]
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Options that say where tokens lie, if not where they are by default."""
-        if self.unmoved is self.chosen:
-            return {}
-        plan, options = self.plan(), next(iter(self.chosen.values())).options
-        where = {name: options[name] for name in PLACES if options.get(name) is not None}
-        return {"layout": plan.q_layout.kind.value, **where}
-
-    def plan(self) -> Plan:
-        return self.question.plan()
 
     @property
     def seconds(self) -> float:
         return sum(one.seconds for one in self.chosen.values())
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """Options that say where tokens lie, if not where they are by default."""
+        if self.unmoved == self.chosen:
+            return {}
+        options = next(iter(self.chosen.values())).options
+        where = {name: options[name] for name in PLACES if options.get(name) is not None}
+        return {"layout": self.plan().q_layout.kind.value, **where}
+
+    @property
+    def is_simulated(self) -> bool:
+        return all(one.timeline is not None for one in self.chosen.values())
+
+    @property
+    def question(self) -> Question:
+        """What makes the plan of all passes."""
+        return question_of(
+            *(self.asked.cluster, self.asked.problem, self.asked.num_ranks),
+            {d: (one.method, one.options) for d, one in self.chosen.items()},
+        )
+
+    def plan(self) -> Plan:
+        return self.question.plan()
+
+
+def question_of(
+    cluster: Cluster,
+    problem: Problem,
+    num_ranks: int,
+    chosen: Mapping[Direction, tuple[str, Mapping[str, Any]]],
+) -> Question:
+    """One question from a method and its options for each pass."""
+    questions = [
+        ask_on(
+            *(cluster, problem, num_ranks),
+            **{"method": method, "directions": (direction,), **options},
+        )
+        for direction, (method, options) in chosen.items()
+    ]
+    return questions[0] if len(questions) == 1 else joined(*questions)
+
 
 @collector_paused()
-def find_best_of_all(
+def find_best(
     problem: Problem,
     num_ranks: int,
     cluster: Cluster | str | Path,
     *,
-    directions: Sequence[Direction] = BOTH,
+    directions: Sequence[Direction | str] = BOTH,
     options: Mapping[str, Any] | None = None,
+    method: str | None = None,
     overlap: Overlap | str = Overlap.EVENTS,
     kernel: str | None = None,
+    effort: Effort = SEARCH,
+    moves_tokens: bool = True,
     progress: Progress | None = None,
-) -> BestOfAll:
-    """The methods that have all the options given are searched."""
-    methods = methods_with(options or {})
-    how: dict[str, Any] = {"overlap": overlap, "kernel": kernel}
-    searches = [a_search(problem, num_ranks, cluster, one, options, **how) for one in directions]
-    layouts = layouts_of(searches[0])
-    told = _Part(progress, len(methods) * len(searches), len(layouts))
-    found = [OnePass(search) for search in searches]
-    for layout in layouts:
-        for one in found:
-            one.search_in(layout, methods, _limit(found, one, layout, layouts), told)
-    chosen = _in_one_place(found)
-    unmoved = [known for one in found if (known := one.unmoved())]
-    if len(unmoved) < len(found):  # a kernel was asked for, and all that is left moves them
-        unmoved = chosen
-    if _sum_of(unmoved) <= _sum_of(chosen):
-        chosen = unmoved
-    together = _together(found)
-    by_pass = {one[2].one.direction: standing_of(one) for one in chosen}
-    return BestOfAll(
-        by_pass,
-        {one.search.direction: one.standings() for one in found},
-        found[0].refused,
-        why([*by_pass.values()], [[row[one] for row in together] for one in by_pass]),
-        sum(one.tried for one in found),
-        _question(found[0].search, by_pass),
-        by_pass
-        if unmoved is chosen
-        else {one[2].one.direction: standing_of(one) for one in unmoved},
-        together,
+) -> Choice:
+    """Over all methods that have the options given, or of one method. Pure: same question, same
+    answer. `moves_tokens`: layouts and places are searched too, where they are not given."""
+    if options is not None and not isinstance(options, Mapping):
+        raise PlanError(f"options={options!r}: must be a mapping of names to values")
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    cluster, num_ranks = a_cluster(cluster), ask(problem, num_ranks, method="ring").num_ranks
+    if method is not None and method not in METHODS:
+        raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    names = methods_with(given) if method is None else (method,)
+    if not effort.every_name:
+        likely = (*BOXES, *(("seen",) if shows_little(problem) else ()))
+        names = tuple(name for name in names if name in likely) or names
+    count = 0
+
+    def tell() -> None:
+        nonlocal count
+        count += 1
+        if progress:
+            progress(count, max(count, expected))
+
+    layouts = _layouts(problem, given, moves_tokens=moves_tokens and kernel is None)
+    expected = 60 * len(directions) * len(layouts)
+    asked = Asked(
+        *(problem, num_ranks, cluster, given, names, effort),
+        overlap=choice(Overlap, "overlap", overlap),
+        kernel=kernel,
+        tell=tell,
+    )
+    passes = [_Pass(asked, a_direction(one), layouts) for one in directions]
+    for one in passes:
+        one.run(moves_tokens=moves_tokens)
+    if not all(one.scored for one in passes):
+        name, error = next(iter(passes[0].refusals.items()))
+        raise error if len(names) == 1 else PlanError(f"no method fits; {name}: {error}")
+    unmoved = [one.best([s for s in one.scored if s.stays]) for one in passes]
+    chosen = _in_one_place(passes) if moves_tokens else [one for one in unmoved if one]
+    kept = [one for one in unmoved if one is not None]
+    if len(kept) < len(passes):  # all that takes the options moves tokens
+        kept = chosen = chosen if len(chosen) == len(passes) else _in_one_place(passes)
+    if _sum(kept) <= _sum(chosen):
+        chosen = kept
+    return Choice(
+        asked,
+        {one.direction: one for one in chosen},
+        {one.direction: one for one in kept},
+        _methods(passes) if effort is SEARCH else {},
+        {
+            name: str(error)
+            for name, error in passes[0].refusals.items()
+            if not any(one.method == name for one in passes[0].scored)
+        },
+        sum(one.tried for one in passes),
     )
 
 
-class _Part:
-    """Progress: methods done, of all in all passes. A method is looked at in every layout."""
+def find_default(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    directions: Sequence[Direction | str] = BOTH,
+) -> Choice:
+    """What every door takes where nobody says a method."""
+    return find_best(
+        *(problem, num_ranks, cluster),
+        directions=directions,
+        options=options,
+        effort=DEFAULT,
+        moves_tokens=False,
+    )
 
-    def __init__(self, progress: Progress | None, total: int, layouts: int) -> None:
-        self._progress, self._looks, self._total, self._layouts = progress, 0, total, layouts
 
-    def __call__(self) -> None:
-        self._looks += 1
-        if self._progress and self._looks % self._layouts == 0:
-            self._progress(self._looks // self._layouts, self._total)
+def _layouts(
+    problem: Problem, given: Mapping[str, Any], *, moves_tokens: bool
+) -> list[LayoutKind | None]:
+    """The layout that tokens have by default, and under a mask that shows little contiguous
+    shards. None: as given."""
+    if given.get("layout") is not None or (given.get("relayout") and not moves_tokens):
+        return [None]
+    first = default_layout(problem)
+    if moves_tokens and shows_little(problem):
+        return [first, LayoutKind.CONTIGUOUS]
+    return [first]
 
 
-def _limit(
-    passes: Sequence[OnePass], one: OnePass, layout: LayoutKind | None, layouts: Layouts
-) -> Score | None:
-    """What a pass must be better than for a plan in this layout to be chosen: what is best in one
-    place so far, less what all other passes take in this layout, or take at least."""
-    if layout is layouts[0] or not all(other.simulated for other in passes):
-        return None
-    too_much, seconds = _sum_of(_in_one_place(passes))
-    if too_much:
-        return None
-    for other in passes:
-        if other is one:
+class _Pass:
+    """The searches of one pass, one in each layout."""
+
+    def __init__(
+        self, asked: Asked, direction: Direction, layouts: Sequence[LayoutKind | None]
+    ) -> None:
+        self.direction = direction
+        self._searches = [PassSearch(asked, direction, layout) for layout in layouts]
+        self._of: dict[str, PassSearch] = {}
+
+    def run(self, *, moves_tokens: bool) -> None:
+        for one in self._searches:
+            one.run(stays=not moves_tokens)
+
+    @property
+    def scored(self) -> list[Scored]:
+        found = [one for search in self._searches for one in search.scored]
+        return sorted(found, key=lambda one: (one.score, not one.stays, len(one.options)))
+
+    @property
+    def refusals(self) -> dict[str, PlanError]:
+        found: dict[str, PlanError] = {}
+        for one in self._searches:
+            found = one.refusals | found
+        return found
+
+    @property
+    def tried(self) -> int:
+        return len(self.scored)
+
+    def best(self, scored: Sequence[Scored]) -> Scored | None:
+        return self._searches[0].best_of(scored)
+
+    def add(self, method: str, options: Mapping[str, Any]) -> None:
+        self._searches[0].attempt(method, dict(options))
+
+
+def _in_one_place(passes: Sequence[_Pass]) -> list[Scored]:
+    """The best of each pass where both have the same shards on the same devices; otherwise the two
+    of a common place that take the least time together."""
+    best = [one.best(one.scored) for one in passes]
+    found = [one for one in best if one is not None]
+    if len({one.place for one in found}) <= 1:
+        return found
+    for mine, other in ((0, 1), (1, 0)):  # the setting of one pass may do for the other
+        passes[other].add(found[mine].method, found[mine].options)
+    by_place = [_by_place(one.scored) for one in passes]
+    common = [place for place in by_place[0] if place in by_place[1]]
+    common.sort(key=lambda place: _sum([each[place][0] for each in by_place]))
+    pairs = []
+    for place in common[:_PLACES]:
+        pair = [one.best(each[place]) for one, each in zip(passes, by_place, strict=True)]
+        pairs.append([one for one in pair if one is not None])
+    return min(pairs, key=_sum)
+
+
+def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
+    found: dict[Place, list[Scored]] = {}
+    for one in scored:
+        found.setdefault(one.place, []).append(one)
+    return found
+
+
+def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
+    """Each method at its best: passes in a common place, simulated where that can be afforded."""
+    rows: dict[str, list[Scored]] = {}
+    names = dict.fromkeys(one.method for each in passes for one in each.scored)
+    for name in names:
+        by_place = [_by_place([s for s in one.scored if s.method == name]) for one in passes]
+        common = [place for place in by_place[0] if all(place in each for each in by_place)]
+        if not common:
             continue
-        score = other.searched.get(layout, (False, other.least_in(layout)))
-        if score is None or score[0]:
-            return False, 0.0
-        seconds -= score[1]
-    return False, seconds
+        place = min(common, key=lambda place: _sum([each[place][0] for each in by_place]))
+        pair = [one.best(each[place][:1]) for one, each in zip(passes, by_place, strict=True)]
+        rows[name] = [one for one in pair if one is not None]
+    order = sorted(rows, key=lambda name: _sum(rows[name]))
+    return {name: {one.direction: one for one in rows[name]} for name in order}
 
 
-def _in_one_place(passes: Sequence[OnePass]) -> list[Simulated]:
-    """The best of each pass, where they have the same shards on the same devices; otherwise the
-    two of a common place that take the least time together."""
-    best = [one.best for one in passes]
-    if len({one[1].place for one in best}) > 1:
-        for wanted, other in ((best[0], passes[1]), (best[1], passes[0])):
-            other.add(wanted[1])  # what it has in that place already may be much worse
-        maps = [one.places() for one in passes]
-        common = [place for place in maps[0] if place in maps[1]]
-        common.sort(key=lambda place: _sum([one[place] for one in maps]))
-        best = [one.at(common[0]) for one in passes]
-        for place in common[1:_NUM_PLACES]:
-            if _sum([one[place] for one in maps]) < _sum_of(best):
-                best = min(best, [one.at(place) for one in passes], key=_sum_of)
-    return best
-
-
-def _together(passes: Sequence[OnePass]) -> tuple[dict[Direction, Standing], ...]:
-    """Of every method the passes in a common place that take the least time together; where none
-    were simulated together, those of which the least is known."""
-    rows = []
-    for name in passes[0].names:
-        maps = [one.at_best(name) for one in passes]
-        pairs = [
-            [one[place] for one in maps] for place in maps[0] if all(place in one for one in maps)
-        ]
-        if pairs:
-            rows.append(min(pairs, key=_by_time))
-    directions = [one.search.direction for one in passes]
-    rows.sort(key=_by_time)
-    return tuple(
-        {direction: one for direction, (_, one) in zip(directions, pair, strict=True)}
-        for pair in rows
-    )
-
-
-def _by_time(pair: Sequence[tuple[Score, Standing]]) -> tuple[bool, bool, float]:
-    """What does not fit comes last, and bounds before it."""
-    scores, standings = zip(*pair, strict=True)
-    too_much, _ = _sum(scores)
-    is_bound = any(one.is_bound for one in standings)
-    return too_much, is_bound, sum(one.seconds for one in standings)
-
-
-_NUM_PLACES = 4  # in which both passes are simulated, where the best of each want others
-
-
-def _sum(scores: Sequence[Score]) -> Score:
-    return any(bad for bad, _ in scores), sum(seconds for _, seconds in scores)
-
-
-def _sum_of(simulated: Sequence[Simulated]) -> Score:
-    return _sum([score for score, _, _ in simulated])
-
-
-def _question(search: Search, chosen: Mapping[Direction, Standing]) -> Question:
-    """What makes the plan of all passes."""
-    questions = [
-        ask_on(
-            *(search.cluster, search.problem, search.num_ranks),
-            **{"method": one.name, "directions": (direction,), **one.options},
-        )
-        for direction, one in chosen.items()
-    ]
-    return questions[0] if len(questions) == 1 else joined(*questions)
+def _sum(scored: Sequence[Scored]) -> Score:
+    return any(not one.fits for one in scored), sum(one.seconds for one in scored)

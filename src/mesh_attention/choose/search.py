@@ -1,128 +1,293 @@
-"""What a search is asked, and how it judges one setting: by a few ranks, or by a simulation."""
+"""One pass: shapes in the order of their bounds, cuts of the best of them, the best few simulated.
+
+1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of it
+   (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
+2. The best of them in two more cuts, the best of these in all cuts of their list (`cuts.py`), and
+   the best settings with a short start and with even chunks.
+3. The best settings simulated with all ranks, in the order of their estimates, until the next
+   estimate is no shorter than the best simulation.
+
+`Effort` says how many in each step. A search tries all shapes; the default of every door
+(`auto.py`) is the same with less effort. Nothing here looks at a clock: ranks choose alike.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mesh_attention.cost.copies import ranks_to_simulate
-from mesh_attention.cost.estimate import Estimate, estimate
+from mesh_attention.choose.cuts import cuts_of, variants_of
+from mesh_attention.choose.shapes import Shape, shapes_of, shows_little
+from mesh_attention.cost.estimate import busiest_rank, estimate
 from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import a_cluster
-from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.planning import PLACES, plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import choice
-from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan, a_direction
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import ask
 
-RANKS_TOGETHER = 16  # at most, that are simulated for every setting that is cut
-WAITS_UNSEEN = 1.05  # times what one rank sees of other settings that are cut, under a mask
-NEAR_THE_BEST = 1.03  # times the best so far
-FEW_RANKS = 64  # at most, where all ranks of several settings can be simulated
-
-Progress = Callable[[int, int], None]
-Key = tuple[tuple[str, Any], ...]  # a setting
+Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
 
 
-def key_of(setting: Mapping[str, Any]) -> Key:
-    return tuple(sorted(setting.items()))
+class Effort(NamedTuple):
+    """How many shapes are tried, in two more cuts, and in all cuts; settings that are varied;
+    settings that are simulated, of so many operations of all ranks together at most."""
+
+    shapes: int
+    more_cuts: int
+    all_cuts: int
+    varied: int
+    simulated: int
+    simulated_operations: int
+    every_name: bool = True  # of shapes that several methods have
 
 
 @dataclass(frozen=True)
-class Search:
-    """What is asked: one pass of any method, on a cluster. `candidates`: what was looked at more
-    closely (`best.py`)."""
+class Scored:
+    """A setting of one pass. `seconds` are simulated where there is a timeline, and otherwise what
+    one rank sees, to which waiting for other ranks may come."""
+
+    direction: Direction
+    method: str
+    options: dict[str, Any]
+    seconds: float
+    peak_bytes: int
+    fits: bool  # into the memory of a GPU
+    place: Place
+    stays: bool  # tokens are where they are by default, or where the caller said
+    operations: int  # of the ranks that a simulation goes through, about
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.timeline is not None
+
+    @property
+    def score(self) -> Score:
+        return not self.fits, self.seconds
+
+    @property
+    def text(self) -> str:
+        words = [f"{name}={_word(value)}" for name, value in self.options.items()]
+        return " ".join([self.method, *words])
+
+    @property
+    def key(self) -> str:
+        """For files: the same whenever the same is asked."""
+        options = sorted((name, str(value)) for name, value in self.options.items())
+        return f"{self.direction.value} {self.method} {options}"
+
+
+def _word(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all passes and layouts of a search have in common."""
 
     problem: Problem
     num_ranks: int
     cluster: Cluster
-    direction: Direction
-    given: Mapping[str, Any]
+    options: Mapping[str, Any]
+    methods: Sequence[str]
+    effort: Effort
     overlap: Overlap = Overlap.EVENTS
     kernel: str | None = None
-    candidates: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    timelines: dict[tuple[str, Key], Timeline] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    tell: Callable[[], None] = lambda: None  # a setting was tried
 
-    def plan(self, method: str, setting: Mapping[str, Any]) -> Plan:
-        only = (self.direction,)
-        return plan_on(
-            *(self.cluster, self.problem, self.num_ranks),
-            **{"method": method, "directions": only, **setting},
+    def plan(self, direction: Direction, method: str, options: Mapping[str, Any]) -> Plan:
+        how: dict[str, Any] = {"method": method, "directions": (direction,), **options}
+        return plan_on(self.cluster, self.problem, self.num_ranks, **how)
+
+
+class PassSearch:
+    """One pass in one layout. `scored` has every setting that a method took, the best first after
+    `run`; `refusals` the first refusal of each method."""
+
+    def __init__(self, asked: Asked, direction: Direction, layout: LayoutKind | None) -> None:
+        self._asked, self._direction, self._layout = asked, direction, layout
+        self._known: dict[str, Scored | None] = {}
+        self._best: Score | None = None
+        self.refusals: dict[str, PlanError] = {}
+        zigzag = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
+        self._ranks_wait = zigzag  # for each other, where chunks are of unlike work
+
+    @property
+    def scored(self) -> list[Scored]:
+        found = [one for one in self._known.values() if one is not None]
+        return sorted(found, key=lambda one: (one.score, not one.stays, len(one.options)))
+
+    def run(self, *, stays: bool) -> None:
+        """`stays`: only settings that leave tokens where they are."""
+        asked, effort = self._asked, self._asked.effort
+        shapes = shapes_of(
+            *(asked.problem, asked.num_ranks, asked.cluster, self._direction),
+            *(asked.methods, asked.options, self._layout),
+        )
+        told = asked.options
+        shapes = [
+            shape
+            for shape in shapes
+            if not (stays and shape.moves_tokens) or any(told.get(name) for name in PLACES)
+        ]
+        taken: list[tuple[Score, int]] = []  # and the number of the shape
+        boxes: set[str] = set()
+        for number, shape in enumerate(shapes):
+            if len(taken) >= effort.shapes:
+                break
+            if shape.box in boxes and not effort.every_name:
+                continue
+            boxes.add(shape.box)
+            if self._best is not None and self._best < (False, shape.least_seconds):
+                continue
+            found = self._try_cuts(shape, slice(0, 1))
+            if found is not None:
+                taken.append((found.score, number))
+        for how_many, which in ((effort.more_cuts, slice(1, 3)), (effort.all_cuts, slice(3, None))):
+            taken.sort()
+            for at, (score, number) in enumerate(taken[:how_many]):
+                found = self._try_cuts(shapes[number], which)
+                if found is not None:
+                    taken[at] = min(score, found.score), number
+        self._try_variants(shapes)
+
+    def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
+        """The best of these cuts of a shape."""
+        best: Scored | None = None
+        for cut in [*cuts_of(shape, self._direction)][which]:
+            setting = {**shape.options, **cut}
+            if self._prefers_even(shape, setting):
+                setting["even_chunks"] = True
+            found = self.attempt(shape.method, setting)
+            if found is not None and (best is None or found.score < best.score):
+                best = found
+        return best
+
+    def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
+        """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""
+        backward = self._direction is Direction.BACKWARD
+        waits = self._ranks_wait and shape.tile != (1, 1)
+        return (
+            backward
+            and waits
+            and any("even_chunks" in one for one in variants_of(setting, shape, even=True))
         )
 
-    def estimate(self, plan: Plan, ranks: Sequence[int] | None = None) -> Estimate:
-        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-        return estimate(plan, self.cluster, self.direction, ranks=ranks, **how)
+    def _try_variants(self, shapes: Sequence[Shape]) -> None:
+        by_words = {(shape.method, str(shape.options)): shape for shape in shapes}
+        for one in self.scored[: self._asked.effort.varied]:
+            cut = ("chunks", "head_slices", "even_chunks", "short_start")
+            words = {
+                k: v for k, v in one.options.items() if k not in cut or k in self._asked.options
+            }
+            shape = by_words.get((one.method, str(words)))
+            if shape is None:
+                continue
+            for setting in variants_of(one.options, shape, even=self._ranks_wait):
+                self.attempt(one.method, setting)
 
-    def expected_seconds(
-        self,
-        plan: Plan,
-        method: str,
-        setting: Mapping[str, Any],
-        seen: Estimate,
-        best: float = math.inf,
-    ) -> float:
-        """From what one rank or three see. A mask may give ranks chunks of unlike work, and so they
-        wait for each other: that is simulated where a few stand for all, and reckoned with
-        otherwise. Of few ranks in all several settings are simulated in the end; in rings ranks
-        wait for neighbours, which each of them sees. What takes longer than the best so far without
-        all that is not looked at further, unless it is near: better ones may lie behind it."""
-        one, n = plan.direction(self.direction), self.num_ranks
-        is_cut = setting.get("chunks", (1, 1)) != (1, 1) or setting.get("head_slices") is not None
-        if n <= FEW_RANKS or one.copies == 1 or not is_cut or METHODS[method].rotates:
-            return seen.seconds
-        if setting.get("even_chunks"):  # ranks have as much work, and wait for nobody
-            return seen.seconds
-        few = n <= RANKS_TOGETHER * one.copies
-        if few and seen.seconds > NEAR_THE_BEST * best:
-            return seen.seconds
-        if few and len(ranks_to_simulate(plan, one, self.cluster, self.overlap)) < n:
-            return max(seen.seconds, self.simulate(method, setting, plan).runtime_seconds)
-        return seen.seconds * (1.0 if self.problem.mask.is_full else WAITS_UNSEEN)
+    def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
+        """How good it is; None where the method refuses it."""
+        key = f"{method} {sorted(setting.items(), key=str)}"
+        if key in self._known:
+            return self._known[key]
+        asked, found = self._asked, None
+        try:
+            plan = asked.plan(self._direction, method, setting)
+            found = self._scored(plan, method, setting)
+        except PlanError as error:
+            self.refusals.setdefault(method, error)
+        self._known[key] = found
+        if found is not None and (self._best is None or found.score < self._best):
+            self._best = found.score
+        asked.tell()
+        return found
 
-    def simulate(
-        self, method: str, setting: Mapping[str, Any], plan: Plan | None = None
-    ) -> Timeline:
-        """Once. `plan`: of this setting, where it is made already."""
-        key = method, key_of(setting)
-        if key not in self.timelines:
-            plan = self.plan(method, setting) if plan is None else plan
-            how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
-            self.timelines[key] = simulate(plan, self.cluster, self.direction, **how)
-        return self.timelines[key]
+    def _scored(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
+        asked = self._asked
+        ranks = {asked.num_ranks // 2}  # where masks leave the mean of the work
+        if shows_little(asked.problem):
+            ranks.add(busiest_rank(plan))
+        seen = estimate(
+            *(plan, asked.cluster, self._direction),
+            overlap=asked.overlap,
+            kernel=asked.kernel,
+            ranks=sorted(ranks),
+        )
+        one = plan.direction(self._direction)
+        return Scored(
+            *(self._direction, method, setting, seen.seconds, seen.peak_bytes),
+            fits=seen.peak_bytes <= asked.cluster.gpu.memory_gib * 2**30,
+            place=place_of(plan),
+            stays=tokens_stay(plan, asked.options),
+            operations=seen.num_operations // one.copies,
+        )
 
-    def score(self, seconds: float, peak_bytes: int) -> Score:
-        return peak_bytes > self.cluster.gpu.memory_gib * 2**30, seconds
+    def simulate(self, one: Scored) -> Scored:
+        """Once; the result takes the place of the estimate."""
+        if one.timeline is not None:
+            return one
+        asked = self._asked
+        plan = asked.plan(one.direction, one.method, one.options)
+        timeline = simulate(
+            plan, asked.cluster, one.direction, overlap=asked.overlap, kernel=asked.kernel
+        )
+        found = Scored(
+            *(one.direction, one.method, one.options, timeline.runtime_seconds),
+            peak_bytes=timeline.peak_bytes,
+            fits=timeline.peak_bytes <= asked.cluster.gpu.memory_gib * 2**30,
+            place=one.place,
+            stays=one.stays,
+            operations=one.operations,
+            timeline=timeline,
+        )
+        self._known[f"{one.method} {sorted(one.options.items(), key=str)}"] = found
+        return found
 
-    def score_of(self, timeline: Timeline) -> Score:
-        return self.score(timeline.runtime_seconds, timeline.peak_bytes)
+    def best_of(self, scored: Sequence[Scored]) -> Scored | None:
+        """Of settings in the order of their estimates: simulated until the next estimate is no
+        shorter than the best simulation; the best estimate where none can be afforded. Settings of
+        one shape differ less than shapes do, so the best of each shape come first."""
+        effort, best, operations, count = self._asked.effort, None, 0, 0
+        firsts: dict[str, Scored] = {}
+        for one in scored:
+            firsts.setdefault(_shape_words(one), one)
+        rest = [one for one in scored if one not in firsts.values()]
+        for one in (*firsts.values(), *rest):
+            if best is not None and best.score <= one.score:
+                continue
+            if one.timeline is None:
+                if (
+                    count >= effort.simulated
+                    or operations + one.operations > effort.simulated_operations
+                ):
+                    continue
+                operations, count = operations + one.operations, count + 1
+                one = self.simulate(one)
+            if best is None or one.score < best.score:
+                best = one
+        return best or next(iter(scored), None)
 
 
-def a_search(
-    problem: Problem,
-    num_ranks: int,
-    cluster: Cluster | str | Path,
-    direction: Direction | str,
-    options: Mapping[str, Any] | None,
-    *,
-    overlap: Overlap | str = Overlap.EVENTS,
-    kernel: str | None = None,
-) -> Search:
-    """From what people give, or a refusal."""
-    cluster, how = a_cluster(cluster), choice(Overlap, "overlap", overlap)
-    if options is not None and not isinstance(options, Mapping):
-        raise PlanError(f"options={options!r}: must be a mapping of names to values")
-    num_ranks = ask(problem, num_ranks).num_ranks
-    given = dict(options or {})
-    return Search(problem, num_ranks, cluster, a_direction(direction), given, how, kernel)
+_CUTS = (
+    "chunks",
+    "head_slices",
+    "even_chunks",
+    "short_start",
+    "backward_chunks",
+    "backward_head_slices",
+)
+
+
+def _shape_words(one: Scored) -> str:
+    return f"{one.method} {sorted((k, str(v)) for k, v in one.options.items() if k not in _CUTS)}"
+
+
+def place_of(plan: Plan) -> Place:
+    return str(plan.q_layout.to_json()), plan.devices

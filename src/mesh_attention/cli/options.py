@@ -32,7 +32,8 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask
+from mesh_attention.choose.ask import ask
+from mesh_attention.plan.question import Question
 
 DEFAULT_RANKS = 16
 DEFAULT_SIZES = {"q_tokens": 65536, "num_heads": 32, "head_dim": 128}

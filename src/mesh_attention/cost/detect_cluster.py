@@ -63,7 +63,7 @@ def find_cluster(machine: Machine) -> tuple[Cluster, str]:
     taken = ""
     if machine.node_ranks is not None:
         told.append(f"{machine.node_ranks} ranks a node")
-        cluster = _with_node(cluster, machine.node_ranks)
+        cluster = with_node(cluster, machine.node_ranks)
     elif not is_exact:
         taken = f", {cluster.node.ranks} ranks a node"
     if machine.nic_gbits:
@@ -94,7 +94,7 @@ def _is_alike(gib: float, other: float) -> bool:
     return 1 / _SAME_MEMORY < gib / other < _SAME_MEMORY
 
 
-def _with_node(cluster: Cluster, ranks: int) -> Cluster:
+def with_node(cluster: Cluster, ranks: int) -> Cluster:
     if ranks == cluster.node.ranks:
         return cluster
     nics = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= cluster.network.nics)

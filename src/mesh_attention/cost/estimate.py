@@ -22,12 +22,12 @@ from mesh_attention.cost.target import Compiled, compiled_on
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.plan.buffers import Role
+from mesh_attention.plan.build.seen_rows import pairs_of_ranks
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Collective, Free, SendRecv
 from mesh_attention.plan.traffic import TrafficMeter
-from mesh_attention.plan.way_costs import pairs_of_ranks
 
 _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 
@@ -57,7 +57,7 @@ def estimate(
     queries see most."""
     with collector_paused():
         given, last = plan.direction(direction), plan.num_ranks - 1
-        seen = sorted({0, last // 2, last, _busiest(plan)}) if ranks is None else ranks
+        seen = sorted({0, last // 2, last, busiest_rank(plan)}) if ranks is None else ranks
         compiled = compiled_on(plan, given, cluster, kernel)
         places = _Places(cluster, compiled)
         found = [_Rank(compiled, cluster, places, overlap, rank) for rank in seen]
@@ -71,7 +71,7 @@ def estimate(
         )
 
 
-def _busiest(plan: Plan) -> int:
+def busiest_rank(plan: Plan) -> int:
     """By the pairs of a rank's own queries: under a window or documents they differ."""
     mask = plan.problem.mask
     if mask.is_full or (plan.q_layout.kind is LayoutKind.ZIGZAG and mask == Mask(causal=True)):

@@ -9,10 +9,9 @@ from typing import Any
 
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import ClusterError, a_cluster
-from mesh_attention.cost.machine.rates import costs_of, rates_of
+from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
@@ -23,7 +22,7 @@ def plan_on(
     problem: Problem,
     num_ranks: int,
     *,
-    method: str = DEFAULT_METHOD,
+    method: str,
     directions: tuple[Direction, ...] = tuple(Direction),
     **options: Any,
 ) -> Plan:
@@ -38,7 +37,7 @@ def ask_on(
     problem: Problem,
     num_ranks: int,
     *,
-    method: str = DEFAULT_METHOD,
+    method: str,
     directions: tuple[Direction, ...] = tuple(Direction),
     **options: Any,
 ) -> Question:
@@ -56,8 +55,6 @@ def ask_on(
             "leave it out, or describe another cluster in a file"
         )
     nodes: dict[str, Any] = {"ranks_per_node": cluster.node.ranks}
-    if method == AUTO:
-        nodes["rates"] = rates_of(cluster)
     found = ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
     if options.get("costs") is None and hasattr(found.setting, "costs"):
         costs: dict[str, Any] = {"costs": costs_of(cluster, num_ranks)}
@@ -65,7 +62,7 @@ def ask_on(
     return found
 
 
-PLACES = ("alpha", "units_per_node")  # options that say which rank is where
+PLACES = ("alpha", "units_per_node")  # options that say which rank holds which partition
 
 
 def tokens_stay(plan: Plan, given: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from mesh_attention.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN
-from mesh_attention.plan.pack import Packer
+from mesh_attention.choose.pack import Packer
 
 Kind = tuple[int | None, float | None]  # window and softcap of a layer
 

@@ -16,7 +16,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
-from mesh_attention.plan.question import make_plan
+from mesh_attention.plan.question import ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def compare(
     several = bool(ranks_per_node and ranks_per_node < num_ranks)
 
     def counts_of(method: str, direction: Direction, options: dict[str, Any]) -> Counts:
-        plan = make_plan(problem, num_ranks, method=method, directions=(direction,), **options)
+        plan = ask(problem, num_ranks, method=method, directions=(direction,), **options).plan()
         return Counts.of(count(plan)[direction])
 
     for name, settings in tries.items():

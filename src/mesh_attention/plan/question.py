@@ -1,23 +1,22 @@
 """A question is what a plan answers: a problem, a number of ranks, a method and its options.
 
-This is the one place that turns what people write into a question, so the command line, `make_plan`
-and `ContextParallel` make the same plan from the same words. An option that is None was not given.
+This is the one place that turns the options of a method into a question; `choose/ask.py` is the
+door before it, where the method may be left out. An option that is None was not given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
-from mesh_attention.plan.build.setting import Setting, options_of
+from mesh_attention.plan.build.setting import Setting
 from mesh_attention.plan.layout import LayoutKind, Stretches
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.first_answer import first_answers, methods_with, renamed
-from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.options import renamed
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
 
@@ -35,8 +34,6 @@ class Question:
     setting: Setting
     directions: tuple[Direction, ...] = BOTH
     backward: Question | None = None
-    # Made by `ask` to see whether there is one, for whoever asks for it first.
-    _tried: list[Plan] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @property
     def of_any_mask(self) -> Question | None:
@@ -67,8 +64,6 @@ class Question:
         return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
 
     def plan(self) -> Plan:
-        if self._tried:
-            return self._tried.pop()
         build = METHODS[self.method].build
         plan = build(self.problem, self.num_ranks, self.setting, self.directions)
         if self.backward is None:
@@ -93,17 +88,12 @@ def ask(
     problem: Problem,
     num_ranks: int,
     *,
-    method: str = DEFAULT_METHOD,
+    method: str,
     directions: tuple[Direction, ...] = BOTH,
-    rates: Rates | None = None,
-    tried: bool = True,
     **options: Any,
 ) -> Question:
-    """Every option is used, or refused by name. Method `auto` is the first answer to what is asked
-    (`first_answer.py`), by the `rates` of the machine, for nodes of `ranks_per_node` or 8 ranks.
-    Of those answers it is the first that a plan can be made of with all options; not `tried`: any,
-    for who asks again."""
-    if not isinstance(method, str) or method not in (*METHODS, AUTO):
+    """Every option is used, or refused by name. Method `auto` is asked for in `choose/ask.py`."""
+    if not isinstance(method, str) or method not in METHODS:
         known_methods = ", ".join((*METHODS, AUTO))
         raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
     num_ranks = number("ranks", num_ranks)
@@ -112,28 +102,8 @@ def ask(
     if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
     options = {name: value for name, value in options.items() if value is not None}
-    passes = tuple(map(a_direction, directions))
-    if method != AUTO:
-        return Question(problem, num_ranks, method, _setting(method, options), passes)
-    rates = rates or usual_rates()
-    if "ranks_per_node" in options:
-        per_node = number("ranks_per_node", options["ranks_per_node"])
-        rates = replace(rates, ranks_per_node=per_node)
-    refusals = []
-    firsts = [(one.name, one.options) for one in first_answers(problem, num_ranks, options, rates)]
-    others: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods_with(options)]
-    for name, chosen in (*firsts, *others):
-        try:
-            setting = _setting(name, chosen | options)
-            found = Question(problem, num_ranks, name, setting, passes)
-            if tried and options.keys() - _OF_EVERY_METHOD:
-                # A cut or a cap may not suit the best method, and suit the next.
-                found._tried.append(found.plan())
-        except PlanError as error:
-            refusals.append(error)
-        else:
-            return found
-    raise refusals[len(firsts)]  # of a method that was given nothing but what the caller said
+    setting = _setting(method, options)
+    return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
 
 
 def _setting(method: str, options: Mapping[str, Any]) -> Setting:
@@ -145,26 +115,6 @@ def _setting(method: str, options: Mapping[str, Any]) -> Setting:
             f"method {method} has no option {name!r}{renamed(name)}; its options: {others}"
         )
     return METHODS[method].setting(**{n: known[n].read(value) for n, value in options.items()})
-
-
-_OF_EVERY_METHOD = {option.name for option in options_of(Setting)}
-
-
-def make_plan(
-    problem: Problem,
-    num_ranks: int,
-    *,
-    method: str = DEFAULT_METHOD,
-    directions: tuple[Direction, ...] = BOTH,
-    **options: Any,
-) -> Plan:
-    """The plan of a method; every option is used, or refused by name.
-
-    >>> plan = make_plan(Problem(q_tokens=64, num_heads=2, head_dim=8), 4, tile=(2, 2))
-    >>> plan.num_ranks, plan.forward.setting["tile"]
-    (4, '2x2')
-    """
-    return ask(problem, num_ranks, method=method, directions=directions, **options).plan()
 
 
 def attention_mask(

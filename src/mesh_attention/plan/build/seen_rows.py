@@ -279,3 +279,12 @@ def _cut(lo: Array, hi: Array, starts: Array, stops: Array) -> tuple[Array, Arra
     first = np.searchsorted(stops, lo, side="right")
     index, at = expanded(first, np.searchsorted(starts, hi, side="left"))
     return index, at, np.maximum(lo[index], starts[at]), np.minimum(hi[index], stops[at])
+
+
+def pairs_of_ranks(layout: Layout, rows: RowRanges) -> NDArray[np.float64]:
+    """Visible pairs of the queries of each rank."""
+    p = parts_of(layout, rows)
+    slope = p.hi_slope - p.lo_slope
+    twice = (p.high + 1 - p.low) * np.maximum(2 * (p.hi - p.lo) + slope * (p.low + p.high), 0)
+    rank = stretches_of(layout).places[p.stretch] // layout.slots
+    return np.bincount(rank, weights=twice, minlength=layout.num_ranks) / 2

@@ -14,11 +14,11 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
+from mesh_attention.choose.documents import Way, choose_ways
 from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import number
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, contiguous_shards
-from mesh_attention.plan.methods.ways import Way, choose_ways
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question
 

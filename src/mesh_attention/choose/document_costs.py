@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from mesh_attention.cost.machine.rates import Rates
 from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.build.seen_rows import parts_of, seen_keys, stretches_of
+from mesh_attention.plan.build.seen_rows import pairs_of_ranks, seen_keys
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 
 Array = NDArray[np.float64]
@@ -40,15 +39,6 @@ class Cost(NamedTuple):
 
     def longer_by(self, seconds: float) -> Cost:
         return self._replace(seconds=self.seconds + seconds)
-
-
-def pairs_of_ranks(layout: Layout, rows: RowRanges) -> Array:
-    """Visible pairs of the queries of each rank."""
-    p = parts_of(layout, rows)
-    slope = p.hi_slope - p.lo_slope
-    twice = (p.high + 1 - p.low) * np.maximum(2 * (p.hi - p.lo) + slope * (p.low + p.high), 0)
-    rank = stretches_of(layout).places[p.stretch] // layout.slots
-    return np.bincount(rank, weights=twice, minlength=layout.num_ranks) / 2
 
 
 class LayerCosts:

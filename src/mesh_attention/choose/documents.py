@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesh_attention.choose.document_costs import Cost, LayerCosts
 from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.plan.assignment import best_tile
 from mesh_attention.plan.balance import balanced_stretches
@@ -28,7 +29,6 @@ from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.methods.seen import most_stretches
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
-from mesh_attention.plan.way_costs import Cost, LayerCosts
 
 Starts = tuple[int, ...]
 

@@ -1,0 +1,120 @@
+"""What people write, as a question: the door of `make_plan`, the command line and all objects.
+
+A method that is named is taken as it is. `auto`, the default, is chosen by a search under a budget
+(`auto.py`) for a cluster; where nobody says one, for the nearest one that is known. All doors make
+the same plan of the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.choose.auto import Choice, find_default
+from mesh_attention.cost.detect_cluster import Machine, find_cluster, with_node
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.load import a_cluster
+from mesh_attention.cost.planning import ask_on
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.arguments import number
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
+from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.question import BOTH, Question
+from mesh_attention.plan.question import ask as ask_method
+
+
+def ask(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    cluster: Cluster | str | Path | None = None,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Question:
+    """Every option is used, or refused by name."""
+    if not isinstance(method, str) or method not in (*METHODS, AUTO):
+        known_methods = ", ".join((*METHODS, AUTO))
+        raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
+    if method == AUTO:
+        how: dict[str, Any] = {"cluster": cluster, "directions": directions, **options}
+        return choose(problem, num_ranks, **how).question
+    if cluster is None:
+        return ask_method(problem, num_ranks, method=method, directions=directions, **options)
+    return ask_on(cluster, problem, num_ranks, method=method, directions=directions, **options)
+
+
+def make_plan(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str = DEFAULT_METHOD,
+    cluster: Cluster | str | Path | None = None,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Plan:
+    """The plan of a method; left out, it is chosen. Every option is used, or refused by name.
+
+    >>> plan = make_plan(Problem(q_tokens=64, num_heads=2, head_dim=8), 4, tile=(2, 2))
+    >>> plan.num_ranks, plan.forward.setting["tile"]
+    (4, '2x2')
+    """
+    how: dict[str, Any] = {"method": method, "cluster": cluster, "directions": directions}
+    return ask(problem, num_ranks, **how, **options).plan()
+
+
+def choose(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Choice:
+    """What `auto` takes, and why. Remembered: objects of one model ask the same."""
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
+    if isinstance(directions, str):
+        raise PlanError(f"directions={directions!r}: must be a tuple of passes")
+    given = {name: value for name, value in options.items() if value is not None}
+    num_ranks = number("ranks", num_ranks)
+    if cluster is None:
+        cluster = usual_machine(num_ranks, given.get("ranks_per_node"))
+    cluster = a_cluster(cluster)
+    try:
+        return _chosen(problem, num_ranks, cluster, tuple(directions), tuple(given.items()))
+    except TypeError:  # an option, or a cluster's file, that has no hash
+        return find_default(problem, num_ranks, cluster, given, directions=directions)
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster,
+    directions: tuple[Direction, ...],
+    given: tuple[tuple[str, Any], ...],
+) -> Choice:
+    return find_default(problem, num_ranks, cluster, dict(given), directions=directions)
+
+
+def usual_machine(num_ranks: int, ranks_per_node: Any = None) -> Cluster:
+    """Where nobody says what machine it is: as many nodes as are needed, of the size that is
+    said."""
+    per_node = None if ranks_per_node is None else number("ranks_per_node", ranks_per_node)
+    return enough_nodes(_nearest(per_node), num_ranks)
+
+
+@cache
+def _nearest(ranks_per_node: int | None) -> Cluster:
+    cluster, _ = find_cluster(Machine())
+    return cluster if ranks_per_node is None else with_node(cluster, ranks_per_node)
+
+
+def enough_nodes(cluster: Cluster, num_ranks: int) -> Cluster:
+    """A cluster that was found, not given: it has as many nodes as the job."""
+    nodes = -(-num_ranks // cluster.node.ranks)
+    return cluster if nodes <= cluster.nodes else replace(cluster, nodes=nodes)

@@ -1,0 +1,187 @@
+"""Shapes worth trying, the most promising first: boxes of heads x queries x keys, and the rest.
+
+A box exchanges tokens for heads among `degree` ranks, and on the units that this makes a tile a x b
+gathers (or rotates) a parts of the queries and b of the keys. The bytes of a box are known without
+a plan, so two numbers are too: `moving_seconds`, and `least_seconds`, below which no cut of it can
+be. Both are bounds: links carry nothing but this at their best rate, attention runs at the best
+rate of any kernel, and every rank has the mean of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.planning import PLACES
+from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.seen import usual_layout
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.runs import Run, visible_pairs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A method and the options that are not about cuts. `held`: KV heads that a rank has."""
+
+    method: str
+    options: dict[str, Any]
+    degree: int
+    tile: tuple[int, int]
+    held: int
+    least_seconds: float
+    moving_seconds: float
+
+    @property
+    def box(self) -> str:
+        """Shapes with the same programs in other words have the same."""
+        method = METHODS[self.method]
+        if self.method not in BOXES:
+            return f"{self.method} {sorted(self.options.items(), key=str)}"
+        names = ("tile", "ulysses")
+        rest = sorted((k, v) for k, v in self.options.items() if k not in names)
+        rotates = method.rotates and self.tile != (1, 1)
+        return f"{self.degree} {self.tile} {rotates} {rest}"
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether partitions lie on other ranks than by default."""
+        return any(self.options.get(name) is not None for name in PLACES)
+
+    @property
+    def promise(self) -> tuple[float, float]:
+        """The bound first; of equal bounds the one that leaves less to hide."""
+        return self.least_seconds + self.moving_seconds, self.moving_seconds
+
+
+def default_layout(problem: Problem) -> LayoutKind:
+    return LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+
+
+def shows_little(problem: Problem) -> bool:
+    """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
+    mask = problem.mask
+    return mask.window is not None or mask.documents is not None or mask.slices is not None
+
+
+def shapes_of(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster,
+    direction: Direction,
+    methods: Sequence[str],
+    given: Mapping[str, Any],
+    layout: LayoutKind | None,
+) -> list[Shape]:
+    """Of all these methods, the most promising first. `layout`: said where it is not the method's
+    own."""
+    bounds = _Bounds(problem, num_ranks, cluster, direction)
+    found: dict[str, Shape] = {}
+    for name in methods:
+        options = dict(given)
+        if layout is not None and layout is not _own_layout(name, problem):
+            options["layout"] = layout.value
+        for shape in (*_candidates(name, problem, num_ranks, cluster, given), {}):
+            setting = shape | options
+            key = f"{name} {sorted(setting.items(), key=str)}"
+            if key not in found:
+                found[key] = bounds.shape(name, setting)
+    return sorted(found.values(), key=lambda shape: (shape.promise, len(shape.options)))
+
+
+def _candidates(
+    name: str, problem: Problem, num_ranks: int, cluster: Cluster, given: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Those that agree with what the caller said."""
+    for shape in METHODS[name].candidates(problem, num_ranks, cluster.node.ranks):
+        if all(given.get(option) in (None, value) for option, value in shape.items()):
+            yield shape
+
+
+def _own_layout(method: str, problem: Problem) -> LayoutKind:
+    if METHODS[method].by_stretches:
+        return usual_layout(problem.mask)
+    return default_layout(problem)
+
+
+class _Bounds:
+    """What is the same for all shapes of a question."""
+
+    def __init__(
+        self, problem: Problem, num_ranks: int, cluster: Cluster, direction: Direction
+    ) -> None:
+        self._problem, self._ranks, self._cluster = problem, num_ranks, cluster
+        self._backward = direction is Direction.BACKWARD
+        everything = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
+        pairs = int(visible_pairs(*everything, problem.rows)[0, 0])
+        kernels = cluster.passes(direction).values()
+        best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
+        flops = problem.flops(pairs, backward=self._backward)
+        self._attention = flops / num_ranks / (best * 1e12)
+        # Rows that a mask hides from everybody may stay at home.
+        self._all_travels = not shows_little(problem)
+
+    def shape(self, name: str, setting: dict[str, Any]) -> Shape:
+        method, n = METHODS[name], self._ranks
+        degree = method.degree(setting, n)
+        units = max(1, n // degree)
+        tile = setting.get("tile") or (1, units)
+        held = max(1, self._problem.kv_heads // degree)
+        moving = 0.0
+        if n > 1 and not method.by_stretches:
+            moving = self._exchange(degree, setting) + self._tile(
+                degree, tile, setting, rotates=method.rotates
+            )
+        bound = moving if self._all_travels and name in BOXES else 0.0
+        return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
+
+    def _sides(self, degree: int) -> tuple[float, float, float]:
+        """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""
+        p, n = self._problem, self._ranks
+        slots, kv_slots = -(-p.q_tokens // n), -(-p.keys // n)
+        heads = -(-p.num_heads // degree)
+        kv_heads = max(1, -(-heads // p.heads_per_kv_head))
+        q, out = slots * heads * p.head_dim, slots * heads * p.v_dim
+        kv = kv_slots * kv_heads * (p.head_dim + p.v_dim)
+        return q * p.element_bytes, out * p.element_bytes, kv * p.element_bytes
+
+    def _exchange(self, degree: int, setting: Mapping[str, Any]) -> float:
+        """Tokens for heads, and back."""
+        if degree == 1:
+            return 0.0
+        q, out, kv = self._sides(degree)
+        each = q + out + kv + (q + kv if self._backward else 0)
+        node = self._cluster.node
+        units = setting.get("units_per_node")
+        here = node.ranks // units if units else min(degree, node.ranks)
+        far, near = max(0, degree - here) * each, (here - 1) * each
+        network = self._cluster.network.many_peers
+        return max(
+            near / (node.all_to_all_gb_per_second * 1e9), far / (network.gb_per_second * 1e9)
+        )
+
+    def _tile(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], *, rotates: bool
+    ) -> float:
+        """Queries and keys of other units, and partial results back."""
+        (a, b), node, network = tile, self._cluster.node, self._cluster.network
+        q, out, kv = self._sides(degree)
+        grads = 2 if self._backward else 1
+        q_side, kv_side = degree * (grads * q + out), degree * grads * kv
+        if rotates:
+            far = self._ranks > node.ranks
+            link = network.peer if far else node.peer
+            return (b - 1) * kv_side / (link.gb_per_second * 1e9)
+        units = setting.get("units_per_node") or max(1, node.ranks // degree)
+        near_a, near_b = min(a, units), min(b, max(1, units // a))
+        near = (near_a - 1) * q_side + (near_b - 1) * kv_side
+        far = (a - 1) * q_side + (b - 1) * kv_side - near
+        rate = network.collective.gb_per_second * network.nics / node.ranks
+        return max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
+
+
+# Whose bytes the formulas above give; others are tried in their order and never left out by it.
+BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
