@@ -16,20 +16,28 @@ from mesh_attention.plan.plan import Direction
 _NAMES = ("chunks", "head_slices")
 _Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice
 
-_GATHERED: tuple[_Parts, ...] = (
-    *(((2, 2), 2, 1), ((1, 2), 2, 4), ((1, 1), 8, 4), ((2, 1), 4, 4), ((1, 2), 4, 4)),
-    *(((2, 2), 2, 2), ((2, 1), 2, 4), ((1, 2), 8, 4), ((2, 2), 4, 1), ((1, 1), 4, 4)),
-    *(((1, 1), 1, 1), ((2, 2), 1, 1), ((4, 1), 2, 1), ((2, 4), 1, 1)),
-)
+_GATHERED: dict[Direction, tuple[_Parts, ...]] = {
+    Direction.FORWARD: (
+        *(((2, 2), 2, 1), ((1, 2), 2, 4), ((1, 1), 1, 1), ((2, 1), 4, 4), ((2, 2), 2, 2)),
+        *(((2, 1), 2, 1), ((1, 1), 8, 4), ((1, 2), 4, 4), ((1, 2), 4, 1), ((2, 1), 2, 4)),
+    ),
+    Direction.BACKWARD: (
+        *(((2, 2), 2, 1), ((2, 1), 2, 4), ((1, 2), 4, 1), ((2, 1), 2, 1), ((1, 1), 8, 4)),
+        *(((2, 1), 4, 4), ((1, 2), 2, 4), ((2, 2), 2, 2), ((1, 1), 1, 1)),
+    ),
+}
 _EXCHANGED: tuple[_Parts, ...] = (
-    *(((1, 1), 4, 1), ((2, 2), 2, 1), ((1, 1), 2, 4), ((1, 2), 2, 1), ((1, 1), 2, 1)),
-    *(((1, 1), 8, 1), ((1, 1), 4, 4), ((2, 4), 2, 1), ((1, 1), 1, 1), ((2, 1), 2, 1)),
+    *(((1, 1), 2, 1), ((2, 4), 2, 1), ((1, 1), 4, 1), ((1, 1), 4, 4), ((1, 1), 2, 2)),
+    *(((1, 2), 2, 1), ((2, 2), 2, 1), ((1, 1), 1, 1), ((1, 1), 8, 1)),
 )
 _ONE_HEAD: tuple[_Parts, ...] = tuple(
-    (chunks, 1, 1) for chunks in ((2, 2), (4, 2), (2, 4), (1, 2), (2, 1), (1, 1), (4, 1))
+    (chunks, 1, 1) for chunks in ((2, 2), (2, 4), (4, 1), (1, 2), (1, 1), (4, 2), (2, 1), (1, 4))
+)
+_RING_OF_ONE_HEAD: tuple[_Parts, ...] = tuple(
+    (chunks, 1, 1) for chunks in ((1, 1), (2, 1), (4, 1), (4, 2))
 )
 _WHOLE_ROWS: tuple[_Parts, ...] = tuple(
-    ((1, 1), slices, first) for slices, first in ((4, 4), (1, 1), (2, 4), (8, 4), (2, 1), (4, 1))
+    ((1, 1), slices, first) for slices, first in ((2, 1), (1, 1), (4, 4), (4, 1), (2, 4), (8, 4))
 )
 
 
@@ -40,13 +48,14 @@ def cuts_of(shape: Shape, direction: Direction) -> Iterator[dict[str, Any]]:
     if not free or any(name.removeprefix("backward_") in _NAMES for name in given):
         yield {}
         return
+    rotates = METHODS[shape.method].rotates and shape.tile != (1, 1)
     if "chunks" not in free:
         parts = _WHOLE_ROWS
     elif shape.held == 1:
-        parts = _ONE_HEAD
+        parts = _RING_OF_ONE_HEAD if rotates else _ONE_HEAD
     else:
-        gathers = shape.tile != (1, 1) and not METHODS[shape.method].rotates
-        parts = _GATHERED if gathers else _EXCHANGED
+        gathers = shape.tile != (1, 1) and not rotates
+        parts = _GATHERED[direction] if gathers else _EXCHANGED
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
