@@ -92,18 +92,14 @@ class _Named(Value):
     @property
     def touched(self) -> tuple[str, ...]:
         """Names of the buffers that it reads or writes, each once, in order; worked out once."""
-        try:
-            return self._touched  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            return self._find_names()[0]
+        found: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
+        return self._find_names()[0] if found is None else found
 
     @property
     def written(self) -> tuple[str, ...]:
         """Likewise of those that it writes."""
-        try:
-            return self._written  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            return self._find_names()[1]
+        found: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
+        return self._find_names()[1] if found is None else found
 
     def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         op: Operation = self  # type: ignore[assignment]

@@ -24,6 +24,7 @@ from mesh_attention.plan.row_ranges import RowRanges
 Array = NDArray[np.int64]
 _ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
 _MANY_RUNS = 4  # few are looked at faster one by one
+_FEW_PAIRS = 24  # likewise of pairs of runs
 _MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 
@@ -98,7 +99,6 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         return result
     stride = _only_stride((*queries, *keys))
     key_parts = _common_stride(list(enumerate(keys)), queries, stride)
-    k = _columns(key_parts)
     parts: list[tuple[int, Run]] = []
     segments: list[int] = []  # of each part
     for i, run in enumerate(queries):
@@ -109,6 +109,16 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
             cut = _common_stride(inside, others, stride) if inside else []
             parts += cut
             segments += [at] * len(cut)
+    if len(parts) * len(key_parts) <= _FEW_PAIRS:
+        for (i, q), at in zip(parts, segments, strict=True):
+            for j, k in key_parts:
+                result[i, j] += sum(
+                    _pairs_below(q, k, line.hi, line.hi_slope)
+                    - _pairs_below(q, k, line.lo, line.lo_slope)
+                    for line in rows.segments[at].intervals
+                )
+        return result
+    k = _columns(key_parts)
     most = max(1, _MOST_AT_ONCE // len(key_parts))
     for first in range(0, len(parts), most):
         q = _columns(parts[first : first + most])
@@ -120,6 +130,33 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         np.add.at(by_key, k[0], pairs.T)
         np.add.at(result, q[0], by_key.T)
     return result
+
+
+def _pairs_below(q: Run, k: Run, base: int, slope: int) -> int:
+    """What `_below` says of many, of two runs."""
+    if not slope:
+        whole, rest = 0, max(base - k.start, 0)
+        if k.count > 1:
+            whole, rest = divmod(rest, k.stride)
+        seen = k.count * k.block if whole >= k.count else whole * k.block + min(rest, k.block)
+        return q.num_tokens * seen
+    strides = q.stride if q.count > 1 else 0, k.stride if k.count > 1 else 0
+    stride = max(strides) or _ONE_BLOCK_STRIDE
+    d = q.start + base - k.start
+    shift = (d - k.block) // stride
+    total = inside_before = 0
+    for limit in (shift, shift + 1, shift + 2):
+        inside = _steps(q.block, k.block, (limit + 1) * stride - d)
+        total += _steps(k.count, q.count, limit) * (inside - inside_before)
+        inside_before = inside
+    return total
+
+
+def _steps(x_size: int, y_size: int, limit: int) -> int:
+    """What `_staircase` says of many."""
+    z = min(max(limit + y_size, 0), x_size + y_size)
+    x, y = max(z - x_size, 0), max(z - y_size, 0)
+    return (z * (z + 1) - x * (x + 1) - y * (y + 1)) // 2
 
 
 def _only_stride(runs: Sequence[Run]) -> int | None:
