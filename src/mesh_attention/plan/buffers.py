@@ -75,6 +75,8 @@ class Kind(StrEnum):
     GRAD_K = "grad_k"
     GRAD_V = "grad_v"
 
+    __hash__ = str.__hash__  # that of an Enum is a function of Python, and plans hash many
+
     @property
     def is_key_side(self) -> bool:
         return self in _KEY_SIDE
@@ -106,6 +108,8 @@ class Precision(StrEnum):
     ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
     ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
 
+    __hash__ = str.__hash__
+
     def num_bytes(self, problem: Problem) -> int:
         if self is Precision.ELEMENT:
             return problem.element_bytes
@@ -116,6 +120,8 @@ class Role(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     WORKSPACE = "workspace"
+
+    __hash__ = str.__hash__
 
 
 class _Sized(Value):

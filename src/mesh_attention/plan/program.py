@@ -24,6 +24,8 @@ class CallKind(StrEnum):
     CAUSAL = "causal"  # a square: query i sees keys 0..i
     RANGE = "range"  # by position: query i sees the keys inside its row range
 
+    __hash__ = str.__hash__
+
 
 @value
 class Call(Value):
@@ -214,6 +216,8 @@ class MergeRule(StrEnum):
     RESCALE = "rescale"  # (out, its lse, global lse) -> (out), ready for a plain sum
     SUM = "sum"  # (x, x, ...) -> (x), also a copy or a change of precision; of nothing: 0
     DELTA = "delta"  # (out, grad_out) -> (delta)
+
+    __hash__ = str.__hash__
 
 
 @value
