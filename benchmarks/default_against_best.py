@@ -119,10 +119,12 @@ def table(found: list[dict[str, Any]], asked: dict[str, dict[str, Any]]) -> str:
             continue
         cpu = [one["default"]["cpu_seconds"] for one in of]
         search = [one["search"]["cpu_seconds"] for one in of if "search" in one]
-        told = f", search mean {sum(search) / len(search):.1f}, max {max(search):.1f}"
+        told = ""
+        if search:
+            told = f", search {sum(search) / len(search):.1f}, {max(search):.1f} at most"
         lines.append(
             f"{ranks:5d} ranks: default {sum(cpu) / len(cpu):.2f} CPU s in the mean, "
-            f"{max(cpu):.2f} at most{told if search else ''}"
+            f"{max(cpu):.2f} at most{told}"
         )
     return "\n".join(lines)
 

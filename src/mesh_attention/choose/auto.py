@@ -31,17 +31,26 @@ from mesh_attention.plan.question import BOTH, Question, ask, joined
 Progress = Callable[[int, int], None]
 
 SEARCH = Effort(
-    shapes=10_000, more_cuts=8, all_cuts=4, varied=6, simulated=6, simulated_operations=20_000
+    shapes=10_000,
+    in_three_cuts=8,
+    in_all_cuts=4,
+    cuts=10,
+    varied=6,
+    simulated=6,
+    simulated_operations=20_000,
 )
 DEFAULT = Effort(
     shapes=5,
-    more_cuts=2,
-    all_cuts=1,
+    in_three_cuts=2,
+    in_all_cuts=1,
+    cuts=5,
     varied=1,
     simulated=2,
     simulated_operations=400,
     every_name=False,
+    tolerance=0.02,
 )
+_OPERATIONS_OF_DOCUMENTS = 4000
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
@@ -164,7 +173,7 @@ def find_best(
         asked,
         {one.direction: one for one in chosen},
         {one.direction: one for one in kept},
-        _methods(passes) if effort is SEARCH else {},
+        _methods(passes) if effort.every_name else {},
         {
             name: str(error)
             for name, error in passes[0].refusals.items()

@@ -33,16 +33,23 @@ _EXCHANGED: tuple[_Parts, ...] = (
 _ONE_HEAD: tuple[_Parts, ...] = tuple(
     (chunks, 1, 1) for chunks in ((2, 2), (2, 4), (4, 1), (1, 2), (1, 1), (4, 2), (2, 1), (1, 4))
 )
-_RING_OF_ONE_HEAD: tuple[_Parts, ...] = tuple(
-    (chunks, 1, 1) for chunks in ((1, 1), (2, 1), (4, 1), (4, 2))
-)
+_QUERIES_ALONE: tuple[_Parts, ...] = tuple((chunks, 1, 1) for chunks in ((2, 1), (1, 1), (4, 1)))
 _WHOLE_ROWS: tuple[_Parts, ...] = tuple(
     ((1, 1), slices, first) for slices, first in ((2, 1), (1, 1), (4, 4), (4, 1), (2, 4), (8, 4))
 )
 
 
-def cuts_of(shape: Shape, direction: Direction) -> Iterator[dict[str, Any]]:
-    """As options; what the caller said about cuts stays, and then there is one cut."""
+SHORT = 1e-3  # seconds of attention: cuts cost more in launches and latency than they hide
+
+
+def _num_parts(parts: _Parts) -> int:
+    (kq, kkv), slices, _ = parts
+    return kq * kkv * slices
+
+
+def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
+    """As options; what the caller said about cuts stays, and then there is one cut. `sparse`: the
+    mask shows little, so that chunks of keys are of unlike work."""
     known, given = METHODS[shape.method].options(), shape.options
     free = [name for name in _NAMES if name in known]
     if not free or any(name.removeprefix("backward_") in _NAMES for name in given):
@@ -52,10 +59,14 @@ def cuts_of(shape: Shape, direction: Direction) -> Iterator[dict[str, Any]]:
     if "chunks" not in free:
         parts = _WHOLE_ROWS
     elif shape.held == 1:
-        parts = _RING_OF_ONE_HEAD if rotates else _ONE_HEAD
+        parts = _ONE_HEAD
+        if rotates or sparse:
+            parts = tuple(dict.fromkeys((*_QUERIES_ALONE, *(() if rotates else _ONE_HEAD))))
     else:
         gathers = shape.tile != (1, 1) and not rotates
         parts = _GATHERED[direction] if gathers else _EXCHANGED
+    if shape.least_seconds < SHORT:
+        parts = tuple(sorted(parts, key=_num_parts))
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
