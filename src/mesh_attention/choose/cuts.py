@@ -39,7 +39,9 @@ _WHOLE_ROWS: tuple[_Parts, ...] = tuple(
 )
 
 
-SHORT = 1e-3  # seconds of attention: cuts cost more in launches and latency than they hide
+# Seconds of attention. Of less, cuts cost more in launches and latency than they hide: few parts
+# are tried first, or none at all.
+SHORT, TINY = 1e-3, 1e-4
 
 
 def _num_parts(parts: _Parts) -> int:
@@ -67,6 +69,8 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
         parts = _GATHERED[direction] if gathers else _EXCHANGED
     if shape.least_seconds < SHORT:
         parts = tuple(sorted(parts, key=_num_parts))
+    if shape.least_seconds < TINY:
+        parts = (((1, 1), 1, 1),)
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}

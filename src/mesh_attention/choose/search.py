@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mesh_attention.choose.cuts import SHORT, cuts_of, variants_of
+from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
 from mesh_attention.choose.shapes import Shape, shapes_of, shows_little
 from mesh_attention.cost.estimate import busiest_rank, estimate
 from mesh_attention.cost.machine.cluster import Cluster
@@ -148,7 +148,8 @@ class PassSearch:
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
             # Where latency or the mask decides, bytes say less about the order.
-            if len(taken) >= effort.shapes * (2 if bound < SHORT or self._sparse else 1):
+            uncertain = TINY < bound < SHORT or self._sparse
+            if len(taken) >= effort.shapes * (2 if uncertain else 1):
                 break
             if shape.box in boxes and not effort.every_name:
                 continue
