@@ -123,9 +123,7 @@ def _num_visible(
 ) -> Pairs:
     """Of chunks that see something; all counted at once, since each count takes its time."""
     pairs = visible_pairs([*chain(*queries)], [*chain(*keys)], rows)
-    q_starts, k_starts = (
-        [*accumulate(map(len, side[:-1]), initial=0)] for side in (queries, keys)
-    )
+    q_starts, k_starts = ([*accumulate(map(len, side[:-1]), initial=0)] for side in (queries, keys))
     chunks = np.add.reduceat(np.add.reduceat(pairs, q_starts, axis=0), k_starts, axis=1)
     found = {(i, j): count for i, of in enumerate(chunks.tolist()) for j, count in enumerate(of)}
     return {key: count for key, count in found.items() if count}

@@ -30,7 +30,6 @@ from mesh_attention.plan.program import (
 from mesh_attention.plan.traffic import Flows, TrafficMeter
 from mesh_attention.plan.workspace import workspace_map
 
-
 Waits = tuple[tuple[int, ...], ...]
 
 
