@@ -82,6 +82,7 @@ def cells() -> Iterator[Cell]:
     yield from (cell for cell in ring if cell.tokens >= 1024 * K)
     yield from _tuned()
     yield from _auto()
+    yield from _default()
 
 
 ALL_TOKENS = (512 * K, 256 * K, 1024 * K)
