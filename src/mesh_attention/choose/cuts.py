@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.plan.build.slices import HeadSlices, usual_heads
-from mesh_attention.plan.methods.mesh import MAX_TASKS
+from mesh_attention.plan.build.tile_plan import MAX_TASKS
 from mesh_attention.plan.problem import Problem
 
 _NAMES = ("chunks", "head_slices")
