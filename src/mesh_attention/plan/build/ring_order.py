@@ -19,8 +19,6 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import Operation, Task
 from mesh_attention.plan.schedule.tasks import Step
 
-SENT, END = "sent", "end"
-
 
 class RingOrder:
     """`tasks` are those of the programs. Steps are numbered through all rings: `KV-9` brings the
@@ -73,7 +71,7 @@ class RingOrder:
         for part in range(parts):
             for step in range(self.size):
                 self._step(part, step, part + 1 == parts)
-            self.tasks.append(Task(END, (part * self.size,)))
+            self.tasks.append(Task("end", (part * self.size,)))
             if self._backward:
                 self._goes(part, key_side=True)
         self._communicate(self._going)
@@ -98,7 +96,7 @@ class RingOrder:
             if step == self.size - 1 and in_slice == self._num_kv - 1:
                 self._communicate([Task(self._mesh.q_reduce_kind, (index,))])
                 self._goes(index, key_side=False)
-        self.tasks.append(Task(SENT, (number,)))
+        self.tasks.append(Task("sent", (number,)))
         if self._backward:
             sent = [Task("dKV", (part * self.size + d.step,)) for d in self._deliveries[step]]
             self.steps += tuple(Step(task, ()) for task in sent)

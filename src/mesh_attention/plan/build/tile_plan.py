@@ -196,10 +196,7 @@ class TilePlanner:
         return all(layout.kind is LayoutKind.ZIGZAG for layout in self._layouts)
 
     def tile_passes(
-        self,
-        direction: Direction,
-        tile: Tile,
-        cut: PassCut = UNCUT,
+        self, direction: Direction, tile: Tile, cut: PassCut = UNCUT
     ) -> OnDemand[TilePass]:
         """One pass on each head group."""
         shared, nodes = self._shared, self.nodes
@@ -219,9 +216,8 @@ class TilePlanner:
                 shards=self.shards,
                 cut=exchanged,
             )
-            return kind(
-                *(group, tile, cut.chunks, by, cut.slices), gather_out=out, per_node=per_node
-            )
+            shape = (group, tile, cut.chunks, by, cut.slices)
+            return kind(*shape, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)
 

@@ -58,11 +58,11 @@ class Comes(StrEnum):
 
 @dataclass(frozen=True)
 class Box(SharedOptions, CutSetting):
-    """With Ulysses degree, node patch and cut by the names of their options.
+    """Degree of Ulysses, patch of a node, chunks and order are said as options of these names are.
 
-    queries, keys   how they come; those that rotate have one cut, and one side rotates at most
+    queries, keys   how they come: one side rotates at most
     reach           how results that belong to what rotates reach their owners; None: all at the end
-    inner           units of an inner ring, in rings of rings
+    inner           units of an inner ring, in a ring of rings
     rotation        KV partition rotation: without it keys come by all-to-all
     """
 
@@ -88,7 +88,7 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
         tiles[Direction.BACKWARD] = tile_for(box.backward_tile, units, rotation=box.rotation)
     planner = TilePlanner(problem, num_ranks, box, tile)
     _check_exchange(box, planner)
-    is_even = box.ulysses in ulysses_degrees(problem)  # whether ranks have as many heads
+    is_even = box.ulysses in ulysses_degrees(problem)  # whether all ranks have as many heads
     if is_even and not is_cut(box):
         box = _cut_by_size(problem, num_ranks, box, directions)
 
@@ -132,7 +132,7 @@ def _scheduled(box: Box, mesh: TilePass) -> TileOrder:
     return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
 
 
-class Blocks(Protocol):
+class UnitBlocks(Protocol):
     """What one unit attends to: the chunks that it gathers, or the blocks that come round."""
 
     @property
@@ -158,7 +158,7 @@ class Order(Protocol):
     @property
     def setting(self) -> dict[str, str]: ...
 
-    def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> Blocks: ...
+    def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> UnitBlocks: ...
 
 
 class BoxBuilder:
@@ -176,24 +176,24 @@ class BoxBuilder:
         return self._mesh.groups()
 
     def unit(self, unit: int) -> Unit:
-        """What one unit does, task by task."""
+        """All that one unit does. What is exchanged at once stands around it (`exchange.py`)."""
         mesh = self._mesh
         blocks = self._order.blocks(mesh, self._lowerings, unit)
         operations: list[Operation | Task] = []
         for task in self._order.tasks:
             match task.kind:
-                case "AG-Q" | "AG-KV":
+                case "AG-Q" | "AG-KV":  # gather
                     operations += self._parts_of(task, unit)[0]
-                case "Q" | "KV" | "sent" | "end":
+                case "Q" | "KV" | "sent" | "end":  # rotate: a block comes, its results go
                     operations += blocks.rotate(task)
                 case "C":
                     operations += blocks.attend(task)
-                case mesh.q_reduce_kind | mesh.kv_reduce_kind:
+                case mesh.q_reduce_kind | mesh.kv_reduce_kind:  # combine
                     if not task.stage:
                         operations += blocks.empty(task)
                     operations += self._parts_of(task.whole, unit)[int(task.stage or 0)]
-                case _:
-                    operations.append(task)  # an exchange of tokens for heads, or back
+                case _:  # exchange tokens for heads, or back
+                    operations.append(task)
         buffers: dict[str, Buffer] = {}
         if self._box.queries is Comes.GATHERED:
             buffers |= mesh.q.buffers(mesh.tile.row(unit))
