@@ -130,9 +130,6 @@ class PassCut(NamedTuple):
         return self.chunks == (1, 1) and len(self.slices) == 1
 
 
-UNCUT = PassCut((1, 1), (1,))
-
-
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
     problem: Problem
@@ -217,7 +214,7 @@ class HeadGroup:
 
     def slots(self, kind: Kind) -> tuple[Spans, ...]:
         """Of each member, those of each chunk of rows that is exchanged."""
-        cut = self.cut or UNCUT
+        cut = self.cut or PassCut((1, 1), (1,))
         halves, count = self.layout(kind).halves, self._parts(kind)[1]
         short = cut.short_start and kind.is_key_side
         return chunk_slots(halves, count, even=cut.even, short_start=short)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, patch_devices, patch_widths
-from mesh_attention.plan.build.head_group import UNCUT, HeadGroup, PassCut
+from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
 from mesh_attention.plan.build.rotate import members_per_node
 from mesh_attention.plan.build.setting import ChunkSetting, Setting
@@ -21,6 +21,7 @@ from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
 Layouts = tuple[Layout, Layout]
+UNCUT = PassCut((1, 1), (1,))
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
 
