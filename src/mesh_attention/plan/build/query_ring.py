@@ -27,8 +27,6 @@ class QueryOrder:
     def __init__(self, mesh: TilePass, reach: Reach | None) -> None:
         self.reach = reach
         self.per_node = mesh.q.in_node if reach is Reach.DIRECT else None
-        words = "all-to-all" if reach is None else reach.value
-        self.setting = {"tile": str(mesh.tile), "q": "ring", "q_reduce": words}
         self.tasks = [Task("AG-KV", (0,))]
         steps = [Step(self.tasks[0], ())]
         size = mesh.tile.a

@@ -44,18 +44,6 @@ class RingOrder:
         self.steps: tuple[Step, ...] = ()
         self._make()
 
-    @property
-    def setting(self) -> dict[str, str]:
-        mesh = self._mesh
-        setting = {"tile": str(mesh.tile), "kv": f"rings of {self.inner}" if self.inner else "ring"}
-        if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
-            setting |= mesh.cut_setting
-        if mesh.tile.a > 1:
-            setting["q_reduce"] = mesh.q.reduce_by.value
-        if self._backward:
-            setting["gradients"] = self.reach.value
-        return setting
-
     def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> KeyRings:
         return KeyRings(mesh, lowerings, unit, self)
 

@@ -39,7 +39,7 @@ class TileOrder:
 
     def __init__(self, mesh: TilePass, schedule: Schedule, ordered_by: str) -> None:
         self.in_parts = ordered_by != CAPPED
-        self._ordered_by = ordered_by
+        self.ordered_by = ordered_by
         self._mesh = mesh
         self._gathers = {GATHER_Q: mesh.tile.a > 1, GATHER_KV: mesh.tile.b > 1}
         self._before: dict[Task, Task] = {}  # the exchange that must come before a gather
@@ -51,18 +51,6 @@ class TileOrder:
         self.tasks: list[Task] = []
         self._make(schedule)
         self.steps = tuple(Step(task, tuple(c)) for task, c in self._steps if task or c)
-
-    @property
-    def setting(self) -> dict[str, str]:
-        mesh = self._mesh
-        return {
-            "tile": str(mesh.tile),
-            "rotation": "on" if mesh.tile.rotation else "off",
-            **mesh.cut_setting,
-            "q_reduce": mesh.q.reduce_by.value,
-            "kv_reduce": mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none",
-            "scheduler": self._ordered_by,
-        }
 
     def _find_exchanges(self, schedule: Schedule) -> None:
         mesh, cut, came = self._mesh, self._mesh.head_group.cut, set[Task]()
@@ -129,10 +117,6 @@ class StretchOrder:
     in_parts = False
 
     def __init__(self, mesh: TilePass) -> None:
-        heads, ranks = mesh.problem.num_heads, mesh.head_group.degree
-        most = -(-heads // ranks)
-        words = f"at most {most} a rank, work max/mean {most * ranks / heads:.3f}"
-        self.setting = {"heads": words}
         kinds = [kind for kind in (mesh.q_reduce_kind, mesh.kv_reduce_kind) if kind]
         steps: list[Step] = []
         for at in range(MOST_STRETCHES):

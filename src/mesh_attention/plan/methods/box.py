@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
 
 from mesh_attention.cost.machine.rates import Costs, usual_costs
 from mesh_attention.errors import PlanError
@@ -41,10 +40,11 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Operation, Task
-from mesh_attention.plan.schedule.tasks import Schedule, Step
+from mesh_attention.plan.schedule.tasks import Schedule
 from mesh_attention.plan.workspace import peak_buffer_bytes
 
 Directions = tuple[Direction, ...]
+Order = TileOrder | StretchOrder | RingOrder | QueryOrder
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1
 
@@ -132,48 +132,49 @@ def _scheduled(box: Box, mesh: TilePass) -> TileOrder:
     return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
 
 
-class UnitBlocks(Protocol):
-    """What one unit attends to: the chunks that it gathers, or the blocks that come round."""
-
-    @property
-    def buffers(self) -> dict[str, Buffer]: ...
-
-    def rotate(self, task: Task) -> list[Operation]: ...
-
-    def attend(self, task: Task) -> list[Operation]: ...
-
-    def empty(self, task: Task) -> list[Operation]:
-        """Neutral results, where a reduction finds none."""
-        ...
-
-
-class Order(Protocol):
-    """The tasks of all units, with the steps of the schedule that people see of them; reductions
-    may be `in_parts`, between which others stand."""
-
-    in_parts: bool
-    tasks: list[Task]
-    steps: tuple[Step, ...]
-
-    @property
-    def setting(self) -> dict[str, str]: ...
-
-    def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> UnitBlocks: ...
-
-
 class BoxBuilder:
     """A box on one head group."""
 
     def __init__(self, mesh: TilePass, lowerings: Lowerings, box: Box, order: Order) -> None:
         self._mesh, self._lowerings, self._box, self._order = mesh, lowerings, box, order
         self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
-        self.schedule, self.setting = Schedule(order.steps), order.setting
+        self.schedule = Schedule(order.steps)
         alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
         self.hold = HOLD if order.in_parts and not alone else 0
+        sides = ((mesh.q_reduce_kind, mesh.q), (mesh.kv_reduce_kind, mesh.kv))
+        self._by_nodes = [kind for kind, side in sides if side.reduce_by is ReduceBy.NODES]
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         return self._mesh.groups()
+
+    @property
+    def setting(self) -> dict[str, str]:
+        box, mesh = self._box, self._mesh
+        shape, q_reduce = {"tile": str(mesh.tile)}, mesh.q.reduce_by.value
+        match self._order:
+            case StretchOrder():
+                heads, ranks = mesh.problem.num_heads, box.ulysses
+                most = -(-heads // ranks)
+                work = f"work max/mean {most * ranks / heads:.3f}"
+                return {"heads": f"at most {most} a rank, {work}"}
+            case QueryOrder():
+                by = "all-to-all" if box.reach is None else box.reach.value
+                return {**shape, "q": "ring", "q_reduce": by}
+            case RingOrder(reach=reach):
+                words = {**shape, "kv": f"rings of {box.inner}" if box.inner else "ring"}
+                if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
+                    words |= mesh.cut_setting
+                if mesh.tile.a > 1:
+                    words["q_reduce"] = q_reduce
+                if mesh.direction is Direction.BACKWARD:
+                    words["gradients"] = reach.value
+                return words
+            case TileOrder(ordered_by=ordered_by):
+                kv_reduce = mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none"
+                ways = {"q_reduce": q_reduce, "kv_reduce": kv_reduce, "scheduler": ordered_by}
+                rotation = "on" if mesh.tile.rotation else "off"
+                return {**shape, "rotation": rotation, **mesh.cut_setting, **ways}
 
     def unit(self, unit: int) -> Unit:
         """All that one unit does. What is exchanged at once stands around it (`exchange.py`)."""
@@ -203,12 +204,11 @@ class BoxBuilder:
 
     def _parts_of(self, task: Task, unit: int) -> list[list[Operation]]:
         """A gather or a reduction. Units of a row or a column share it, but by nodes."""
-        mesh = self._mesh
-        q_side = task.kind in ("AG-Q", mesh.q_reduce_kind)
-        key = (task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit))
-        kinds = {mesh.q_reduce_kind: mesh.q.reduce_by, mesh.kv_reduce_kind: mesh.kv.reduce_by}
-        if kinds.get(task.kind) is ReduceBy.NODES:
-            key = (task, unit)
+        mesh, line = self._mesh, unit
+        if task.kind not in self._by_nodes:
+            q_side = task.kind in ("AG-Q", mesh.q_reduce_kind)
+            line = mesh.tile.row(unit) if q_side else mesh.fetch_key(unit)
+        key = (task, line)
         if key not in self._parts:
             operations = fragment(mesh, unit, task)
             in_parts = self._order.in_parts
