@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.search import Asked, Effort, PassSearch, Place, Score, Scored
-from mesh_attention.choose.shapes import BOXES, default_layout, shows_little
+from mesh_attention.choose.shapes import default_layout, shows_little
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
@@ -22,13 +22,13 @@ from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import choice
+from mesh_attention.plan.arguments import choice, number
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.table import METHODS, all_options
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question, ask, joined
+from mesh_attention.plan.question import BOTH, Question, joined
 
 Progress = Callable[[int, int], None]
 
@@ -52,7 +52,6 @@ DEFAULT = Effort(
     every_name=False,
     tolerance=0.02,
 )
-_OPERATIONS_OF_DOCUMENTS = 4000
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
@@ -144,13 +143,12 @@ def find_best(
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
     given = _read({name: x for name, x in (options or {}).items() if x is not None})
-    cluster, num_ranks = a_cluster(cluster), ask(problem, num_ranks, method="ring").num_ranks
+    cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if method is not None and method not in METHODS:
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(given) if method is None else (method,)
     if not effort.every_name:
-        likely = (*BOXES, *(("seen",) if shows_little(problem) else ()))
-        names = tuple(name for name in names if name in likely) or names
+        names = _likely(names, rows=shows_little(problem)) or names
     count = 0
 
     def tell() -> None:
@@ -216,6 +214,12 @@ def _read(options: Mapping[str, Any]) -> dict[str, Any]:
     """As methods declare them; those that no method has are refused later, by name."""
     known = all_options()
     return {n: known[n][0].read(x) if n in known else x for n, x in options.items()}
+
+
+def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:
+    """Plain boxes; and what sends single rows, where the mask hides many (`rows`)."""
+    known = [(name, METHODS[name]) for name in names]
+    return tuple(name for name, one in known if one.is_plain_box or (rows and one.by_stretches))
 
 
 def _layouts(

@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
-from mesh_attention.choose.shapes import Shape, shapes_of, shows_little
-from mesh_attention.cost.estimate import busiest_rank, estimate
+from mesh_attention.choose.shapes import (
+    Shape,
+    busiest_rank,
+    degree_and_tile,
+    shapes_of,
+    shows_little,
+)
+from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES, plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
@@ -228,9 +234,9 @@ class PassSearch:
 
     def _scored(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = {asked.num_ranks // 2}  # where masks leave the mean of the work
+        ranks = {asked.num_ranks // 2}  # where a causal mask leaves the mean of the work
         if self._sparse:
-            ranks.add(busiest_rank(plan))
+            ranks = {busiest_rank(plan, *degree_and_tile(method, setting, asked.num_ranks))}
         if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
             ranks.add(0)  # shares of heads differ, and the first is a large one
         seen = estimate(
@@ -248,8 +254,7 @@ class PassSearch:
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // (1 if across else one.copies),
-            may_wait=asked.problem.mask.documents is not None
-            or (self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks")),
+            may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
         )
 
     def simulate(self, one: Scored) -> Scored:

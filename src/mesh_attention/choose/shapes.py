@@ -18,9 +18,10 @@ from mesh_attention.cost.planning import PLACES
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Shape:
     def box(self) -> str:
         """Shapes with the same programs in other words have the same."""
         method = METHODS[self.method]
-        if self.method not in BOXES:
+        if not (method.is_plain_box or method.by_stretches):
             return f"{self.method} {sorted(self.options.items(), key=str)}"
         names = ("tile", "ulysses")
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)
-        return f"{self.degree} {self.tile} {rotates} {rest}"
+        return f"{method.by_stretches} {self.degree} {self.tile} {rotates} {rest}"
 
     @property
     def moves_tokens(self) -> bool:
@@ -65,6 +66,22 @@ def shows_little(problem: Problem) -> bool:
     """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
     mask = problem.mask
     return mask.window is not None or mask.documents is not None or mask.slices is not None
+
+
+def busiest_rank(plan: Plan, shape_degree: int, tile: tuple[int, int]) -> int:
+    """The rank whose tile shows most pairs: under a window or documents tiles differ."""
+    layouts = plan.q_layout, plan.kv_layout
+    if any(one.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for one in layouts):
+        return 0
+    pairs = pairs_of_tiles(*layouts, plan.problem.rows, tile, shape_degree)
+    return shape_degree * int(pairs.argmax())  # units follow each other along rows of the grid
+
+
+def degree_and_tile(
+    method: str, setting: Mapping[str, Any], num_ranks: int
+) -> tuple[int, tuple[int, int]]:
+    degree = METHODS[method].degree(setting, num_ranks)
+    return degree, setting.get("tile") or (1, max(1, num_ranks // degree))
 
 
 def shapes_of(
@@ -130,9 +147,7 @@ class _Bounds:
 
     def shape(self, name: str, setting: dict[str, Any]) -> Shape:
         method, n = METHODS[name], self._ranks
-        degree = method.degree(setting, n)
-        units = max(1, n // degree)
-        tile = setting.get("tile") or (1, units)
+        degree, tile = degree_and_tile(name, setting, n)
         held = max(1, self._problem.kv_heads // degree)
         moving = 0.0
         if n > 1:
@@ -141,7 +156,7 @@ class _Bounds:
             )
         if method.by_stretches:
             moving *= self._seen
-        bound = moving if self._all_travels and name in BOXES else 0.0
+        bound = moving if self._all_travels and method.is_plain_box else 0.0
         return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
@@ -186,7 +201,3 @@ class _Bounds:
         far = (a - 1) * q_side + (b - 1) * kv_side - near
         rate = network.collective.gb_per_second * network.nics / node.ranks
         return max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
-
-
-# Whose bytes the formulas above give; others are tried in their order and never left out by it.
-BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")

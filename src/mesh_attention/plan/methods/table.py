@@ -37,6 +37,7 @@ class Method:
     rotates: bool = False  # whether keys go round in rings
     all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
     by_stretches: bool = False  # what travels is stretches of tokens, as the mask shows them
+    is_plain_box: bool = False  # bytes follow from its degree and its tile
 
     def degree(self, setting: Mapping[str, Any], num_ranks: int) -> int:
         """That of Ulysses, where a setting says it or the method does."""
@@ -139,6 +140,8 @@ DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
 _BY_STRETCHES = ("seen",)
+_PLAIN_BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
+HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # what batches of documents choose from
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", box.MeshSetting, box.plan_mesh, _tiles),
     "ring": ("KV rotates in a ring (Ring-Attention)", box.RingSetting, box.plan_ring, _one),
@@ -206,6 +209,7 @@ METHODS: Mapping[str, Method] = {
         rotates=name in _ROTATE,
         all_exchange=name in _ALL_EXCHANGE,
         by_stretches=name in _BY_STRETCHES,
+        is_plain_box=name in _PLAIN_BOXES,
     )
     for name, row in _ROWS.items()
 }
