@@ -91,7 +91,9 @@ def variants_of(
     where the mask gives ranks chunks of unlike work)."""
     known = METHODS[shape.method].options()
     kq, kkv = setting.get("chunks") or (1, 1)
-    if "short_start" in known and "short_start" not in setting and kkv > 1 and shape.degree > 1:
+    if shape.degree == 1:  # both are about what is exchanged for heads
+        return
+    if "short_start" in known and "short_start" not in setting and kkv > 1:
         yield {**setting, "short_start": True}
     if "even_chunks" in known and even and "even_chunks" not in setting and kq * kkv > 1:
         yield {**setting, "even_chunks": True}

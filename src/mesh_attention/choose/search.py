@@ -164,11 +164,11 @@ class PassSearch:
                 continue
             if self._best is not None and self._best <= enough:
                 break
-            found = self._try_cuts(shape, slice(0, 1))
+            found = self._try_cuts(shape, slice(0, 1), even=effort.every_name)
             if found is not None:
                 taken.append((found.score, number))
         for how_many, which in (
-            (effort.in_three_cuts, slice(1, 3)),
+            (effort.in_three_cuts, slice(0, 3)),
             (effort.in_all_cuts, slice(3, effort.cuts)),
         ):
             taken.sort()
@@ -180,12 +180,13 @@ class PassSearch:
                     taken[at] = min(score, found.score), number
         self._try_variants(shapes)
 
-    def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
-        """The best of these cuts of a shape."""
+    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = True) -> Scored | None:
+        """The best of these cuts of a shape. Not `even`: for a first look, since programs of even
+        chunks take four times as long to make."""
         best: Scored | None = None
         for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
-            if self._prefers_even(shape, setting):
+            if even and self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
             found = self.attempt(shape.method, setting)
             if found is not None and (best is None or found.score < best.score):
@@ -284,6 +285,9 @@ class PassSearch:
         shorter than the best simulation; the best estimate where none can be afforded. Settings of
         one shape differ less than shapes do, so the best of each shape come first."""
         effort, best, operations, count = self._asked.effort, None, 0, 0
+        if self._direction is Direction.BACKWARD and not effort.every_name:
+            # Even chunks were tried in their place, and need no simulation.
+            scored = [one for one in scored if not one.may_wait] or scored
         firsts: dict[str, Scored] = {}
         for one in scored:
             firsts.setdefault(_shape_words(one), one)
