@@ -7,25 +7,26 @@ Whatever is wrong is raised here as an error that the caller must tell all ranks
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.context_auto import cluster_for, is_auto
-from mesh_attention.cost.machine.rates import rates_of
+from mesh_attention.choose.pack import Layer
+from mesh_attention.context_auto import AutoChoice, choose, cluster_for, is_auto
+from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.table import AUTO, METHODS
-from mesh_attention.choose.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
@@ -49,10 +50,9 @@ _OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayo
 
 
 def read_arguments(
-    group: dist.ProcessGroup, given: Mapping[str, Any], *, tried: bool = True
-) -> tuple[Question | Plan, CallOptions]:
-    """By name; None is not given. What no name here fits is an option of the method. `tried` as for
-    `ask`."""
+    group: dist.ProcessGroup, given: Mapping[str, Any]
+) -> tuple[Asked | Plan, CallOptions]:
+    """By name; None is not given. What no name here fits is an option of the method."""
     fault = fault_of_unsupported(**given)
     if fault is not None:
         raise fault
@@ -62,7 +62,6 @@ def read_arguments(
     cluster = cluster_for(options.get("method"), options.pop("cluster", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
-    rates = None if cluster is None else rates_of(cluster)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
     if "plan" in given:
@@ -79,13 +78,50 @@ def read_arguments(
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    how: dict[str, Any] = {"rates": rates, "tried": tried, **options}
-    return ask(_problem(**given), dist.get_world_size(group), **how), calls
+    asked = Asked(_problem(**given), dist.get_world_size(group), options, cluster)
+    asked.check()
+    return asked, calls
 
 
-def layer_of_batches(
-    asked: Question | Plan, given: Mapping[str, Any], options: CallOptions
-) -> Layer:
+@dataclass(frozen=True)
+class Asked:
+    """What arguments ask for, before a method is chosen."""
+
+    problem: Problem
+    num_ranks: int
+    options: dict[str, Any]  # a method may be among them
+    cluster: Cluster | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return is_auto(self.options)
+
+    @cached_property
+    def any_question(self) -> Question:
+        """With the method that is named, or the first that has all options: what such a question
+        says of layouts and nodes is the same for all."""
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        method = methods_with(options)[0] if self.is_auto else self.options["method"]
+        return ask(self.problem, self.num_ranks, method=method, **options)
+
+    def check(self) -> None:
+        """Refuses unknown methods and options."""
+        self.any_question  # noqa: B018
+
+    def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
+        """A search, where the method is not named."""
+        if not self.is_auto:
+            return None
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        return choose(group, self.problem, self.cluster, options)
+
+    def question(self, choice: AutoChoice | None) -> Question:
+        if choice is None:
+            return self.any_question
+        return choice.question(self.problem, self.num_ranks)
+
+
+def layer_of_batches(asked: Asked | Plan, given: Mapping[str, Any], options: CallOptions) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
     if isinstance(asked, Plan):
         raise MeshAttentionError(
@@ -117,23 +153,32 @@ def layer_of_batches(
     named = [n for n in given if n in _method_options() and given[n] is not None]
     if is_auto(given):
         others.add("method")
-    setting, says_how = asked.setting, set(named) - others
+    question, says_how = asked.any_question, set(named) - others
+    setting = question.setting
     layout = None if given.get("layout") is None else setting.layout  # not one that was chosen
     return Layer(
-        *(asked.problem, asked if says_how else None, layout, setting.ranks_per_node),
+        *(asked.problem, question if says_how else None, layout, setting.ranks_per_node),
         relayout=setting.relayout,
     )
 
 
-def kept_source(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOptions]:
-    """What these arguments ask for, read once while they are among the latest."""
+def kept_source(
+    context: Context, given: dict[str, Any], *, chosen: bool = True
+) -> tuple[PlanSource, CallOptions]:
+    """What these arguments ask for, read once while they are among the latest. Not `chosen`: by any
+    method that takes them, for its layout alone."""
     mask = given["mask"]
     rest = repr([(name, x) for name, x in given.items() if name != "mask"])
-    key = (mask if isinstance(mask, Mask) else repr(mask), rest)
+    key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)
     known = context.asked.find(key)
     if known is None:
         asked, calls = read_arguments(context.groups.parent, given)
-        known = context.asked.keep(key, (context.source(asked), calls))
+        if isinstance(asked, Plan):
+            source = context.source(asked)
+        else:
+            choice = asked.choose(context.groups.parent) if chosen else None
+            source = context.source(asked.question(choice))
+        known = context.asked.keep(key, (source, calls))
     return known
 
 

@@ -121,6 +121,10 @@ class _Bounds:
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         flops = problem.flops(pairs, backward=self._backward)
         self._attention = flops / num_ranks / (best * 1e12)
+        # The part of all that a mask without a window and documents would show: about as much of
+        # the rows travels where only those do that are seen.
+        whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
+        self._seen = min(1.0, pairs / whole)
         # Rows that a mask hides from everybody may stay at home.
         self._all_travels = not shows_little(problem)
 
@@ -131,10 +135,12 @@ class _Bounds:
         tile = setting.get("tile") or (1, units)
         held = max(1, self._problem.kv_heads // degree)
         moving = 0.0
-        if n > 1 and not method.by_stretches:
+        if n > 1:
             moving = self._exchange(degree, setting) + self._tile(
                 degree, tile, setting, rotates=method.rotates
             )
+        if method.by_stretches:
+            moving *= self._seen
         bound = moving if self._all_travels and name in BOXES else 0.0
         return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
 
@@ -172,8 +178,7 @@ class _Bounds:
         grads = 2 if self._backward else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
         if rotates:
-            far = self._ranks > node.ranks
-            link = network.peer if far else node.peer
+            link = network.peer if self._ranks > node.ranks else node.peer
             return (b - 1) * kv_side / (link.gb_per_second * 1e9)
         units = setting.get("units_per_node") or max(1, node.ranks // degree)
         near_a, near_b = min(a, units), min(b, max(1, units // a))
