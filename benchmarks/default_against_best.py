@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from provenance import taken
+
 from mesh_attention.choose.auto import Choice, find_best, find_default
 from mesh_attention.choose.search import Scored
 from mesh_attention.cost.machine.cluster import Cluster
@@ -27,7 +29,6 @@ from mesh_attention.cost.simulator import simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from provenance import taken
 
 YARDSTICK = Path(__file__).parent / "results" / "best_of_0.2.json"
 
@@ -164,7 +165,11 @@ def main() -> int:
     every = [found[one["name"]] for one in wanted]
     print(table(every, asked))
     if args.json:
-        result = {**taken(), "machine": "2 ARM cores", "questions": [one | judged(one) for one in every]}
+        result = {
+            **taken(),
+            "machine": "2 ARM cores",
+            "questions": [one | judged(one) for one in every],
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -15,9 +15,9 @@ from mesh_attention.choose.auto import question_of
 from mesh_attention.choose.tune_line import tune_line
 from mesh_attention.choose.tuned import (
     Answer,
-    Entry,
     Known,
     Tuned,
+    TunedEntry,
     Wanted,
     read_entries,
     read_tuned,
@@ -52,7 +52,7 @@ def answer_with(**changes: Any) -> Answer:
 def file_with(folder: Path, *answers: tuple[Wanted, Answer | None]) -> Path:
     file = folder / "tuned.json"
     known: Known = {"forward a": 1.5, "backward b": "no kernel"}
-    write_entries(file, {one: Entry(x, {"device": "cpu"}, known) for one, x in answers})
+    write_entries(file, {one: TunedEntry(x, {"device": "cpu"}, known) for one, x in answers})
     return file
 
 

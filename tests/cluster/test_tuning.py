@@ -27,6 +27,7 @@ def setting(
     direction: Direction, method: str, seconds: float, place: Place = HERE, **options: Any
 ) -> Scored:
     how: dict[str, Any] = {"peak_bytes": 0, "fits": True, "stays": True, "operations": 1}
+    how["may_wait"] = False
     return Scored(direction, method, options, seconds, place=place, **how)
 
 

@@ -55,6 +55,7 @@ def few(problem: Problem, num_ranks: int, cluster: Cluster, options: Any) -> Any
                 ),
                 stays=True,
                 operations=1,
+                may_wait=False,
             )
             for at, (method, how) in enumerate(settings)
         ]

@@ -18,6 +18,8 @@ from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import PLACES, ask_on
+from mesh_attention.cost.simulator import simulate
+from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import choice
@@ -94,6 +96,15 @@ class Choice:
 
     def plan(self) -> Plan:
         return self.question.plan()
+
+    def timeline(self, direction: Direction) -> Timeline:
+        """Of what was chosen for a pass; simulated now where an estimate was enough to choose."""
+        one, asked = self.chosen[direction], self.asked
+        if one.timeline is not None:
+            return one.timeline
+        plan = asked.plan(direction, one.method, one.options)
+        how: dict[str, Any] = {"overlap": asked.overlap, "kernel": asked.kernel}
+        return simulate(plan, asked.cluster, direction, **how)
 
 
 def question_of(

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.search import Asked, Effort, PassSearch, Scored
+from mesh_attention.choose.auto import SEARCH
+from mesh_attention.choose.search import Asked, PassSearch, Scored
 from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
@@ -23,9 +24,7 @@ from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 
 _OF_METHOD = 3  # settings, beside the best that is not cut
-_EFFORT = Effort(
-    shapes=6, more_cuts=4, all_cuts=2, varied=2, simulated=0, simulated_operations=300_000
-)
+_EFFORT = SEARCH._replace(shapes=6, simulated_operations=300_000)  # of each method
 
 
 @collector_paused()

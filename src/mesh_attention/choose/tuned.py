@@ -114,7 +114,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedEntry:
     """One question of a file. `measured`, where and by what is in `measured_by`; a tuning that was
     ended before its first answer has none."""
 
@@ -180,7 +180,7 @@ def read_tuned(file: Path | str) -> Tuned:
     return Tuned(Path(file), {one: answer for one, answer in answers.items() if answer is not None})
 
 
-def read_entries(file: Path | str) -> dict[Wanted, Entry]:
+def read_entries(file: Path | str) -> dict[Wanted, TunedEntry]:
     """All that a file holds, checked."""
     line = tune_line(None, None, {}, file)
     try:
@@ -200,7 +200,7 @@ def read_entries(file: Path | str) -> dict[Wanted, Entry]:
         ) from error
 
 
-def write_entries(file: Path | str, entries: Mapping[Wanted, Entry]) -> None:
+def write_entries(file: Path | str, entries: Mapping[Wanted, TunedEntry]) -> None:
     """Whole, or not at all."""
     questions = [
         {
@@ -219,7 +219,7 @@ def write_entries(file: Path | str, entries: Mapping[Wanted, Entry]) -> None:
         part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def _entry(told: Any) -> tuple[Wanted, Entry]:
+def _entry(told: Any) -> tuple[Wanted, TunedEntry]:
     sizes = dict(told["problem"])
     problem = Problem(**{**sizes, "mask": Mask(**sizes["mask"])})
     one = wanted(problem, told["ranks"], told["options"])
@@ -228,7 +228,7 @@ def _entry(told: Any) -> tuple[Wanted, Entry]:
         str(key): str(x["cannot_run"]) if isinstance(x, dict) else _seconds(x)
         for key, x in told["measured"].items()
     }
-    return one, Entry(answer, dict(told["measured_by"]), measured)
+    return one, TunedEntry(answer, dict(told["measured_by"]), measured)
 
 
 def _answer(told: Any, asked: Mapping[str, Any]) -> Answer:

@@ -20,7 +20,7 @@ from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction
 
 if TYPE_CHECKING:
-    from mesh_attention.measure.tune import Outcome
+    from mesh_attention.measure.tune import TuningOutcome
 
 USUAL_MEASUREMENTS = 10
 
@@ -80,7 +80,7 @@ def _log(line: str) -> None:
     print(f"tune: {line}", file=sys.stderr, flush=True)
 
 
-def _rows(tuned: Outcome, direction: Direction) -> list[dict[str, Any]]:
+def _rows(tuned: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
     """What was measured, the fastest first."""
     measured = tuned.tuning.measured
     known = [one for one in tuned.tuning.contenders[direction] if one.key in measured]
@@ -97,7 +97,7 @@ def _rows(tuned: Outcome, direction: Direction) -> list[dict[str, Any]]:
     ]
 
 
-def _to_json(tuned: Outcome, file: Path, cluster: Cluster, line: str) -> dict[str, Any]:
+def _to_json(tuned: TuningOutcome, file: Path, cluster: Cluster, line: str) -> dict[str, Any]:
     return {
         "cluster": cluster.name,
         "cluster_found": line,
@@ -119,7 +119,7 @@ def _to_json(tuned: Outcome, file: Path, cluster: Cluster, line: str) -> dict[st
     }
 
 
-def _for_people(tuned: Outcome, file: Path) -> list[str]:
+def _for_people(tuned: TuningOutcome, file: Path) -> list[str]:
     lines = []
     for direction in Direction:
         rows = [(direction.value, "measured", "predicted")]

@@ -22,8 +22,8 @@ from mesh_attention.choose.contenders import contenders
 from mesh_attention.choose.search import Scored
 from mesh_attention.choose.tuned import (
     Answer,
-    Entry,
     Known,
+    TunedEntry,
     Wanted,
     read_entries,
     wanted,
@@ -48,7 +48,7 @@ TellLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningOutcome:
     """`taken` runs were made now, `before` were known from the file; `answer` is what the file has
     now, which `stays` where it was measured faster before."""
 
@@ -76,7 +76,7 @@ def tune_ranks(
     again: bool = False,
     progress: Progress | None = None,
     tell_line: TellLine | None = None,
-) -> Outcome:
+) -> TuningOutcome:
     """All ranks call it with the same arguments. At most so many `measurements` are made; those of
     a tuning that was ended count, unless all is to be measured `again`. The answer goes to the file
     `output`, unless one that was measured faster is there and not all is measured `again`.
@@ -110,7 +110,7 @@ def tune_ranks(
         raise MeasureError(f"no setting could run here; the last: {[*tuning.refused.values()][-1]}")
     mine = answer_of(tuning, best, cluster, ranks.size, file.measured_on)
     kept: Answer = ranks.of_first(lambda: file.keep(mine, replaces=again))
-    return Outcome(best, tuning, taken - before, before, kept, stays=kept != mine)
+    return TuningOutcome(best, tuning, taken - before, before, kept, stays=kept != mine)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _Output:
 
     def known(self) -> Known:
         """What was measured before, by the same."""
-        entry = self._entries().get(self.asked, Entry())
+        entry = self._entries().get(self.asked, TunedEntry())
         return entry.measured if entry.measured_by == self.by else {}
 
     def note(self, known: Known) -> None:
@@ -136,18 +136,18 @@ class _Output:
 
     def keep(self, answer: Answer, *, replaces: bool) -> Answer:
         """The faster one, unless it is to be replaced."""
-        earlier = self._entries().get(self.asked, Entry()).answer
+        earlier = self._entries().get(self.asked, TunedEntry()).answer
         if earlier is not None and earlier.seconds < answer.seconds and not replaces:
             return earlier
         self._write(answer=answer)
         return answer
 
-    def _entries(self) -> dict[Wanted, Entry]:
+    def _entries(self) -> dict[Wanted, TunedEntry]:
         return read_entries(self.file) if self.file.exists() else {}
 
     def _write(self, **changes: Any) -> None:
         entries = self._entries()
-        entries[self.asked] = replace(entries.get(self.asked, Entry()), **changes)
+        entries[self.asked] = replace(entries.get(self.asked, TunedEntry()), **changes)
         write_entries(self.file, entries)
 
 

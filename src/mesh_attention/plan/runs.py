@@ -111,11 +111,11 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
             parts += cut
             segments += [at] * len(cut)
     if len(parts) * len(key_parts) <= _FEW_PAIRS:
-        for (i, q), at in zip(parts, segments, strict=True):
-            for j, k in key_parts:
+        for (i, own), at in zip(parts, segments, strict=True):
+            for j, other in key_parts:
                 result[i, j] += sum(
-                    _pairs_below(q, k, line.hi, line.hi_slope)
-                    - _pairs_below(q, k, line.lo, line.lo_slope)
+                    _pairs_below(own, other, line.hi, line.hi_slope)
+                    - _pairs_below(own, other, line.lo, line.lo_slope)
                     for line in rows.segments[at].intervals
                 )
         return result

@@ -15,16 +15,15 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     ((0, 5), (8, 9))
     """
     result: list[tuple[int, int]] = []
-    first = last = None
+    first = last = -1
     for start, stop in spans:
         if start == stop:
             continue
         if start != last:
-            if last is not None:
-                result.append((first, last))
+            result.append((first, last))
             first = start
         last = stop
-    return (*result, (first, last)) if last is not None else ()
+    return (*result[1:], (first, last)) if result else ()
 
 
 @lru_cache(maxsize=4096)  # the ranks of a unit have the same rows

@@ -133,7 +133,9 @@ def _add_zigzag(
     sides = [sorted(s for s in spans if (s[0] >= middle) == high) for high in (False, True)]
     low, high = (sum(b - a for a, b in side) for side in sides)
     for side, ranks in zip(sides, (range(degree), range(degree - 1, -1, -1)), strict=True):
-        places += [((first + m) * slots + a, (first + m) * slots + b) for m in ranks for a, b in side]
+        places += [
+            ((first + m) * slots + a, (first + m) * slots + b) for m in ranks for a, b in side
+        ]
     for a, b in spans:
         size, side = b - a, sides[a >= middle]
         start = at + sum(d - c for c, d in side if c < a)

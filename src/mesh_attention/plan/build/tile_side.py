@@ -58,6 +58,11 @@ class TileSide:
         """Whether chunks come one after the other: from the units of a line, or to this unit."""
         return self.size > 1 or self.head_group.cut is not None
 
+    @property
+    def in_node(self) -> int | None:
+        """Units of a line that follow each other in a node, where there are several."""
+        return self.per_node if self.per_node > 1 else None
+
     @cached_property
     def reduce_by(self) -> ReduceBy:
         if self.size == 1:
