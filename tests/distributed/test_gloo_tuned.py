@@ -11,7 +11,7 @@ import torch
 
 from mesh_attention import ContextParallel, Mask, mesh_attention
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.tuned import Answer, Entry, wanted, write_entries
+from mesh_attention.choose.tuned import Answer, TunedEntry, wanted, write_entries
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.plan.plan import Direction
@@ -33,7 +33,7 @@ CHOSEN: dict[Direction, tuple[str, dict[str, Any]]] = {
 def write(file: Path, chosen: dict[Direction, tuple[str, dict[str, Any]]] = CHOSEN) -> None:
     seconds, costs = dict.fromkeys(Direction, 1e-3), costs_of(CLUSTER, 4)
     answer = Answer(chosen, seconds, CLUSTER.node.ranks, costs, "cpu, gloo")
-    write_entries(file, {wanted(CASE.problem, 4): Entry(answer)})
+    write_entries(file, {wanted(CASE.problem, 4): TunedEntry(answer)})
 
 
 def run_tuned(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any]:
