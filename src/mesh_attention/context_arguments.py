@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.choose.pack import Layer
-from mesh_attention.context_auto import AutoChoice, choose, cluster_for, is_auto
+from mesh_attention.choose.tuned import Tuned
+from mesh_attention.context_auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
@@ -46,7 +47,10 @@ _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
     *("deterministic", "nvtx", "timeout"),
 )
-_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster")
+_OWN = (
+    *(*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster"),
+    "tuned",
+)
 
 
 def read_arguments(
@@ -60,14 +64,17 @@ def read_arguments(
     chosen = {name: given.pop(name) for name in _CALL if name in given}
     options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
     cluster = cluster_for(options.get("method"), options.pop("cluster", None))
+    tuned = tuned_for(options.get("method"), options.pop("tuned", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
+    if tuned is not None:
+        calls = replace(calls, tuned=tuned.digest)
     if "plan" in given:
         plan = a_plan(given.pop("plan"))
-        if given or options:
-            names = ", ".join((*given, *options))
+        if given or options or tuned:
+            names = ", ".join((*given, *options, *(["tuned"] if tuned else [])))
             raise MeshAttentionError(
                 f"{names}: the plan says what is computed and how; leave this out beside plan"
             )
@@ -78,7 +85,7 @@ def read_arguments(
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    asked = Asked(_problem(**given), dist.get_world_size(group), options, cluster)
+    asked = Asked(_problem(**given), dist.get_world_size(group), options, cluster, tuned)
     asked.check()
     return asked, calls
 
@@ -91,6 +98,7 @@ class Asked:
     num_ranks: int
     options: dict[str, Any]  # a method may be among them
     cluster: Cluster | None = None
+    tuned: Tuned | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -109,10 +117,12 @@ class Asked:
         self.any_question  # noqa: B018
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
-        """A search, where the method is not named."""
+        """By the file of `tune` that is given, or by a search, where the method is not named."""
         if not self.is_auto:
             return None
         options = {name: x for name, x in self.options.items() if name != "method"}
+        if self.tuned is not None:
+            return AutoChoice.tuned(self.tuned, self.problem, self.num_ranks, options)
         return choose(group, self.problem, self.cluster, options)
 
     def question(self, choice: AutoChoice | None) -> Question:

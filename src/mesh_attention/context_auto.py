@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mesh_attention.choose.ask import choose as choose_on
 from mesh_attention.choose.ask import enough_nodes, usual_machine
 from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.tuned import Tuned, read_tuned
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_driver, nic_gbits
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
@@ -39,6 +40,18 @@ class AutoChoice:
     ranks_per_node: int
     costs: Costs
     passes: dict[str, tuple[str, dict[str, Any]]]
+
+    @staticmethod
+    def tuned(tuned: Tuned, problem: Problem, size: int, options: Mapping[str, Any]) -> AutoChoice:
+        """No word of the file's name, which may differ where its answers do not."""
+        answer = tuned.answer(problem, size, options)
+        seconds = " + ".join(f"{one * 1e3:.3g}" for one in answer.pass_seconds.values())
+        line = (
+            f"tuned: {seconds} ms measured forward and backward on {size} ranks of "
+            f"{answer.measured_on}"
+        )
+        passes = {direction.value: one for direction, one in answer.chosen.items()}
+        return AutoChoice(line, answer.ranks_per_node, answer.costs, passes)
 
     @staticmethod
     def of(choice: Choice, machine: str) -> AutoChoice:
@@ -102,6 +115,8 @@ def is_auto(given: Mapping[str, Any]) -> bool:
 
 def told_of_calls(given: Mapping[str, Any]) -> str | None:
     """How methods are chosen where sizes come with calls, if they are chosen."""
+    if given.get("tuned") is not None:
+        return "tuned: looked up by the sizes of each call"
     return f"{AUTO}: chosen for the sizes of each call" if is_auto(given) else None
 
 
@@ -115,6 +130,17 @@ def cluster_for(method: Any, cluster: Any) -> Cluster | None:
             f"method={AUTO!r} chooses by it; leave it out"
         )
     return a_cluster(cluster)
+
+
+def tuned_for(method: Any, tuned: Any) -> Tuned | None:
+    """The file of `tune` that was given, where something is chosen by it."""
+    if tuned is None:
+        return None
+    if (method or DEFAULT_METHOD) != AUTO:
+        raise MeshAttentionError(
+            f"tuned={str(tuned)!r}: the file says the method; leave one of it and method out"
+        )
+    return read_tuned(tuned)
 
 
 def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None:

@@ -71,6 +71,8 @@ class ContextParallel(Batches, Training):
                     once and by closed forms ("auto"), or as it was searched before
     cluster         where the method is chosen: the name or the file of the cluster to choose for;
                     left out, it is found from the machine (`cp.choice` says so)
+    tuned           a file of `mesh-attention tune`, the same on all ranks: the plan that was
+                    measured for these sizes and options, or an error
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
@@ -110,6 +112,7 @@ class ContextParallel(Batches, Training):
         relayout: bool | None = None,
         chunks: tuple[int, int] | str | None = None,
         cluster: Cluster | str | Path | None = None,
+        tuned: str | Path | None = None,
         dtype: torch.dtype | None = None,
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",

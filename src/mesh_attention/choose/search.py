@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
@@ -87,7 +88,7 @@ class Scored:
         words = [f"{name}={_word(value)}" for name, value in self.options.items()]
         return " ".join([self.method, *words])
 
-    @property
+    @cached_property
     def key(self) -> str:
         """For files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
