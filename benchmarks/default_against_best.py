@@ -4,7 +4,7 @@
 
 The questions are those of `results/best_of_0.2.json`. For each: the default (what `auto` takes) and
 its CPU seconds, the full search, and the best that version 0.2 found, whose settings are simulated
-again by today's clock. The default leaves tokens where they are by default, so it is compared twice:
+again by today's clock. The default leaves tokens where they are by default, so it is judged twice:
 with the best that leaves them there too, and with the best of all. Each question is a line of
 `--parts`: a run goes on where it was ended. Modelled, not measured.
 """
@@ -56,9 +56,9 @@ class Judge:
     def answer(self, *, search: bool) -> dict[str, Any]:
         begun = time.process_time()
         default = find_default(self.problem, self.asked["ranks"], self.cluster)
-        found: dict[str, Any] = {"name": self.asked["name"], "default": self.facts(default.chosen)}
-        found["default"]["cpu_seconds"] = time.process_time() - begun
-        found["default"]["tried"] = default.tried
+        cpu = time.process_time() - begun
+        facts = self.facts(default.chosen) | {"cpu_seconds": cpu, "tried": default.tried}
+        found: dict[str, Any] = {"name": self.asked["name"], "default": facts}
         found["yardstick"] = self.yardstick()
         if search:
             begun = time.process_time()

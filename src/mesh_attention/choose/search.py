@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
 from mesh_attention.choose.shapes import (
     Shape,
-    busiest_rank,
-    degree_and_tile,
+    busiest_ranks,
     shapes_of,
     shows_little,
 )
@@ -238,7 +237,7 @@ class PassSearch:
         asked = self._asked
         ranks = {asked.num_ranks // 2}  # where a causal mask leaves the mean of the work
         if self._sparse:
-            ranks = {busiest_rank(plan, *degree_and_tile(method, setting, asked.num_ranks))}
+            ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
         if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
             ranks.add(0)  # shares of heads differ, and the first is a large one
         seen = estimate(

@@ -13,8 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.build.seen_rows import seen_keys, seen_queries
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
@@ -68,13 +72,23 @@ def shows_little(problem: Problem) -> bool:
     return mask.window is not None or mask.documents is not None or mask.slices is not None
 
 
-def busiest_rank(plan: Plan, shape_degree: int, tile: tuple[int, int]) -> int:
-    """The rank whose tile shows most pairs: under a window or documents tiles differ."""
-    layouts = plan.q_layout, plan.kv_layout
-    if any(one.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for one in layouts):
-        return 0
-    pairs = pairs_of_tiles(*layouts, plan.problem.rows, tile, shape_degree)
-    return shape_degree * int(pairs.argmax())  # units follow each other along rows of the grid
+def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
+    """Ranks of which one ends last, under a mask that shows little: that whose tile shows most, and
+    where single rows travel that which exchanges most of them with other nodes."""
+    layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
+    degree, tile = degree_and_tile(method, setting, plan.num_ranks)
+    found = {plan.num_ranks // 2}
+    if all(one.kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for one in layouts):
+        pairs = pairs_of_tiles(*layouts, rows, tile, degree)
+        found = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
+    if METHODS[method].by_stretches:
+        grid = Tile(*tile)
+        keys, queries = (find(*layouts, rows, grid) for find in (seen_keys, seen_queries))
+        tokens = keys.tokens_between() + queries.tokens_between()
+        node = np.arange(plan.num_ranks) // per_node
+        far = np.where(node[:, None] == node, 0, tokens)
+        found.add(int(np.maximum(far.sum(0), far.sum(1)).argmax()))
+    return found
 
 
 def degree_and_tile(
