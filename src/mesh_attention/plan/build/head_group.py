@@ -90,6 +90,16 @@ def unit_rows(
     that is the order inside each of them: all members have an equal part of every chunk, given by
     the slots of a member.
     """
+    if layout.kind is LayoutKind.LISTED or not unit:
+        return _rows_of_unit(layout, degree, unit, chunks)
+    places, members = unit_rows(layout, degree, 0, chunks)
+    before = unit * degree * layout.slots
+    return tuple([(a + before, b + before) for a, b in places]), members
+
+
+def _rows_of_unit(
+    layout: Layout, degree: int, unit: int, chunks: tuple[Spans, ...] | None
+) -> tuple[Spans, tuple[Spans, ...]]:
     slots, first = layout.slots, unit * degree
     # Alone a rank has its rows as they are; a zigzag lies in order of position.
     by_position = layout.kind is LayoutKind.ZIGZAG or (
