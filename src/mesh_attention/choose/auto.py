@@ -34,11 +34,11 @@ Progress = Callable[[int, int], None]
 
 SEARCH = Effort(
     shapes=10_000,
-    in_three_cuts=8,
-    in_all_cuts=4,
+    in_three_cuts=6,
+    in_all_cuts=3,
     cuts=10,
-    varied=6,
-    simulated=6,
+    varied=4,
+    simulated=10,
     simulated_operations=20_000,
 )
 DEFAULT = Effort(
@@ -52,6 +52,7 @@ DEFAULT = Effort(
     every_name=False,
     tolerance=0.02,
 )
+_OPERATIONS_OF_METHODS = 3000  # each method's best is simulated where it has no more
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
@@ -148,7 +149,9 @@ def find_best(
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(given) if method is None else (method,)
     if not effort.every_name:
-        names = _likely(names, rows=shows_little(problem)) or names
+        names = (
+            _likely(names, rows=shows_little(problem) or num_ranks <= cluster.node.ranks) or names
+        )
     count = 0
 
     def tell() -> None:
@@ -217,7 +220,7 @@ def _read(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:
-    """Plain boxes; and what sends single rows, where the mask hides many (`rows`)."""
+    """Plain boxes; and what sends single rows, where the mask hides many or ranks are few."""
     known = [(name, METHODS[name]) for name in names]
     return tuple(name for name, one in known if one.is_plain_box or (rows and one.by_stretches))
 
@@ -269,6 +272,11 @@ class _Pass:
     def best(self, scored: Sequence[Scored]) -> Scored | None:
         return self._searches[0].best_of(scored)
 
+    def simulated(self, one: Scored) -> Scored:
+        """Where that takes no time."""
+        few = one.operations <= _OPERATIONS_OF_METHODS
+        return self._searches[0].simulate(one) if few else one
+
     def add(self, method: str, options: Mapping[str, Any]) -> None:
         self._searches[0].attempt(method, dict(options))
 
@@ -309,8 +317,9 @@ def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
         if not common:
             continue
         place = min(common, key=lambda place: _sum([each[place][0] for each in by_place]))
-        pair = [one.best(each[place][:1]) for one, each in zip(passes, by_place, strict=True)]
-        rows[name] = [one for one in pair if one is not None]
+        rows[name] = [
+            one.simulated(each[place][0]) for one, each in zip(passes, by_place, strict=True)
+        ]
     order = sorted(rows, key=lambda name: _sum(rows[name]))
     return {name: {one.direction: one for one in rows[name]} for name in order}
 

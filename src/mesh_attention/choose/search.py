@@ -137,17 +137,19 @@ class PassSearch:
 
     def run(self, *, stays: bool) -> None:
         """`stays`: only settings that leave tokens where they are."""
-        asked, effort = self._asked, self._asked.effort
+        asked = self._asked
         shapes = shapes_of(
             *(asked.problem, asked.num_ranks, asked.cluster, self._direction),
             *(asked.methods, asked.options, self._layout),
         )
-        told = asked.options
-        shapes = [
-            shape
-            for shape in shapes
-            if not (stays and shape.moves_tokens) or any(told.get(name) for name in PLACES)
-        ]
+        placed = any(asked.options.get(name) is not None for name in PLACES)
+        in_order = [shape for shape in shapes if placed or not shape.moves_tokens]
+        self._look_at(in_order)
+        if not stays and not placed:
+            self._look_at([shape for shape in shapes if shape.moves_tokens])
+
+    def _look_at(self, shapes: Sequence[Shape]) -> None:
+        effort = self._asked.effort
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape
@@ -164,7 +166,7 @@ class PassSearch:
                 continue
             if self._best is not None and self._best <= enough:
                 break
-            found = self._try_cuts(shape, slice(0, 1), even=effort.every_name)
+            found = self._try_cuts(shape, slice(0, 1), even=False)
             if found is not None:
                 taken.append((found.score, number))
         for how_many, which in (
