@@ -50,6 +50,7 @@ DEFAULT = Effort(
     simulated=2,
     simulated_operations=400,
     every_name=False,
+    ranks_of_even_chunks=1024,
     tolerance=0.02,
 )
 _OPERATIONS_OF_METHODS = 3000  # each method's best is simulated where it has no more

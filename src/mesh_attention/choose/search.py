@@ -54,6 +54,7 @@ class Effort(NamedTuple):
     simulated: int
     simulated_operations: int
     every_name: bool = True  # of shapes that several methods have
+    ranks_of_even_chunks: int = 4096  # of more they are not tried
     tolerance: float = 0.0  # what is so near to the bound of all shapes is good enough
 
 
@@ -128,6 +129,8 @@ class PassSearch:
         self.refusals: dict[str, PlanError] = {}
         zigzag = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
         self._ranks_wait = zigzag  # for each other, where chunks are of unlike work
+        # Programs of even chunks of thousands of ranks take seconds to make.
+        self._may_be_even = zigzag and asked.num_ranks <= asked.effort.ranks_of_even_chunks
         self._sparse = shows_little(asked.problem)
 
     @property
@@ -198,7 +201,7 @@ class PassSearch:
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
         """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""
         backward = self._direction is Direction.BACKWARD
-        waits = self._ranks_wait and shape.tile != (1, 1)
+        waits = self._may_be_even and shape.tile != (1, 1)
         return (
             backward
             and waits
@@ -215,7 +218,7 @@ class PassSearch:
             shape = by_words.get((one.method, str(words)))
             if shape is None:
                 continue
-            for setting in variants_of(one.options, shape, even=self._ranks_wait):
+            for setting in variants_of(one.options, shape, even=self._may_be_even):
                 self.attempt(one.method, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
