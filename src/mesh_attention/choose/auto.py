@@ -53,6 +53,9 @@ DEFAULT = Effort(
     ranks_of_even_chunks=1024,
     tolerance=0.02,
 )
+# Settings of many ranks take longer to look at.
+DEFAULT_OF_MANY = DEFAULT._replace(in_three_cuts=1, cuts=4, simulated=1)
+_FEW_RANKS = 64
 _OPERATIONS_OF_METHODS = 3000  # each method's best is simulated where it has no more
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
@@ -209,7 +212,7 @@ def find_default(
         *(problem, num_ranks, cluster),
         directions=directions,
         options=options,
-        effort=DEFAULT,
+        effort=DEFAULT if number("ranks", num_ranks) <= _FEW_RANKS else DEFAULT_OF_MANY,
         moves_tokens=False,
     )
 
