@@ -11,12 +11,15 @@ from dataclasses import replace
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.choose.pack import Layer
+from mesh_attention.choose.plan_file import read_choice
 from mesh_attention.context_auto import cluster_for, is_auto
 from mesh_attention.cost.machine.rates import rates_of
 from mesh_attention.errors import MeshAttentionError
@@ -25,7 +28,6 @@ from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, METHODS
-from mesh_attention.choose.pack import Layer
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, attention_mask
@@ -66,14 +68,17 @@ def read_arguments(
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
     if "plan" in given:
-        plan = a_plan(given.pop("plan"))
+        plan = given.pop("plan")
         if given or options:
             names = ", ".join((*given, *options))
             raise MeshAttentionError(
                 f"{names}: the plan says what is computed and how; leave this out beside plan"
             )
-        _refuse_if_wrong(plan)
-        return plan, calls
+        is_file = isinstance(plan, str | Path)
+        asked = read_choice(plan, dist.get_world_size(group)) if is_file else a_plan(plan)
+        if isinstance(asked, Plan):
+            _refuse_if_wrong(asked)
+        return asked, calls
     missing = [n for n in _NEEDED if n not in given and not (n == "causal" and "mask" in given)]
     if missing:
         raise MeshAttentionError(
@@ -87,7 +92,7 @@ def layer_of_batches(
     asked: Question | Plan, given: Mapping[str, Any], options: CallOptions
 ) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
-    if isinstance(asked, Plan):
+    if isinstance(asked, Plan) or given.get("plan") is not None:
         raise MeshAttentionError(
             "this object was made with a plan, which is for one mask and one length; give the "
             "sizes in place of the plan, and documents can change with every batch"
