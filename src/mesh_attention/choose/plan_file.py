@@ -39,7 +39,7 @@ def write_choice(path: Path | str, question: Question) -> None:
             {"directions": one.directions, "method": one.method, "options": _options(one)}
             for one in asked
         ],
-        "digest": _digest(question.plan()),
+        "digest": short_digest(question.plan()),
     }
     with replacing(path) as part:
         part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -64,7 +64,7 @@ def read_choice(path: Path | str, num_ranks: int) -> Question | Plan:
         plan = question.plan()
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _refusal(path, f"it is damaged: {error}") from error
-    if _digest(plan) != digest:
+    if short_digest(plan) != digest:
         raise _refusal(path, "it was changed, or another version of mesh_attention wrote it")
     return question
 
@@ -99,7 +99,7 @@ def _question(told: dict[str, Any]) -> Question:
     return asked[0] if len(asked) == 1 else joined(*asked)
 
 
-def _digest(plan: Plan) -> str:
+def short_digest(plan: Plan) -> str:
     """Of what was asked and chosen, the order of tasks, and the program of one rank: to write out
     those of all takes seconds."""
     sha = hashlib.sha256(question_digest(plan).encode())
