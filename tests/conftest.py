@@ -74,12 +74,6 @@ def _one_thread() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_answers_of_others(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Searched answers are kept apart from those of whoever runs the tests."""
-    os.environ["MESH_ATTENTION_CACHE"] = str(tmp_path_factory.mktemp("answers"))
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Processes that form gloo groups; started when the first test asks for them."""

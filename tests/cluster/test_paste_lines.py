@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from mesh_attention.choose.answers import (
     VARIABLE,
     Chosen,
@@ -17,8 +16,10 @@ from mesh_attention.choose.answers import (
     keep_answer,
     question_of_answer,
 )
-from mesh_attention.choose.auto import BestOfAll, find_best_of_all
 from mesh_attention.choose.one_pass import Standing
+
+from mesh_attention.choose.ask import make_plan
+from mesh_attention.choose.auto import BestOfAll, find_best_of_all
 from mesh_attention.choose.ranking import python_line
 from mesh_attention.cli import advise
 from mesh_attention.cli.advise import asked_of_all
@@ -30,7 +31,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import digest
 
 RANKS = 2

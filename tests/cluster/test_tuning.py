@@ -9,10 +9,10 @@ from collections.abc import Callable
 from math import inf
 
 import pytest
+from mesh_attention.choose.contenders import Contender, contenders
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.auto import find_best_of_all
-from mesh_attention.choose.contenders import Contender, contenders
 from mesh_attention.choose.tuning import Tuning, key_of
 from mesh_attention.plan.plan import Direction
 

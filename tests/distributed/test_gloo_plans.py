@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, Plan, make_plan
-from mesh_attention.choose.best import find_best
-from mesh_attention.cost.planning import plan_on
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cost.target import target_on
 from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.plan import Direction, Programs
@@ -37,8 +36,7 @@ def made(case: Case) -> Plan:
 
 def searched(case: Case) -> Plan:
     """The setting with the shortest simulated time, with both passes."""
-    best = find_best(case.problem, case.ranks, CLUSTER, method="ring")
-    return plan_on(CLUSTER, case.problem, case.ranks, method="ring", **best.options)
+    return find_best(case.problem, case.ranks, CLUSTER, method="ring").plan()
 
 
 def parsed(case: Case) -> Plan:

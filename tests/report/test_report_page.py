@@ -198,7 +198,7 @@ def test_pictures_show_the_numbers_of_the_facts(
             data = variants["scaling"][f"{line.scaling}|{measure}"]["data"]
             (trace,) = (trace for trace in data if trace["name"] == line.name)
             y = [p.mfu_percent if measure == "mfu" else 1e3 * p.seconds for p in line.points]
-            assert trace["y"] == pytest.approx(y, rel=1e-3)
+            assert trace["y"] == pytest.approx(y, rel=1e-3, abs=1e-3)
             assert trace["x"] == [p.ranks for p in line.points]
     for method in report_facts.methods:
         (trace,) = (t for t in variants["memory"]["both"]["data"] if t["name"] == method.name)

@@ -68,7 +68,7 @@ class RankedMethod:
                 most = max(one.timeline.received_bytes), max(one.timeline.far_bytes)
             else:
                 plan = self.plans[direction]
-                most = received_in_nodes(plan, plan.direction(direction))
+                most = received_bytes(plan, plan.direction(direction))
             found[direction] = most
         return found
 
@@ -206,26 +206,21 @@ def gpu_bytes(cluster: Cluster) -> int:
     return int(cluster.gpu.memory_gib * 2**30)
 
 
-def received_in_nodes(plan: Plan, one: Pass) -> tuple[int, int]:
-    """The most that a rank of the first or of the middle node receives in a pass, and the most of
-    other nodes: the programs of all ranks would take long to make. Copies receive the same."""
-    here = {plan.node_of(0), plan.node_of(plan.num_ranks // 2)}
+def received_bytes(plan: Plan, one: Pass) -> tuple[int, int]:
+    """Of two ranks in the middle, in two nodes where there are several: what the one that receives
+    most does in a pass, and from other nodes. The programs of all ranks would take long to make."""
     total = between = 0
-    for rank in range(plan.num_ranks):
-        if rank % one.copies or plan.node_of(rank) not in here:
-            continue
+    for rank in {max(0, plan.num_ranks // 2 - 1), plan.num_ranks // 2}:
         program = one.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
-        away: dict[str, list[bool]] = {}  # by group
         mine = far = 0
         for op in program.operations:
             if isinstance(op, Communication):
                 ranks, member = one.groups[op.group], one.members[op.group][rank]
                 flows = meter.flows(op)
                 mine += traffic_of(op, flows, member, len(ranks)).received_bytes
-                if op.group not in away:
-                    away[op.group] = [plan.node_of(x) != plan.node_of(rank) for x in ranks]
-                far += far_bytes(op, flows, away[op.group])
+                away = [plan.node_of(other) != plan.node_of(rank) for other in ranks]
+                far += far_bytes(op, flows, away)
         total, between = max(total, mine), max(between, far)
     return total, between
 
