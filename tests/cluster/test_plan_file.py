@@ -1,4 +1,4 @@
-"""The file of a choice makes the plan that was chosen; where it would make another it is refused."""
+"""The file of a choice makes the chosen plan; where it would make another it is refused."""
 
 from __future__ import annotations
 

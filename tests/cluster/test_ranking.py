@@ -1,4 +1,4 @@
-"""What is said of a choice is what the model can stand by: ties, estimates, and nothing before it."""
+"""What is said of a choice is what the model can stand by: ties, estimates, none before it."""
 
 from __future__ import annotations
 
