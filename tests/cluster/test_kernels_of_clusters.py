@@ -187,7 +187,8 @@ def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
 
 
 def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["simulate", "--ranks", "8", "--tokens", "65536", "--heads", "64", "--causal"]
+    command = ["simulate", "--method", "mesh", "--ranks", "8", "--tokens", "65536", "--heads", "64"]
+    command += ["--causal"]
     assert main(command) == 0
     text = capsys.readouterr().out
     for direction in Direction:
