@@ -13,14 +13,11 @@ from typing import Any
 from method_steps import say
 from prediction_report import AUTO, UNCUT, Predicted
 
-from mesh_attention.choose.auto import find_best_of_all
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cost import Cluster, simulate
-from mesh_attention.cost.planning import ask_on
-from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS as METHOD_TABLE
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.question import BOTH, Question
 from mesh_attention.plan.text import plan_text
 
 METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
@@ -46,8 +43,8 @@ def defining(method: str, num_ranks: int) -> dict[str, Any]:
 
 def ways(problem: Problem, num_ranks: int, cluster: Cluster) -> list[Way]:
     found = [_way(method, problem, num_ranks, cluster) for method in METHODS]
-    best = find_best_of_all(problem, num_ranks, cluster)
-    say(f"auto: {best.reason}")
+    best = find_best(problem, num_ranks, cluster)
+    say(f"auto: {', '.join(one.text for one in best.chosen.values())}")
     return [*found, _as_way(AUTO, best.question, cluster)]
 
 
@@ -59,7 +56,7 @@ def with_uncut(
     others = []
     for way in found:
         if way.name == AUTO:
-            best = find_best_of_all(problem, num_ranks, cluster, options=WHOLE)
+            best = find_best(problem, num_ranks, cluster, options=WHOLE)
             other = _as_way(AUTO, best.question, cluster)
         else:
             has = METHOD_TABLE[way.name].options()
@@ -78,23 +75,9 @@ def _way(
     options: Mapping[str, Any] | None = None,
 ) -> Way:
     """Both passes at their best; where these want other shards, the one that loses less."""
-    given, asked = defining(method, num_ranks) | dict(options or {}), []
-    for direction in BOTH:
-        best = find_best(
-            *(problem, num_ranks, cluster), method=method, direction=direction, options=given
-        )
-        chosen = {"method": method, "directions": (direction,), **best.options}
-        asked.append(ask_on(cluster, problem, num_ranks, **chosen))
-    both = [joined(*asked), *(replace(one, directions=BOTH) for one in asked)]
-    fitting = [way for question in both if (way := _if_fits(method, question, cluster))]
-    return min(fitting, key=lambda way: sum(way.predicted))
-
-
-def _if_fits(name: str, question: Question, cluster: Cluster) -> Way | None:
-    try:
-        return _as_way(name, question, cluster)
-    except PlanError:
-        return None
+    given = defining(method, num_ranks) | dict(options or {})
+    best = find_best(problem, num_ranks, cluster, method=method, options=given)
+    return _as_way(method, best.question, cluster)
 
 
 def _as_way(name: str, question: Question, cluster: Cluster) -> Way:

@@ -28,11 +28,11 @@ from kernels_on_masks import by_kernel, log_normal_pack, only_mask
 from provenance import taken
 
 from mesh_attention import Mask, Problem
+from mesh_attention.choose.ask import ask
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.kernels import RowRange
 from mesh_attention.plan.buffers import Role
-from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.choose.ask import ask
 from mesh_attention.plan.question import Question
 from mesh_attention.runtime.call_masks import KnownRanges
 from mesh_attention.runtime.executor import CallShape, Executor, run_to_end

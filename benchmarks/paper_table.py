@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Cluster, simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 
 __all__ = ["METHODS", "Cell", "Found", "cells", "run_all", "summary", "table"]
 

@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from provenance import taken
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.agreement import meetings, question_digest
@@ -45,7 +46,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.verify import verify
 
 TABLES = ("ready", "ranks", "methods", "readers")

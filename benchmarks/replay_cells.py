@@ -17,8 +17,7 @@ from typing import Any
 
 from replay.rank import RankToReplay, may_be_slowest, rank_to_replay
 
-from mesh_attention.choose.auto import find_best_of_all
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.auto import find_best, find_default
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on, setting_of
 from mesh_attention.cost.simulator import simulate
@@ -38,7 +37,7 @@ GIVEN: dict[str, dict[str, Any]] = {"usp": {"ulysses": 8}}
 LEAN = ((4, 4), (2, 4), (2, 2))
 TUNED = ((8, 8), (2, 8), (4, 16))
 TILES = ((16, 16), (8, 32), (32, 8))
-TABLES = ("settings", "methods", "grouped", "memory", "tuned", "auto")
+TABLES = ("settings", "methods", "grouped", "memory", "tuned", "auto", "default")
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def cells() -> Iterator[Cell]:
     yield from (cell for cell in ring if cell.tokens >= 1024 * K)
     yield from _tuned()
     yield from _auto()
+    yield from _default()
 
 
 ALL_TOKENS = (512 * K, 256 * K, 1024 * K)
@@ -161,6 +161,13 @@ def _auto() -> Iterator[Cell]:
                 yield Cell("auto", cluster, AUTO, 256, tokens, causal, direction.value)
 
 
+def _default() -> Iterator[Cell]:
+    """The same problems with the default, which leaves tokens where they are."""
+    for cell in _auto():
+        if cell.method == AUTO:
+            yield replace(cell, table="default")
+
+
 def prepare(cell: Cell, folder: Path) -> Path:
     """Plan, simulate, and store the parts of ranks that may be the slowest; what is stored already
     stays."""
@@ -170,19 +177,16 @@ def prepare(cell: Cell, folder: Path) -> Path:
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
     lean = cell.table == "memory"
     options = cell.options | (_shape_of_best(cell, folder) if lean else {})
-    if cell.method == AUTO:
-        found = find_best_of_all(cell.problem, cell.ranks, cluster, directions=(direction,))
-        chosen = found.chosen[direction]
-        assert chosen.timeline is not None, "what is chosen was simulated"
-        timeline, options = chosen.timeline, chosen.options
-    elif not lean and (cell.method in SEARCHED or cell.table == "methods"):
-        best = find_best(
-            *(cell.problem, cell.ranks, cluster),
-            method=cell.method,
-            direction=direction,
-            options=cell.options,
-        )
-        timeline, options = best.timeline, best.options
+    searched = cell.method in SEARCHED or cell.table == "methods"
+    if cell.method == AUTO or (searched and not lean):
+        how: dict[str, Any] = {"directions": (direction,), "options": cell.options}
+        place = cell.problem, cell.ranks, cluster
+        if cell.table == "default":
+            found = find_default(*place, **how)
+        else:
+            method = None if cell.method == AUTO else cell.method
+            found = find_best(*place, method=method, **how)
+        timeline, options = found.timeline(direction), found.chosen[direction].options
     else:
         plan = plan_on(
             *(cluster, cell.problem, cell.ranks),

@@ -50,15 +50,19 @@ def show(report: dict[str, Any]) -> None:
         _tuned(cluster, here)
         _memory(cluster, here)
     _grouped([row for row in rows if row["table"] == "grouped"])
-    _auto([row for row in rows if row["table"] == "auto"])
+    for table, what in (
+        ("auto", "the best of all methods, and the least bytes"),
+        ("default", "the default"),
+    ):
+        _auto([row for row in rows if row["table"] == table], what)
     for name, why in report["failed"].items():
         print(f"left out: {name}: {why}")
 
 
-def _auto(rows: Sequence[Row]) -> None:
+def _auto(rows: Sequence[Row], what: str) -> None:
     if not rows:
         return
-    print("\nthe best of all methods, and the least bytes: ms (MFU %), alone, simulated")
+    print(f"\n{what}: ms (MFU %), alone, simulated")
     lines = [["cluster", "ranks", "tokens", "heads", "mask", "pass", "asked for", "chosen"]]
     lines[0] += ["ms", "alone", "simulated", "goal"]
     for r in rows:

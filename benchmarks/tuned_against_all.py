@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/tuned_against_all.py --json result.json
 
-measures the cluster (or takes `--cluster`), then every finalist of every method in both passes,
+measures the cluster (or takes `--cluster`), then every contender of every method in both passes,
 several times, round by round so that a slow minute of the machine hits all alike; then tunes as
 the command does, with at most ten measurements, and says where its choice stands. `replayed` is the
 same policy on the table of all times: the choice without the noise of new measurements.
@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from math import inf
@@ -24,7 +25,8 @@ import torch
 from provenance import taken
 
 from mesh_attention import Mask, Problem
-from mesh_attention.choose.contenders import Contender, contenders
+from mesh_attention.choose.contenders import contenders
+from mesh_attention.choose.search import Scored
 from mesh_attention.choose.tuning import Pair, Tuning
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import load_cluster
@@ -34,7 +36,7 @@ from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
 from mesh_attention.measure.tune import MEASUREMENTS, measure_pair, tune_ranks
 from mesh_attention.plan.plan import Direction
 
-Every = dict[Direction, list[Contender]]
+Every = dict[Direction, list[Scored]]
 
 
 def pairs_of(every: Every) -> list[Pair]:
@@ -132,7 +134,10 @@ def main() -> None:
         rounds = measure_all(ranks, problem, cluster, pairs_of(every), given)
         times = {key: statistics.median(found) for key, found in rounds.items()}
         every = {d: [one for one in found if one.key in times] for d, found in every.items()}
-        tuned = tune_ranks(ranks, problem, cluster, lasting=given.lasting, again=True)
+        with tempfile.TemporaryDirectory() as folder:
+            tuned = tune_ranks(
+                ranks, problem, cluster, lasting=given.lasting, output=Path(folder, "tuned.json")
+            )
         if ranks.rank == 0:
             report(given, ranks, every, rounds, times, tuned.best, tuned.taken)
 

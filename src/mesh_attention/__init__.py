@@ -13,6 +13,7 @@ from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
     from mesh_attention.attention_module import ContextParallelAttention
+    from mesh_attention.choose.ask import make_plan
     from mesh_attention.context_parallel import ContextParallel
     from mesh_attention.errors import MeshAttentionError
     from mesh_attention.functional import mesh_attention, release
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from mesh_attention.plan.mask import Mask
     from mesh_attention.plan.plan import Plan
     from mesh_attention.plan.problem import Problem
-    from mesh_attention.choose.ask import make_plan
     from mesh_attention.plan.verify import verify
 
 _HOMES = {

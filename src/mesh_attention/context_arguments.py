@@ -7,10 +7,10 @@ Whatever is wrong is raised here as an error that the caller must tell all ranks
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.choose.pack import Layer
-from mesh_attention.choose.plan_file import read_choice
-from mesh_attention.context_auto import cluster_for, is_auto
-from mesh_attention.cost.machine.rates import rates_of
+from mesh_attention.choose.plan_file import read_plan
+from mesh_attention.choose.tuned import Tuned
+from mesh_attention.context_auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.arguments import choice, flag, number, real
 from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Plan, Programs, a_plan
 from mesh_attention.plan.problem import Problem
@@ -47,14 +49,16 @@ _CALL = (
     *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
     *("deterministic", "nvtx", "timeout"),
 )
-_OWN = (*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster")
+_OWN = (
+    *(*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster"),
+    "tuned",
+)
 
 
 def read_arguments(
-    group: dist.ProcessGroup, given: Mapping[str, Any], *, tried: bool = True
-) -> tuple[Question | Plan, CallOptions]:
-    """By name; None is not given. What no name here fits is an option of the method. `tried` as for
-    `ask`."""
+    group: dist.ProcessGroup, given: Mapping[str, Any]
+) -> tuple[Asked | Plan, CallOptions]:
+    """By name; None is not given. What no name here fits is an option of the method."""
     fault = fault_of_unsupported(**given)
     if fault is not None:
         raise fault
@@ -62,37 +66,78 @@ def read_arguments(
     chosen = {name: given.pop(name) for name in _CALL if name in given}
     options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
     cluster = cluster_for(options.get("method"), options.pop("cluster", None))
+    tuned = tuned_for(options.get("method"), options.pop("tuned", None))
     _refuse_near_names(options)
     calls = _call_options(group, **chosen)
-    rates = None if cluster is None else rates_of(cluster)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
+    if tuned is not None:
+        calls = replace(calls, tuned=tuned.digest)
     if "plan" in given:
         plan = given.pop("plan")
-        if given or options:
-            names = ", ".join((*given, *options))
+        if given or options or tuned:
+            names = ", ".join((*given, *options, *(["tuned"] if tuned else [])))
             raise MeshAttentionError(
                 f"{names}: the plan says what is computed and how; leave this out beside plan"
             )
-        is_file = isinstance(plan, str | Path)
-        asked = read_choice(plan, dist.get_world_size(group)) if is_file else a_plan(plan)
-        if isinstance(asked, Plan):
-            _refuse_if_wrong(asked)
-        return asked, calls
+        if isinstance(plan, str | Path):
+            plan = read_plan(plan, dist.get_world_size(group))
+        _refuse_if_wrong(a_plan(plan))
+        return plan, calls
     missing = [n for n in _NEEDED if n not in given and not (n == "causal" and "mask" in given)]
     if missing:
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    how: dict[str, Any] = {"rates": rates, "tried": tried, **options}
-    return ask(_problem(**given), dist.get_world_size(group), **how), calls
+    asked = Asked(_problem(**given), dist.get_world_size(group), options, cluster, tuned)
+    asked.check()
+    return asked, calls
 
 
-def layer_of_batches(
-    asked: Question | Plan, given: Mapping[str, Any], options: CallOptions
-) -> Layer:
+@dataclass(frozen=True)
+class Asked:
+    """What arguments ask for, before a method is chosen."""
+
+    problem: Problem
+    num_ranks: int
+    options: dict[str, Any]  # a method may be among them
+    cluster: Cluster | None = None
+    tuned: Tuned | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return is_auto(self.options)
+
+    @cached_property
+    def any_question(self) -> Question:
+        """With the method that is named, or the first that has all options: what such a question
+        says of layouts and nodes is the same for all."""
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        method = methods_with(options)[0] if self.is_auto else self.options["method"]
+        return ask(self.problem, self.num_ranks, method=method, **options)
+
+    def check(self) -> None:
+        """Refuses unknown methods and options."""
+        self.any_question  # noqa: B018
+
+    def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
+        """By the file of `tune` that is given, or by a search, where the method is not named."""
+        if not self.is_auto:
+            return None
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        if self.tuned is not None:
+            return AutoChoice.tuned(self.tuned, self.problem, self.num_ranks, options)
+        return choose(group, self.problem, self.cluster, options)
+
+    def question(self, choice: AutoChoice | None) -> Question:
+        if choice is None:
+            return self.any_question
+        return choice.question(self.problem, self.num_ranks)
+
+
+def layer_of_batches(asked: Asked | Plan, given: Mapping[str, Any], options: CallOptions) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
-    if isinstance(asked, Plan) or given.get("plan") is not None:
+    if isinstance(asked, Plan):
         raise MeshAttentionError(
             "this object was made with a plan, which is for one mask and one length; give the "
             "sizes in place of the plan, and documents can change with every batch"
@@ -122,23 +167,32 @@ def layer_of_batches(
     named = [n for n in given if n in _method_options() and given[n] is not None]
     if is_auto(given):
         others.add("method")
-    setting, says_how = asked.setting, set(named) - others
+    question, says_how = asked.any_question, set(named) - others
+    setting = question.setting
     layout = None if given.get("layout") is None else setting.layout  # not one that was chosen
     return Layer(
-        *(asked.problem, asked if says_how else None, layout, setting.ranks_per_node),
+        *(asked.problem, question if says_how else None, layout, setting.ranks_per_node),
         relayout=setting.relayout,
     )
 
 
-def kept_source(context: Context, given: dict[str, Any]) -> tuple[PlanSource, CallOptions]:
-    """What these arguments ask for, read once while they are among the latest."""
+def kept_source(
+    context: Context, given: dict[str, Any], *, chosen: bool = True
+) -> tuple[PlanSource, CallOptions]:
+    """What these arguments ask for, read once while they are among the latest. Not `chosen`: by any
+    method that takes them, for its layout alone."""
     mask = given["mask"]
     rest = repr([(name, x) for name, x in given.items() if name != "mask"])
-    key = (mask if isinstance(mask, Mask) else repr(mask), rest)
+    key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)
     known = context.asked.find(key)
     if known is None:
         asked, calls = read_arguments(context.groups.parent, given)
-        known = context.asked.keep(key, (context.source(asked), calls))
+        if isinstance(asked, Plan):
+            source = context.source(asked)
+        else:
+            choice = asked.choose(context.groups.parent) if chosen else None
+            source = context.source(asked.question(choice))
+        known = context.asked.keep(key, (source, calls))
     return known
 
 

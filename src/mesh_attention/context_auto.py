@@ -1,9 +1,7 @@
-"""How `method="auto"` chooses on a process group: the machine, an answer that was searched, and the
-first answer where there is none.
+"""How `method="auto"` chooses on a process group: it finds the machine, and `choose/` searches.
 
-Every rank chooses for itself, and ranks compare what they chose with when they agree on the plan.
-Machines, files and answers in them may differ: then all follow the first rank, whose choice comes
-with the verdict.
+Every rank chooses for itself, and ranks compare their choices when they agree on the plan. Machines
+may differ: then all follow the first rank, whose choice comes with the verdict.
 """
 
 from __future__ import annotations
@@ -11,21 +9,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mesh_attention.choose.answers import Chosen, is_measured, kept_answer, question_of_answer
+from mesh_attention.choose.ask import choose as choose_on
+from mesh_attention.choose.ask import enough_nodes, usual_machine
+from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.tuned import Tuned, read_tuned
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_driver, nic_gbits
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
-from mesh_attention.cost.machine.rates import Costs, Rates, costs_of, rates_of, usual_rates
-from mesh_attention.cost.planning import tokens_stay
+from mesh_attention.cost.machine.rates import Costs, costs_of
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS, all_options
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, joined
@@ -33,91 +33,80 @@ from mesh_attention.plan.question import Question, ask, joined
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What ranks choose by. `options` are the caller's; `chosen` is a searched answer."""
+    """A method and its options for each pass, and what else a plan depends on; `line` is for
+    people."""
 
-    machine: str
-    rates: Rates
+    line: str
+    ranks_per_node: int
     costs: Costs
-    ranks_per_node: int | None
-    options: dict[str, Any]
-    chosen: Chosen | None = None
+    passes: dict[str, tuple[str, dict[str, Any]]]
+
+    @staticmethod
+    def tuned(tuned: Tuned, problem: Problem, size: int, options: Mapping[str, Any]) -> AutoChoice:
+        """No word of the file's name, which may differ where its answers do not."""
+        answer = tuned.answer(problem, size, options)
+        seconds = " + ".join(f"{one * 1e3:.3g}" for one in answer.pass_seconds.values())
+        line = (
+            f"tuned: {seconds} ms measured forward and backward on {size} ranks of "
+            f"{answer.measured_on}"
+        )
+        passes = {direction.value: one for direction, one in answer.chosen.items()}
+        return AutoChoice(line, answer.ranks_per_node, answer.costs, passes)
+
+    @staticmethod
+    def of(choice: Choice, machine: str) -> AutoChoice:
+        asked = choice.asked
+        passes = {d.value: (one.method, one.options) for d, one in choice.chosen.items()}
+        seconds = " + ".join(f"{one.seconds * 1e3:.3g}" for one in choice.chosen.values())
+        line = (
+            f"{AUTO}: {seconds} ms modelled forward and backward on {asked.num_ranks} ranks of "
+            f"{machine}; the best of {choice.tried} settings"
+        )
+        costs = costs_of(asked.cluster, asked.num_ranks)
+        return AutoChoice(line, asked.cluster.node.ranks, costs, passes)
 
     @property
     def text(self) -> str:
-        """For other ranks: all but the options, which are the same everywhere or refused."""
-        told = asdict(replace(self, options={}))
-        return json.dumps(told, sort_keys=True)
+        """For other ranks."""
+        return json.dumps(asdict(self), sort_keys=True)
 
-    def follow(self, text: str) -> AutoChoice:
-        """With what another rank chose by."""
+    @staticmethod
+    def follow(text: str) -> AutoChoice:
+        """What another rank chose."""
         told = json.loads(text)
-        rates: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in told["rates"].items()
-        }
         return AutoChoice(
-            f"{told['machine']} (by the first rank; others found something else)",
-            Rates(**rates),
-            Costs(**told["costs"]),
+            f"{told['line']} (by the first rank; others found something else)",
             told["ranks_per_node"],
-            self.options,
-            told["chosen"],
+            Costs(**told["costs"]),
+            {name: (method, options) for name, (method, options) in told["passes"].items()},
         )
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
-        nodes = {} if self.ranks_per_node is None else {"ranks_per_node": self.ranks_per_node}
-        given = nodes | self.options
-        if self.chosen is None:
-            how: dict[str, Any] = {"method": AUTO, "rates": self.rates, **given}
-            return ask(problem, num_ranks, **how)
         questions = []
         for direction in Direction:
-            one = self.chosen[direction.value]
-            costs = {"costs": self.costs} if "costs" in METHODS[one["method"]].options() else {}
-            how = {"method": one["method"], "directions": (direction,), **costs, **given}
-            questions.append(ask(problem, num_ranks, **(how | one["options"])))
+            method, options = self.passes[direction.value]
+            costs = {"costs": self.costs} if "costs" in METHODS[method].options() else {}
+            how = {"ranks_per_node": self.ranks_per_node, **costs, **options}
+            questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
         return joined(*questions)
 
-    def told(self, question: Question) -> str:
-        """One line for people."""
-        what = "first answer" if self.chosen is None else "searched answer"
-        what = "tuned answer" if is_measured(self.chosen) else what
-        return f"{what} of {AUTO}, for {question.num_ranks} ranks on {self.machine}"
 
-
-def choose(group: dist.ProcessGroup, given: Mapping[str, Any], asked: Question) -> AutoChoice:
-    """For the arguments of an object, of which `asked` is what they ask for without a look at the
-    machine."""
-    options = {name: given[name] for name in all_options() if given.get(name) is not None}
-    ranks = dist.get_process_group_ranks(group)
-    found = per_node = ranks_of_nodes(ranks, os.environ.get("LOCAL_WORLD_SIZE"))
-    if given.get("cluster") is None:
-        machine = _machine(group, per_node)
-        cluster, line = find_cluster(machine)
-        rates = usual_rates() if machine.gpu is None else rates_of(cluster)
-        if per_node is not None and per_node >= len(ranks):
-            per_node = None  # one node, as where nobody says anything of nodes
+def choose(
+    group: dist.ProcessGroup, problem: Problem, cluster: Any, options: Mapping[str, Any]
+) -> AutoChoice:
+    """For a problem on this group: on the cluster that is given, or on the one that is found."""
+    size, said = dist.get_world_size(group), options.get("ranks_per_node")
+    if cluster is None:
+        found, line = cluster_here(group, said)
     else:
-        cluster = a_cluster(given["cluster"])
-        line, per_node = f"{cluster.name}, as given", cluster.node.ranks
-        rates = rates_of(cluster)
-        if cluster.num_ranks < len(ranks):
+        found = a_cluster(cluster)
+        line = f"{found.name}, as given"
+        if found.num_ranks < size:
             raise MeshAttentionError(
-                f"cluster: {cluster.name} has {cluster.num_ranks} ranks, fewer than the "
-                f"{len(ranks)} of this group; describe a larger one (docs/simulate.md)"
+                f"cluster: {found.name} has {found.num_ranks} ranks, fewer than the {size} of this "
+                "group; describe a larger one (docs/simulate.md)"
             )
-    chosen = kept_answer(asked.problem, len(ranks), cluster, options)
-    if chosen is not None:
-        kept = question_of_answer(asked.problem, len(ranks), cluster, chosen)
-        if not tokens_stay(kept.plan(), options):  # whoever kept it: no file moves tokens
-            chosen = None
-    if chosen is not None:
-        per_node = cluster.node.ranks
-    per_node = options.get("ranks_per_node") or per_node
-    costs = costs_of(cluster, len(ranks))
-    if node := per_node or found:
-        rates = replace(rates, ranks_per_node=node)
-    return AutoChoice(line, rates, costs, per_node, options, chosen)
+    return AutoChoice.of(choose_on(problem, size, cluster=found, **options), line)
 
 
 def is_auto(given: Mapping[str, Any]) -> bool:
@@ -126,11 +115,9 @@ def is_auto(given: Mapping[str, Any]) -> bool:
 
 def told_of_calls(given: Mapping[str, Any]) -> str | None:
     """How methods are chosen where sizes come with calls, if they are chosen."""
-    if not is_auto(given):
-        return None
-    cluster = given.get("cluster")
-    rates = "usual rates" if cluster is None else f"the rates of {a_cluster(cluster).name}"
-    return f"first answer of {AUTO} to the sizes of the call, by {rates}"
+    if given.get("tuned") is not None:
+        return "tuned: looked up by the sizes of each call"
+    return f"{AUTO}: chosen for the sizes of each call" if is_auto(given) else None
 
 
 def cluster_for(method: Any, cluster: Any) -> Cluster | None:
@@ -145,6 +132,17 @@ def cluster_for(method: Any, cluster: Any) -> Cluster | None:
     return a_cluster(cluster)
 
 
+def tuned_for(method: Any, tuned: Any) -> Tuned | None:
+    """The file of `tune` that was given, where something is chosen by it."""
+    if tuned is None:
+        return None
+    if (method or DEFAULT_METHOD) != AUTO:
+        raise MeshAttentionError(
+            f"tuned={str(tuned)!r}: the file says the method; leave one of it and method out"
+        )
+    return read_tuned(tuned)
+
+
 def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None:
     """Ranks of a group that share a node, where launchers say how many processes a node has, and
     the group has as many on each and lists them node by node."""
@@ -157,6 +155,19 @@ def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None
     return sizes.pop() if len(sizes) == 1 and in_order else None
 
 
+def cluster_here(group: dist.ProcessGroup, ranks_per_node: Any = None) -> tuple[Cluster, str]:
+    """The cluster that `auto` takes on this group where none is given, and a line about it.
+    `ranks_per_node`: if the caller says it."""
+    ranks = dist.get_process_group_ranks(group)
+    per_node = ranks_per_node or ranks_of_nodes(ranks, os.environ.get("LOCAL_WORLD_SIZE"))
+    machine = _machine(group, per_node)
+    if machine.gpu is None:  # links of what has no GPU say nothing about a cluster
+        cluster = usual_machine(len(ranks), per_node)
+        return cluster, f"{cluster.name} (no GPU found; cluster= says another)"
+    cluster, line = find_cluster(machine)
+    return enough_nodes(cluster, len(ranks)), line
+
+
 def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
     gpu, memory = gpu_of_driver(), None
     uses_gpus = dist.get_backend(group) == dist.Backend.NCCL
@@ -165,13 +176,6 @@ def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
         here = torch.cuda.current_device()
         memory = torch.cuda.get_device_properties(here).total_memory / 2**30
     if gpu is None:
-        return Machine()  # links of what has no GPU say nothing about a cluster
+        return Machine()
     inside = per_node is not None and per_node >= dist.get_world_size(group)
     return Machine(gpu, None if inside else per_node, () if inside else nic_gbits(), memory)
-
-
-def cluster_here(group: dist.ProcessGroup) -> tuple[Cluster, str]:
-    """The one that `auto` takes on this group where none is given, and a line about it."""
-    ranks = dist.get_process_group_ranks(group)
-    per_node = ranks_of_nodes(ranks, os.environ.get("LOCAL_WORLD_SIZE"))
-    return find_cluster(_machine(group, per_node))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.context_arguments import kept_source, layer_of_batches, read_arguments
 from mesh_attention.context_report import Reports
 from mesh_attention.context_sizes import (
@@ -20,7 +21,6 @@ from mesh_attention.context_sizes import (
     usual_sizes,
 )
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.runtime.ahead import Batch, prefetch
 from mesh_attention.runtime.distributed_tensors import own_tokens
 from mesh_attention.runtime.documents import BatchPlans, Documents
@@ -126,7 +126,7 @@ class Batches(Reports):
             given = usual_sizes(given)
         key = tuple(given.get(name) for name in SIZES)
         if key not in self._layers:
-            asked, options = read_arguments(self._share.context.groups.parent, given, tried=False)
+            asked, options = read_arguments(self._share.context.groups.parent, given)
             self._layers[key] = layer_of_batches(asked, given, options)
         return self._layers[key]
 
@@ -225,7 +225,7 @@ class Batches(Reports):
         """A plan for heads of the usual size: it lays out tokens as any other of this length."""
         if self._given.get("seq_len") is None:
             raise fault_of_length(self._given)
-        return kept_source(self._share.context, usual_sizes(self._given))[0].first
+        return kept_source(self._share.context, usual_sizes(self._given), chosen=False)[0].first
 
 
 def _handle(documents: Any) -> Documents:

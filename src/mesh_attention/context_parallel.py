@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
-from mesh_attention.context_arguments import process_group, read_arguments
-from mesh_attention.context_auto import AutoChoice, choose, is_auto, told_of_calls
+from mesh_attention.context_arguments import Asked, process_group, read_arguments
+from mesh_attention.context_auto import AutoChoice, told_of_calls
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_sizes import has_sizes, usual_sizes, with_lengths
 from mesh_attention.context_training import Training
@@ -32,7 +32,6 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.arguments import real
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.question import Question
 from mesh_attention.runtime.autograd import attention
 from mesh_attention.runtime.context import context_of
 from mesh_attention.runtime.distributed_tensors import own_heads
@@ -72,6 +71,8 @@ class ContextParallel(Batches, Training):
                     once and by closed forms ("auto"), or as it was searched before
     cluster         where the method is chosen: the name or the file of the cluster to choose for;
                     left out, it is found from the machine (`cp.choice` says so)
+    tuned           a file of `mesh-attention tune`, the same on all ranks: the plan that was
+                    measured for these sizes and options, or an error
     dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
                     own when they turn up
     kernel          force an attention kernel by name; None: chosen by capability
@@ -111,6 +112,7 @@ class ContextParallel(Batches, Training):
         relayout: bool | None = None,
         chunks: tuple[int, int] | str | None = None,
         cluster: Cluster | str | Path | None = None,
+        tuned: str | Path | None = None,
         dtype: torch.dtype | None = None,
         kernel: str | None = None,
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
@@ -133,12 +135,13 @@ class ContextParallel(Batches, Training):
             self._given = with_lengths(given | options)
             known = has_sizes(self._given)
             sizes = self._given if known else usual_sizes(self._given)
-            asked, self._options = read_arguments(group, sizes, tried=False)
-            if known and isinstance(asked, Question) and is_auto(self._given):
-                choice = choose(group, self._given, asked)
-                asked = self._chosen(choice, asked)
+            asked, self._options = read_arguments(group, sizes)
             if known:
-                self._fixed = context.source(asked)
+                if isinstance(asked, Plan):
+                    self._fixed = context.source(asked)
+                else:
+                    choice = asked.choose(group)
+                    self._fix(asked, choice)
                 mine = self._mine
             else:
                 self._chosen_by = told_of_calls(self._given)
@@ -147,10 +150,9 @@ class ContextParallel(Batches, Training):
         try:
             by = None if choice is None else choice.text
             followed = context.agree_on_plan(mine, self._options, error, by)
-            if followed is not None and choice is not None and isinstance(asked, Question):
+            if followed is not None and isinstance(asked, Asked):
                 try:
-                    asked = self._chosen(choice.follow(followed), asked)
-                    self._fixed = context.source(asked)
+                    self._fix(asked, AutoChoice.follow(followed))
                 except Exception as found:
                     error = found
                 context.agree_on_plan(self._mine, self._options, error)
@@ -158,10 +160,10 @@ class ContextParallel(Batches, Training):
             self._share.close()
             raise
 
-    def _chosen(self, choice: AutoChoice, asked: Question) -> Question:
-        found = choice.question(asked.problem, asked.num_ranks)
-        self._chosen_by = choice.told(found)
-        return found
+    def _fix(self, asked: Asked, choice: AutoChoice | None) -> None:
+        """One plan for all calls."""
+        self._fixed = self._share.context.source(asked.question(choice))
+        self._chosen_by = None if choice is None else choice.line
 
     @property
     def rank(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.runtime.plan_on_rank import PlanOnRank, PlanSource

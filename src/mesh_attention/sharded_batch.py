@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.batch_documents import Rows
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.choose.pack import Pack
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.runtime.shards import Shards

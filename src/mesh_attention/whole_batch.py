@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.batch_documents import Rows, rows_of_documents, rows_of_pack
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.choose.pack import Pack
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.documents import Documents
 from mesh_attention.tensor_faults import fault_of_kind
 

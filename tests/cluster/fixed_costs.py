@@ -16,7 +16,8 @@ from mesh_attention.plan.traffic import Flows
 class FixedCosts:
     """`compute` and `communication` give seconds by the name of an operation; merges are free.
 
-    `waits`: calls hold the GPU, and a communication begins between two of them only."""
+    `waits`: calls hold the GPU, and a communication begins between two of them only. `late`: what
+    each call takes longer beside a communication that began on an idle GPU."""
 
     def __init__(
         self,
@@ -24,9 +25,10 @@ class FixedCosts:
         communication: Callable[[str], float] = lambda name: 0.0,
         flow: float = 0.0,
         waits: bool = False,
+        late: float = 0.0,
     ) -> None:
         self._compute, self._communication, self._flow = compute, communication, flow
-        self._waits = waits
+        self._waits, self._late = waits, late
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         """All calls of an attention last equally long."""
@@ -34,7 +36,7 @@ class FixedCosts:
             return ()
         count = max(1, len(op.calls))
         seconds = self._compute(op.name) / count
-        return (TimedCall(seconds, "fixed", self._waits),) * count
+        return (TimedCall(seconds, "fixed", self._waits, late=self._late),) * count
 
     def collective(self, op: Operation, flows: Flows, member: int) -> float:
         return self._communication(op.name)

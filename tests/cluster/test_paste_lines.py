@@ -12,7 +12,7 @@ import torch
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best, question_of
-from mesh_attention.choose.plan_file import read_choice
+from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.python_line import python_line
 from mesh_attention.cli.main import main
 from mesh_attention.cost.machine.load import load_cluster
@@ -31,8 +31,7 @@ def pasted(line: str, ranks: int) -> tuple[Problem | None, Plan]:
     ) -> tuple[Problem | None, Plan]:
         assert on is group
         if plan is not None:
-            found = read_choice(plan, ranks)
-            return None, found if isinstance(found, Plan) else found.plan()
+            return None, read_plan(plan, ranks)
         mask = said.pop("mask", None) or Mask(causal=said.pop("causal"))
         names = {"num_kv_heads": "num_kv_heads", "v_head_dim": "v_head_dim"}
         names |= {"num_heads": "num_heads", "head_dim": "head_dim", "kv_seq_len": "kv_tokens"}

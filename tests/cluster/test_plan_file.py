@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.plan_file import read_choice, write_choice
+from mesh_attention.choose.plan_file import read_plan, write_choice
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question
 from mesh_attention.plan.text import digest, plan_text
@@ -46,16 +46,14 @@ def test_what_is_read_is_what_was_written(
     question = asked(passes, problem)
     write_choice(tmp_path / "plan.json", question)
     assert (tmp_path / "plan.json").stat().st_size < 4096
-    found = read_choice(tmp_path / "plan.json", 4)
-    assert found == question
-    assert digest(found.plan()) == digest(question.plan())
+    found = read_plan(tmp_path / "plan.json", 4)
+    assert digest(found) == digest(question.plan())
 
 
 def test_the_text_of_a_plan_is_taken_too(tmp_path: Path) -> None:
     plan = asked(PASSES[0], Problem(64, 4, 16)).plan()
     (tmp_path / "plan.txt").write_text(plan_text(plan))
-    found = read_choice(tmp_path / "plan.txt", 4)
-    assert isinstance(found, Plan)
+    found = read_plan(tmp_path / "plan.txt", 4)
     assert digest(found) == digest(plan)
 
 
@@ -79,5 +77,5 @@ def test_other_files_are_refused_with_the_line_that_writes_a_new_one(
     text = file.read_text()
     file.write_text(text[:-20] if change is None else json.dumps(json.loads(text) | change))
     with pytest.raises(MeshAttentionError, match=why) as told:
-        read_choice(file, 4)
+        read_plan(file, 4)
     assert f"mesh-attention advise --ranks N ... --output {file}" in str(told.value)

@@ -12,8 +12,10 @@ from fixed_costs import FixedCosts, undisturbed
 from mesh_attention import Mask
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Overlap, load_cluster, simulate
+from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.machine.cluster import Disturbance
 from mesh_attention.cost.machine.rates import Costs
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.timeline import Stream
 from mesh_attention.plan.count import count
 from mesh_attention.plan.methods.table import METHODS
@@ -54,6 +56,43 @@ def test_without_overlap_a_ring_takes_the_sum(ranks: int) -> None:
     costs = FixedCosts(lambda _: 1.0, flow=4.0)
     timeline = simulate(ring(ranks), undisturbed(), overlap=Overlap.NONE, costs=costs)
     assert timeline.runtime_seconds == pytest.approx(4.0 * (ranks - 1) + ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flow", "late", "seconds"),
+    [
+        (
+            2,
+            4.0,
+            2.0,
+            5.0 + 3.0,
+        ),  # the transfer begins on an idle GPU, the call beside it
+        (2, 4.0, 9.0, 4.0 + 3.0 + 3.0),  # late programs begin no later than the transfer ends
+        (2, 1.0, 2.0, 1.0 + 3.0 + 3.0),
+        (3, 4.0, 2.0, 5.0 + 3.0 + 3.0),  # the second transfer begins beside a call: no other waits
+    ],
+)
+def test_programs_that_find_no_place_beside_a_transfer_begin_late(
+    ranks: int, flow: float, late: float, seconds: float
+) -> None:
+    costs = FixedCosts(lambda _: 3.0, flow=flow, late=late)
+    assert simulate(ring(ranks), undisturbed(), costs=costs).runtime_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("direction", "rank", "replayed"), [("forward", 63, 33.0), ("backward", 7, 57.8)]
+)
+def test_a_ring_of_many_small_calls_is_predicted_as_it_was_replayed(
+    direction: str, rank: int, replayed: float
+) -> None:
+    """2026-11-17-replay-ring-and-window-h200.json. Forward, half of its transfers begin while the
+    rank waits for keys, and so on an idle GPU: 27.2 ms would be enough otherwise."""
+    problem = Problem(256 * 1024, 32, 128, num_kv_heads=8, mask=Mask(causal=True))
+    cluster, passes = load_cluster("hgx-h200"), (Direction(direction),)
+    plan = plan_on(cluster, problem, 64, method="ring", directions=passes)
+    found = estimate(plan, cluster, *passes, ranks=[rank])
+    assert found.seconds * 1e3 == pytest.approx(replayed, rel=0.1)
+    assert found.least_seconds <= found.seconds
 
 
 def test_flows_between_the_same_two_ranks_take_turns_where_a_pair_has_room_for_one() -> None:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
-from mesh_attention.choose.answers import (
-    VARIABLE,
-    keep_chosen,
-    kept_answer,
-    question_of_answer,
-    search_and_keep,
-)
 from mesh_attention.context_auto import ranks_of_nodes
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
 from support.cases import Case
 from support.gloo_case import Part, attend, whole
@@ -40,48 +27,11 @@ def sizes(case: Case) -> dict[str, Any]:
     return {"seq_len": p.q_tokens, "mask": p.mask, "dtype": case.dtype, **heads}
 
 
-def num_built(rank: int, world_size: int) -> int:
-    """How many plans a constructor makes where an option, but no method, is given."""
-    built = []
-
-    def counted(build: Any, *asked: Any) -> Any:
-        plan = build(*asked)  # what a method refuses is not made
-        built.append(build)
-        return plan
-
-    every = {name: replace(one, build=partial(counted, one.build)) for name, one in METHODS.items()}
-    with (
-        patch.dict(METHODS, every),
-        ContextParallel(**sizes(CASE), max_memory_bytes=1 << 30) as cp,
-    ):
-        assert cp.plan.method == "mesh"
-        assert digest(cp.plan) == digest(make_plan(CASE.problem, 2, max_memory_bytes=1 << 30))
-    return len(built) - 1  # one was made here
-
-
-def test_a_constructor_plans_once_with_an_option_that_must_be_tried(pool: WorkerPool) -> None:
-    assert pool.run(num_built, 2) == [1, 1]
-
-
-def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any]:
+def run_auto(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     asked = sizes(case)
     with ContextParallel(method="auto", **asked) as cp:
-        found["first"] = attend(cp, case), digest(cp.plan), cp.choice
-    # An answer that only the second rank has does not make ranks differ; one of the first does
-    # not either, but all use it.
-    for name, at in (("second", 1), ("all", 0)):
-        os.environ[VARIABLE] = f"{folder}/kept" if rank == at else f"{folder}/nothing"
-        with ContextParallel(method="auto", cluster="hgx-h100", **asked) as cp:
-            found[name] = attend(cp, case), digest(cp.plan), cp.choice
-    os.environ[VARIABLE] = f"{folder}/nothing"
-    # Whoever kept it: an answer for which tokens would have to lie elsewhere is not used.
-    os.environ[VARIABLE] = f"{folder}/kept"
-    for name, said in (("not moved", {}), ("moved", {"layout": "contiguous"})):
-        window: dict[str, Any] = asked | {"mask": WINDOW, "cluster": "hgx-h100", **said}
-        with ContextParallel(**window) as cp:
-            found[name] = cp.choice, cp.plan.q_layout.kind
-    os.environ[VARIABLE] = f"{folder}/nothing"
+        found["default"] = attend(cp, case), digest(cp.plan), cp.choice
     # Other clusters on other ranks: as the first has it.
     other = "hgx-h100" if rank == 0 else "a100-roce"
     with ContextParallel(method="auto", cluster=other, **asked) as cp:
@@ -93,9 +43,9 @@ def run_auto(rank: int, world_size: int, case: Case, folder: str) -> dict[str, A
         found["by calls"] = cp.choice if attend_layers(cp, case) else ""
     # Layers of one batch, one with a window: objects that share tokens share their places too.
     with ContextParallel(**asked) as cp:
-        assert cp.choice == found["first"][2]
+        assert cp.choice == found["default"][2]
         with ContextParallel(**(asked | {"mask": WINDOW})) as windowed:
-            assert windowed.plan.method == "seen"
+            assert windowed.plan.q_layout.kind is cp.plan.q_layout.kind
             found["layers"] = attend_layers(cp, case, windowed)
         found["same plan"] = digest(cp.plan) == digest(make_plan(case.problem, 4))
     # Of what cannot be cut so, the next best method.
@@ -140,42 +90,22 @@ def attend_documents(cp: ContextParallel, case: Case, docs: Any) -> bool:
     return bool((out.double() - truth.out).abs().max() < 1e-5)
 
 
-def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    os.environ[VARIABLE], before = str(tmp_path / "kept"), os.environ[VARIABLE]
-    try:
-        search_and_keep(CASE.problem, 4, "hgx-h100")
-        chosen = kept_answer(CASE.problem, 4, load_cluster("hgx-h100"))
-        assert chosen is not None
-        kept = question_of_answer(CASE.problem, 4, load_cluster("hgx-h100"), chosen).plan()
-        for options in ({}, {"layout": "contiguous"}):
-            one = {"method": "seen", "options": {"layout": "contiguous"}, "seconds": 1.0}
-            moved = {direction.value: one for direction in Direction}
-            window = replace(CASE.problem, mask=WINDOW)
-            assert keep_chosen(window, 4, "hgx-h100", moved, "by hand", options)
-    finally:
-        os.environ[VARIABLE] = before
-    by_rank = pool.run(run_auto, 4, CASE, str(tmp_path))
+def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool) -> None:
+    by_rank = pool.run(run_auto, 4, CASE)
     truth = attention(*CASE.tensors(), CASE.mask)
-    for name in ("first", "second", "all", "clusters", "cut"):
+    for name in ("default", "clusters", "cut"):
         parts: list[Part] = [one[name][0] for one in by_rank]
         assert max(errors(whole(parts, CASE), truth).values()) <= tolerance(CASE.dtype)
         assert len({one[name][1] for one in by_rank}) == 1
     for one in by_rank:
-        assert "first answer of auto, for 4 ranks on" in one["first"][2]
-        assert "first answer" in one["second"][2]
-        assert "by the first rank; others found something else" in one["second"][2]
-        assert "searched answer" in one["all"][2]
-        assert one["all"][1] == digest(kept)
+        assert "modelled forward and backward on 4 ranks of hgx-h100" in one["default"][2]
         assert "hgx-h100, as given" in one["clusters"][2]
+        assert "by the first rank; others found something else" in one["clusters"][2]
         assert one["documents"]
-        assert "first answer of auto to the sizes of the call, by usual rates" in one["by calls"]
+        assert "chosen for the sizes of each call" in one["by calls"]
         assert one["layers"]
-        assert "first answer" in one["not moved"][0]
-        assert one["not moved"][1] == "zigzag"
-        assert "searched answer" in one["moved"][0]
-        assert one["moved"][1] == "contiguous"
         assert one["same plan"]
-        assert one["cut"][2].startswith("mesh")
+        assert "head_slices" in one["cut"][2]
         assert "only method='auto' chooses by it" in one["refused"]
         assert "did you mean hgx-h100?" in one["unknown"]
 

@@ -1,12 +1,8 @@
-"""`tune` on real processes: the same choice everywhere, kept for `auto`, and gone on with after an
-end. No test is about a time."""
+"""`tune` on real processes: the same choice everywhere, in the file that was named, also where it
+was ended and goes on. No test is about a time."""
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +12,20 @@ import torch.distributed as dist
 
 import mesh_attention.measure.tune
 from mesh_attention import ContextParallel, Mask, Problem
-from mesh_attention.choose.answers import VARIABLE, is_measured, kept_answer, search_and_keep
-from mesh_attention.choose.best import candidate
-from mesh_attention.choose.contenders import Contender, contenders
-from mesh_attention.choose.search import a_search
+from mesh_attention.choose.auto import question_of
+from mesh_attention.choose.contenders import contenders
+from mesh_attention.choose.search import Scored, place_of
+from mesh_attention.choose.tuned import read_entries, read_tuned, wanted
 from mesh_attention.choose.tuning import Tuning
 from mesh_attention.cli.main import main
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.measure.attempts import Attempts, Refusal, reason_of
 from mesh_attention.measure.ranks import ranks_of_group
-from mesh_attention.measure.tune import keep_tuned, tune_ranks
-from mesh_attention.measure.tuning_state import TuningState
+from mesh_attention.measure.tune import tune_ranks
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.text import digest
 from mesh_attention.runtime.handshake import DisagreementError
@@ -41,41 +37,41 @@ from support.raised import raised_by
 CPU = torch.device("cpu")
 tune_module: Any = mesh_attention.measure.tune
 PROBLEM = Problem(48, 2, 8, mask=Mask(causal=True), element_bytes=4)
-SIZES: dict[str, Any] = {
-    "seq_len": 48,
-    "num_heads": 2,
-    "head_dim": 8,
-    "causal": True,
-    "dtype": torch.float32,
-}
 OPTIONS: dict[str, Any] = {"layout": "zigzag"}  # one place for all
 
 
 def few(problem: Problem, num_ranks: int, cluster: Cluster, options: Any) -> Any:
     """In place of a search: settings that take a moment to find."""
+    uncut: dict[str, Any] = {"chunks": (1, 1)}
+    settings = [("mesh", {}), ("ring", {}), ("ulysses", {}), ("mesh", uncut)]
     every = {}
     for direction in Direction:
-        search = a_search(problem, num_ranks, cluster, direction, options)
-        uncut: dict[str, Any] = {"chunks": (1, 1)}
-        settings = [("mesh", {}), ("ring", {}), ("ulysses", {}), ("mesh", uncut)]
-        made = [candidate(search, name, one | options) for name, one in settings]
         every[direction] = [
-            Contender(direction, one.name, one.options, 1.0 + at / 100, one.place)
-            for at, one in enumerate(made)
+            Scored(
+                *(direction, method, how | options, 1.0 + at / 100, 0),
+                fits=True,
+                place=place_of(
+                    plan_on(cluster, problem, num_ranks, method=method, **how, **options)
+                ),
+                stays=True,
+                operations=1,
+                may_wait=False,
+            )
+            for at, (method, how) in enumerate(settings)
         ]
     return every
 
 
 def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    os.environ[VARIABLE] = f"{folder}/first" if rank == 0 else f"{folder}/others"
     ranks = ranks_of_group(None, CPU)
     cluster = load_cluster("hgx-h100")
+    # The first rank reads and writes; others may see no such folder.
+    output = Path(folder, "tuned.json") if rank == 0 else Path(folder, "nowhere", "tuned.json")
     found: dict[str, Any] = {}
 
-    def tuned(measurements: int, **how: Any) -> Any:
-        return tune_ranks(
-            *(ranks, PROBLEM, cluster, OPTIONS), measurements=measurements, lasting=0.0, **how
-        )
+    def tuned(measurements: int, problem: Problem = PROBLEM, **how: Any) -> Any:
+        how = {"output": output, "lasting": 0.0, "measurements": measurements, **how}
+        return tune_ranks(ranks, problem, how.pop("cluster", cluster), OPTIONS, **how)
 
     tune_module.contenders = few
     # An end in the middle: the third measurement of four never comes back.
@@ -95,38 +91,75 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found["ended"] = len(made)
     finally:
         tune_module.plan_seconds = measure
+    ranks.wait_for_all()
+    file = Path(folder, "tuned.json")
+    found["no answer yet"] = raised_by(
+        lambda: read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
+    )
+    ranks.wait_for_all()
     steps: list[tuple[int, int]] = []
     one = tuned(4, progress=lambda *at: steps.append(at))
     found["went_on"] = one.before, one.taken, [x.key for x in one.best], steps
     found["measured"] = one.tuning.measured
-    found["known"] = (lambda x: (x.before, x.taken))(tuned(4))
-    # Another cluster has a file of its own; the answer is kept for one with other nodes where all
-    # ranks are on one node anyway.
-    larger = load_cluster("gb200-nvl72")
-    small = replace(cluster.node, ranks=1), replace(cluster.network, nics=1)
-    smaller = replace(cluster, node=small[0], network=small[1])
-    for name, also_for in (("larger", larger), ("smaller", smaller)):
-        one = tuned(1, also_for=also_for)
-        found[name] = one.before, one.taken, len(one.kept_in)
-    other = tune_ranks(ranks, PROBLEM, larger, OPTIONS, measurements=1, lasting=0.0, again=True)
-    found["other"] = other.before, other.taken, len(other.kept_in)
-    with ContextParallel(cluster="hgx-h100", method="auto", **SIZES, **OPTIONS) as cp:
+    found["known"] = (lambda x: (x.before, x.taken, x.stays))(tuned(4))
+    answer = read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
+    plan = answer.question(PROBLEM, world_size).plan()
+    chosen = {x.direction: (x.method, x.options) for x in one.best}
+    measured = question_of(cluster, PROBLEM, world_size, chosen).plan()
+    found["same plan"] = digest(plan) == digest(measured)
+    with ContextParallel(plan=plan) as cp:
         q = torch.randn(1, len(cp.positions()), 2, 8)
         out = cp.attention(q, q, q)
         assert isinstance(out, torch.Tensor)
-        found["used"] = digest(cp.plan), cp.choice, bool(out.isfinite().all())
-    found |= refusals(rank, folder)
+        found["finite"] = bool(out.isfinite().all())
+    # Another problem is another question of the file; another cluster measures anew.
+    other = Problem(64, 2, 8, mask=Mask(causal=True), element_bytes=4)
+    found["other"] = (lambda x: (x.before, x.taken))(tuned(1, other))
+    found["anew"] = (lambda x: (x.before, x.taken))(tuned(1, cluster=load_cluster("paper")))
+    ranks.wait_for_all()
+    found["questions"] = [one.problem.q_tokens for one in read_tuned(file).answers]
+    found |= replaced(rank, folder) | refusals(rank, folder)
     tune_module.contenders = contenders
-    found["refused"] = raised_by(
-        lambda: tune_ranks(ranks, PROBLEM, load_cluster("paper"), {"x": 1})
+    found["refused"] = [
+        raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, {"x": 1}, output=output)),
+        raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, output=f"{folder}/no/tuned.json")),
+    ]
+    if rank == 0:
+        Path(folder, "mine.toml").write_text("a = 1")
+    found["refused"].append(
+        raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, output=f"{folder}/mine.toml"))
     )
     return found
 
 
+def replaced(rank: int, folder: str) -> dict[str, Any]:
+    """A slower answer does not take the place of one that was measured faster."""
+    ranks = ranks_of_group(None, CPU)
+    took = [1e-3]
+    measure, tune_module.plan_seconds = (
+        tune_module.plan_seconds,
+        lambda *_, **__: dict.fromkeys(Direction, took[0]),
+    )
+
+    def tuned(cluster: str, **how: Any) -> tuple[bool, float]:
+        how |= {"output": Path(folder, "replaced.json"), "measurements": 1}
+        one = tune_ranks(ranks, PROBLEM, load_cluster(cluster), OPTIONS, **how)
+        return one.stays, one.answer.seconds
+
+    found = [tuned("hgx-h100")]
+    for seconds, cluster, again in ((2e-3, "paper", False), (5e-4, "hgx-h200", False)):
+        took[0] = seconds
+        found.append(tuned(cluster, again=again))
+    took[0] = 3e-3
+    found.append(tuned("hgx-h200", again=True))
+    tune_module.plan_seconds = measure
+    return {"replaced": found}
+
+
 def refusals(rank: int, folder: str) -> dict[str, Any]:
     """What ends a tuning, and what is noted of a setting."""
-    os.environ[VARIABLE] = f"{folder}/refusals"
     ranks = ranks_of_group(None, CPU)
+    output = Path(folder, "refusals.json")
     cluster = load_cluster("hgx-h100")
     found: dict[str, Any] = {}
     measure = tune_module.plan_seconds
@@ -141,14 +174,17 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
 
     def tuned() -> Any:
         return tune_ranks(
-            *(ranks, PROBLEM, cluster, OPTIONS), measurements=3, tell_line=lines.append
+            *(ranks, PROBLEM, cluster, OPTIONS),
+            output=output,
+            measurements=3,
+            tell_line=lines.append,
         )
 
-    def files() -> list[str]:
+    def entry() -> tuple[bool, dict[str, float | str]]:
         ranks.wait_for_all()
-        there = sorted(Path(folder, "refusals").glob("*.json"))
+        found = read_entries(output)[wanted(PROBLEM, ranks.size, OPTIONS)]
         ranks.wait_for_all()
-        return [one.read_text() for one in there]
+        return found.answer is not None, found.measured
 
     tune_module.plan_seconds = may_fail
     try:
@@ -156,10 +192,10 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
             kinds[:] = [None, error]
             with pytest.raises(type(error), match=str(error)):
                 tuned()
-            found.setdefault("ended_with", []).append(files())
+            found.setdefault("ended_with", []).append(entry())
         kinds[:] = [KernelRefusedError("no kernel can do this")]
         one = tuned()
-        found["noted"] = one.taken, one.before, sorted(set(one.tuning.refused.values())), files()
+        found["noted"] = one.taken, one.before, sorted(set(one.tuning.refused.values())), entry()
         found["lines"] = lines
     finally:
         tune_module.plan_seconds = measure
@@ -203,111 +239,46 @@ def test_a_refusal_leaves_what_has_run() -> None:
     assert tuning.refused == {backward.key: "why"}
 
 
-def test_a_slower_tuning_does_not_replace_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    cluster = load_cluster("hgx-h100")
-    every = few(PROBLEM, 2, cluster, OPTIONS)
-
-    def keep(at: int, seconds: float, *, replace: bool = False) -> Any:
-        pair = every[Direction.FORWARD][at], every[Direction.BACKWARD][at]
-        tuning = Tuning(every, {one.key: seconds for one in pair})
-        clusters = (cluster, cluster)
-        return keep_tuned(PROBLEM, 2, clusters, tuning, pair, OPTIONS, replace=replace)
-
-    def kept() -> tuple[str, float]:
-        one = (kept_answer(PROBLEM, 2, cluster, OPTIONS) or {})["forward"]
-        return one["method"], one["seconds"]
-
-    search_and_keep(PROBLEM, 2, cluster, OPTIONS)
-    files, stayed = keep(0, 1e3)  # what was not measured is replaced
-    assert (len(files), stayed, kept()) == (1, (), ("mesh", 1e3))
-    assert (*map(len, keep(1, 2e-3)), kept()) == (1, 0, ("ring", 2e-3))
-    files, stayed = keep(2, 3e-3)
-    assert (files, len(stayed), kept()) == ((), 1, ("ring", 2e-3))
-    assert "ring" in stayed[0]
-    assert "4.00 ms" in stayed[0]
-    assert "6.00 ms" in stayed[0]
-    assert "--again" in stayed[0]
-    assert (*map(len, keep(2, 3e-3, replace=True)), kept()) == (1, 0, ("ulysses", 3e-3))
-
-
-def test_all_ranks_choose_the_same_and_auto_uses_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_all_ranks_choose_the_same_and_the_file_has_it(pool: WorkerPool, tmp_path: Path) -> None:
     found = pool.run(tune, 2, str(tmp_path), seconds=300)
     first = found[0]
-    own = dict.fromkeys(("used", "refused", "differ", "one_rank"))
+    own = dict.fromkeys(("refused", "differ", "one_rank", "no answer yet"))
     for one in found[1:]:
         assert {**one, **own} == {**first, **own}
-        assert one["used"][0] == first["used"][0]
     assert first["ended"] == 3
+    assert all("has no answer for 48 tokens" in one["no answer yet"].error for one in found)
     before, taken, best, steps = first["went_on"]
     assert before == 2
     assert taken >= 1
     assert len(best) == 2
     assert steps[0] == (2, 4)
-    assert first["known"] == (before + taken, 0)
-    known = before + taken
-    assert (first["larger"], first["smaller"]) == ((known, 0, 2), (known, 0, 1))
-    assert first["other"] == (0, 1, 1)
-    one_run, still_one = first["ended_with"]
-    assert len(one_run) == 1  # what was measured, and no answer
-    assert len(still_one) == 1
-    assert "cannot_run" not in "".join(one_run + still_one)
-    taken, before, reasons, told = first["noted"]
-    assert (taken + before, reasons, len(told)) == (3, ["no kernel can do this"], 2)
-    assert "no kernel can do this" in "".join(told)
+    assert first["known"] == (before + taken, 0, False)
+    assert first["same plan"]
+    assert first["finite"]
+    assert first["other"] == first["anew"] == (0, 1)
+    assert first["questions"] == [48, 64]
+    stays = [(False, 2e-3), (True, 2e-3), (False, 1e-3), (False, 6e-3)]
+    assert first["replaced"] == [(one, pytest.approx(seconds)) for one, seconds in stays]
+    assert [len(measured) for _, measured in first["ended_with"]] == [2, 4]
+    for has_answer, measured in first["ended_with"]:
+        assert not has_answer
+        assert not any(isinstance(one, str) for one in measured.values())
+    taken, before, reasons, (has_answer, measured) = first["noted"]
+    assert (taken + before, reasons, has_answer) == (3, ["no kernel can do this"], True)
+    assert "no kernel can do this" in measured.values()
     assert sum("cannot run: forward" in line for line in first["lines"]) == 1
     assert sum("of at most 3: forward" in line for line in first["lines"]) == 3
     assert "only here" in first["one_rank"]
     assert not any(one["one_rank"] for one in found[1:])
     assert all("not all ranks say the same" in one["differ"] for one in found)
-    _, choice, finite = first["used"]
-    assert finite
-    assert "tuned answer of auto" in choice
-    assert all("x" in one["refused"].error for one in found)
-    files = sorted(file.name for file in (tmp_path / "first").iterdir())
-    assert [name.startswith("tuning-") for name in files] == [False, False, True, True]
-    assert not (tmp_path / "others").exists()  # the first rank reads and writes
-    before_env, os.environ[VARIABLE] = os.environ[VARIABLE], str(tmp_path / "first")
-    try:
-        kept = kept_answer(PROBLEM, 2, "hgx-h100", OPTIONS)
-        assert is_measured(kept)
-        # A search does not replace what was measured.
-        search_and_keep(PROBLEM, 2, "hgx-h100", OPTIONS)
-        assert kept_answer(PROBLEM, 2, "hgx-h100", OPTIONS) == kept
-    finally:
-        os.environ[VARIABLE] = before_env
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "{",
-        "[1, 2]",
-        json.dumps({"version": 0}),
-        json.dumps({"version": 2, "asked": {}, "measured": {}}),
-        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": "fast"}}),
-        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": -1.0}}),
-        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": None}}),
-        json.dumps({"version": 2, "asked": {"n": 1}, "measured": {"a": {}}}),
-    ],
-)
-def test_a_damaged_state_is_told_and_ignored(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    state = TuningState({"n": 1})
-    state.prepare()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert state.read() == {}
-        state.write({"a": 1.5, "b": "no kernel"})
-        assert TuningState({"n": 1}).read() == {"a": 1.5, "b": "no kernel"}
-        assert TuningState({"n": 2}).read() == {}
-    state.file.write_text(damage)
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert state.read() == {}
+    for one in found:
+        option, folder, damaged = (each.error for each in one["refused"])
+        assert "no method has an option 'x'" in option
+        assert "No such file" in folder
+        assert "mine.toml is not a file of mesh-attention tune" in damaged
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["mine.toml", "refusals.json", "replaced.json", "tuned.json"]
+    assert (tmp_path / "mine.toml").read_text() == "a = 1"
 
 
 def test_it_says_how_it_is_started(
@@ -316,6 +287,8 @@ def test_it_says_how_it_is_started(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert main(["tune"]) == 2
+    assert "--output is missing" in capsys.readouterr().err
+    assert main(["tune", "--output", "tuned.json"]) == 2
     assert "torchrun --nproc-per-node 8 -m mesh_attention tune" in capsys.readouterr().err
     assert main(["tune", "--method", "ring"]) == 2
     assert "leave --method out" in capsys.readouterr().err

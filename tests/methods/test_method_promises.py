@@ -70,6 +70,29 @@ def test_in_the_zigzag_layout_every_rank_of_a_causal_method_has_equally_much_wor
     assert len({half_pairs(one, rank) for rank in range(16)}) == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "other", "its_options"),
+    [
+        ("allgather-kv", {}, "mesh", {"tile": (1, 4)}),
+        ("mesh-usp", {"ulysses": 1, "tile": (2, 2)}, "mesh", {"tile": (2, 2)}),
+        ("mesh-usp", {"ulysses": 4, "tile": (1, 1)}, "ulysses", {}),
+        ("usp", {"ulysses": 1}, "ring", {}),
+        ("double-ring", {"inner": 4}, "ring", {}),
+        ("agq-ringkv", {"tile": (1, 4)}, "ring", {}),
+    ],
+)
+def test_methods_that_are_the_same_box_have_the_same_programs(
+    method: str, options: dict[str, Any], other: str, its_options: dict[str, Any]
+) -> None:
+    for mask in (CAUSAL, Mask()):
+        one = plan_of(method, 4, mask=mask, **options)
+        same = plan_of(other, 4, mask=mask, **its_options)
+        for direction in Direction:
+            here, there = one.direction(direction), same.direction(direction)
+            assert here.groups == there.groups
+            assert here.programs == there.programs
+
+
 def test_all_gather_kv_is_the_mesh_with_one_row() -> None:
     for ranks in (1, 4, 6):
         mesh = plan_of("mesh", ranks, tile=(1, ranks))

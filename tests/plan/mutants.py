@@ -8,7 +8,7 @@ from random import Random
 
 from plan_cases import random_problem, random_setting
 
-from mesh_attention.plan.methods.mesh import plan_mesh
+from mesh_attention.plan.methods.box_methods import plan_mesh
 from mesh_attention.plan.plan import Pass, Plan
 from mesh_attention.plan.program import (
     AllGather,

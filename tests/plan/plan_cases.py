@@ -9,7 +9,7 @@ from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.mask_slices import SliceKind
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
 from support.listed import RULES, stretches_for

@@ -19,7 +19,7 @@ from mesh_attention.plan.assignment import (
 )
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 

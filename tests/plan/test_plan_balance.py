@@ -11,7 +11,7 @@ import pytest
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program

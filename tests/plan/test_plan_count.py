@@ -9,7 +9,7 @@ import pytest
 from mesh_attention.plan.count import count
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.ring import RingSetting, plan_ring
+from mesh_attention.plan.methods.box_methods import RingSetting, plan_ring
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward

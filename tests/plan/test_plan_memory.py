@@ -14,7 +14,7 @@ from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.build.tile_tasks import Scheduler
 from mesh_attention.plan.count import count
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem

@@ -11,7 +11,7 @@ import pytest
 from plan_cases import random_plan
 
 from mesh_attention.errors import MeshAttentionError, PlanTextError
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.operation_text import operation_text, parse_operation
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem

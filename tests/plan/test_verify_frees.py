@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants import caught, places, random_places
 
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Free
 

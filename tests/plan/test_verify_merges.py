@@ -13,7 +13,7 @@ from mutants import (
 
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (
     Merge,

@@ -15,7 +15,7 @@ from mutants import Place, caught, places
 from mesh_attention import make_plan
 from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
 from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.methods.mesh import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import (

@@ -13,34 +13,44 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.search import Asked, Effort, PassSearch, Place, Score, Scored
-from mesh_attention.choose.shapes import BOXES, default_layout, shows_little
+from mesh_attention.choose.shapes import default_layout, shows_little
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import PLACES, ask_on
+from mesh_attention.cost.simulator import simulate
+from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import choice
+from mesh_attention.plan.arguments import choice, number
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.options import methods_with
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, all_options
 from mesh_attention.plan.plan import Direction, Plan, a_direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question, ask, joined
+from mesh_attention.plan.question import BOTH, Question, joined
 
 Progress = Callable[[int, int], None]
 
 SEARCH = Effort(
-    shapes=10_000, more_cuts=8, all_cuts=4, varied=6, simulated=6, simulated_operations=20_000
+    shapes=10_000,
+    in_three_cuts=8,
+    in_all_cuts=4,
+    cuts=10,
+    varied=6,
+    simulated=6,
+    simulated_operations=20_000,
 )
 DEFAULT = Effort(
     shapes=5,
-    more_cuts=2,
-    all_cuts=1,
+    in_three_cuts=2,
+    in_all_cuts=1,
+    cuts=5,
     varied=1,
     simulated=2,
     simulated_operations=400,
     every_name=False,
+    tolerance=0.02,
 )
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
@@ -86,6 +96,15 @@ class Choice:
     def plan(self) -> Plan:
         return self.question.plan()
 
+    def timeline(self, direction: Direction) -> Timeline:
+        """Of what was chosen for a pass; simulated now where an estimate was enough to choose."""
+        one, asked = self.chosen[direction], self.asked
+        if one.timeline is not None:
+            return one.timeline
+        plan = asked.plan(direction, one.method, one.options)
+        how: dict[str, Any] = {"overlap": asked.overlap, "kernel": asked.kernel}
+        return simulate(plan, asked.cluster, direction, **how)
+
 
 def question_of(
     cluster: Cluster,
@@ -123,14 +142,13 @@ def find_best(
     answer. `moves_tokens`: layouts and places are searched too, where they are not given."""
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
-    given = {name: value for name, value in (options or {}).items() if value is not None}
-    cluster, num_ranks = a_cluster(cluster), ask(problem, num_ranks, method="ring").num_ranks
+    given = _read({name: x for name, x in (options or {}).items() if x is not None})
+    cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if method is not None and method not in METHODS:
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(given) if method is None else (method,)
     if not effort.every_name:
-        likely = (*BOXES, *(("seen",) if shows_little(problem) else ()))
-        names = tuple(name for name in names if name in likely) or names
+        names = _likely(names, rows=shows_little(problem)) or names
     count = 0
 
     def tell() -> None:
@@ -151,8 +169,8 @@ def find_best(
     for one in passes:
         one.run(moves_tokens=moves_tokens)
     if not all(one.scored for one in passes):
-        name, error = next(iter(passes[0].refusals.items()))
-        raise error if len(names) == 1 else PlanError(f"no method fits; {name}: {error}")
+        refusals = passes[0].refusals
+        raise refusals.get(names[0]) or next(iter(refusals.values()))
     unmoved = [one.best([s for s in one.scored if s.stays]) for one in passes]
     chosen = _in_one_place(passes) if moves_tokens else [one for one in unmoved if one]
     kept = [one for one in unmoved if one is not None]
@@ -164,7 +182,7 @@ def find_best(
         asked,
         {one.direction: one for one in chosen},
         {one.direction: one for one in kept},
-        _methods(passes) if effort is SEARCH else {},
+        _methods(passes) if effort.every_name else {},
         {
             name: str(error)
             for name, error in passes[0].refusals.items()
@@ -192,15 +210,28 @@ def find_default(
     )
 
 
+def _read(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As methods declare them; those that no method has are refused later, by name."""
+    known = all_options()
+    return {n: known[n][0].read(x) if n in known else x for n, x in options.items()}
+
+
+def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:
+    """Plain boxes; and what sends single rows, where the mask hides many (`rows`)."""
+    known = [(name, METHODS[name]) for name in names]
+    return tuple(name for name, one in known if one.is_plain_box or (rows and one.by_stretches))
+
+
 def _layouts(
     problem: Problem, given: Mapping[str, Any], *, moves_tokens: bool
 ) -> list[LayoutKind | None]:
     """The layout that tokens have by default, and under a mask that shows little contiguous
     shards. None: as given."""
-    if given.get("layout") is not None or (given.get("relayout") and not moves_tokens):
+    if given.get("layout") is not None:
         return [None]
     first = default_layout(problem)
-    if moves_tokens and shows_little(problem):
+    free = moves_tokens or given.get("relayout")  # the caller's shards are contiguous anyway
+    if free and shows_little(problem):
         return [first, LayoutKind.CONTIGUOUS]
     return [first]
 

@@ -16,37 +16,61 @@ from mesh_attention.plan.plan import Direction
 _NAMES = ("chunks", "head_slices")
 _Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice
 
-_GATHERED: tuple[_Parts, ...] = (
-    *(((2, 2), 2, 1), ((1, 2), 2, 4), ((1, 1), 8, 4), ((2, 1), 4, 4), ((1, 2), 4, 4)),
-    *(((2, 2), 2, 2), ((2, 1), 2, 4), ((1, 2), 8, 4), ((2, 2), 4, 1), ((1, 1), 4, 4)),
-    *(((1, 1), 1, 1), ((2, 2), 1, 1), ((4, 1), 2, 1), ((2, 4), 1, 1)),
-)
+_GATHERED: dict[Direction, tuple[_Parts, ...]] = {
+    Direction.FORWARD: (
+        *(((2, 2), 2, 1), ((1, 2), 2, 4), ((1, 1), 1, 1), ((2, 1), 4, 4), ((2, 2), 2, 2)),
+        *(((2, 1), 2, 1), ((1, 1), 8, 4), ((1, 2), 4, 4), ((1, 2), 4, 1), ((2, 1), 2, 4)),
+    ),
+    Direction.BACKWARD: (
+        *(((2, 2), 2, 1), ((2, 1), 2, 4), ((1, 2), 4, 1), ((2, 1), 2, 1), ((1, 1), 8, 4)),
+        *(((2, 1), 4, 4), ((1, 2), 2, 4), ((2, 2), 2, 2), ((1, 1), 1, 1)),
+    ),
+}
 _EXCHANGED: tuple[_Parts, ...] = (
-    *(((1, 1), 4, 1), ((2, 2), 2, 1), ((1, 1), 2, 4), ((1, 2), 2, 1), ((1, 1), 2, 1)),
-    *(((1, 1), 8, 1), ((1, 1), 4, 4), ((2, 4), 2, 1), ((1, 1), 1, 1), ((2, 1), 2, 1)),
+    *(((1, 1), 2, 1), ((2, 4), 2, 1), ((1, 1), 4, 1), ((1, 1), 4, 4), ((1, 1), 2, 2)),
+    *(((1, 2), 2, 1), ((2, 2), 2, 1), ((1, 1), 1, 1), ((1, 1), 8, 1)),
 )
 _ONE_HEAD: tuple[_Parts, ...] = tuple(
-    (chunks, 1, 1) for chunks in ((2, 2), (4, 2), (2, 4), (1, 2), (2, 1), (1, 1), (4, 1))
+    (chunks, 1, 1) for chunks in ((2, 2), (2, 4), (4, 1), (1, 2), (1, 1), (4, 2), (2, 1), (1, 4))
 )
+_QUERIES_ALONE: tuple[_Parts, ...] = tuple((chunks, 1, 1) for chunks in ((2, 1), (1, 1), (4, 1)))
 _WHOLE_ROWS: tuple[_Parts, ...] = tuple(
-    ((1, 1), slices, first) for slices, first in ((4, 4), (1, 1), (2, 4), (8, 4), (2, 1), (4, 1))
+    ((1, 1), slices, first) for slices, first in ((2, 1), (1, 1), (4, 4), (4, 1), (2, 4), (8, 4))
 )
 
 
-def cuts_of(shape: Shape, direction: Direction) -> Iterator[dict[str, Any]]:
-    """As options; what the caller said about cuts stays, and then there is one cut."""
+# Seconds of attention. Of less, cuts cost more in launches and latency than they hide: few parts
+# are tried first, or none at all.
+SHORT, TINY = 1e-3, 1e-4
+
+
+def _num_parts(parts: _Parts) -> int:
+    (kq, kkv), slices, _ = parts
+    return kq * kkv * slices
+
+
+def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
+    """As options; what the caller said about cuts stays, and then there is one cut. `sparse`: the
+    mask shows little, so that chunks of keys are of unlike work."""
     known, given = METHODS[shape.method].options(), shape.options
     free = [name for name in _NAMES if name in known]
     if not free or any(name.removeprefix("backward_") in _NAMES for name in given):
         yield {}
         return
+    rotates = METHODS[shape.method].rotates and shape.tile != (1, 1)
     if "chunks" not in free:
         parts = _WHOLE_ROWS
     elif shape.held == 1:
         parts = _ONE_HEAD
+        if rotates or sparse:
+            parts = tuple(dict.fromkeys((*_QUERIES_ALONE, *(() if rotates else _ONE_HEAD))))
     else:
-        gathers = shape.tile != (1, 1) and not METHODS[shape.method].rotates
-        parts = _GATHERED if gathers else _EXCHANGED
+        gathers = shape.tile != (1, 1) and not rotates
+        parts = _GATHERED[direction] if gathers else _EXCHANGED
+    if shape.least_seconds < SHORT:
+        parts = tuple(sorted(parts, key=_num_parts))
+    if shape.least_seconds < TINY:
+        parts = (((1, 1), 1, 1),)
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
@@ -67,7 +91,9 @@ def variants_of(
     where the mask gives ranks chunks of unlike work)."""
     known = METHODS[shape.method].options()
     kq, kkv = setting.get("chunks") or (1, 1)
-    if "short_start" in known and "short_start" not in setting and kkv > 1 and shape.degree > 1:
+    if shape.degree == 1:  # both are about what is exchanged for heads
+        return
+    if "short_start" in known and "short_start" not in setting and kkv > 1:
         yield {**setting, "short_start": True}
     if "even_chunks" in known and even and "even_chunks" not in setting and kq * kkv > 1:
         yield {**setting, "even_chunks": True}

@@ -22,7 +22,7 @@ from mesh_attention.plan.build.seen_rows import pairs_of_ranks, seen_keys
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.tile_work import pairs_of_tiles
 
 Array = NDArray[np.float64]
 
@@ -133,12 +133,7 @@ class LayerCosts:
         """Of the tile with the most; as if they were even where shards lie in no order."""
         if layout.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
             return self._all_pairs / self._ranks
-        a, b = tile
-        q_runs = [run for row in range(b) for run in _runs(layout, row * a, 1, a)]
-        k_runs = [run for column in range(a) for run in _runs(kv_layout, column, a, b)]
-        pairs = visible_pairs(q_runs, k_runs, self._rows)
-        parts = len(q_runs) // b
-        return float(pairs.reshape(b, parts, a, parts).sum((1, 3)).max())
+        return float(pairs_of_tiles(layout, kv_layout, self._rows, tile).max())
 
     def relayout(self) -> float:
         """Seconds of exchanges from contiguous shards and back, forward and backward; as if all
@@ -189,16 +184,3 @@ class LayerCosts:
             hidden = moved * self._hidden
             seconds += moved - hidden + max(attention, hidden)
         return Cost(seconds, received_bytes, unevenness)
-
-
-def _runs(layout: Layout, first: int, step: int, count: int) -> list[Run]:
-    """The positions of ranks `first`, `first + step` and so on, of a contiguous or zigzag layout:
-    as few runs as there are blocks of a rank."""
-    starts, size = [first * layout.slots], layout.slots
-    if layout.kind is LayoutKind.ZIGZAG:
-        size //= 2
-        last = 2 * layout.num_ranks - 1 - first - (count - 1) * step
-        starts = [first * size, last * size]
-    if step == 1:
-        return [Run(start, count * size) for start in starts]
-    return [Run(start, size, step * size, count) for start in starts]

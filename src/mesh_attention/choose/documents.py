@@ -27,6 +27,9 @@ from mesh_attention.plan.build.exchanged_rows import can_relayout
 from mesh_attention.plan.build.seen_rows import num_stretches
 from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.methods.seen import most_stretches
+from mesh_attention.plan.methods.table import HEADS_FIRST
+from mesh_attention.plan.methods.table import SEEN_ROWS as SEEN
+from mesh_attention.plan.methods.table import TILES as MESH
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask
 
@@ -35,7 +38,6 @@ Starts = tuple[int, ...]
 # A plan with heads first is the same for every mask: others must be so much faster to be worth a
 # plan for each batch.
 WORTH_A_PLAN = 1.05
-HEADS_FIRST, SEEN, MESH = "ulysses", "seen", "mesh"
 _WORDS = {HEADS_FIRST: "heads first", SEEN: "only what is seen", MESH: "a mesh"}
 _LAYOUTS = {kind: str(kind) for kind in LayoutKind} | {LayoutKind.LISTED: "balanced"}
 

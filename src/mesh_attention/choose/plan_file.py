@@ -45,8 +45,8 @@ def write_choice(path: Path | str, question: Question) -> None:
         part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def read_choice(path: Path | str, num_ranks: int) -> Question | Plan:
-    """What `write_choice` wrote, or a plan whose text is in the file."""
+def read_plan(path: Path | str, num_ranks: int) -> Plan:
+    """Of the question that `write_choice` wrote, or the plan whose text is in the file."""
     text = read_text(path, most_bytes=_MOST_BYTES)
     if text.startswith(HEADER):
         return parse_plan(text)
@@ -60,13 +60,12 @@ def read_choice(path: Path | str, num_ranks: int) -> Question | Plan:
     if ranks != num_ranks:
         raise _refusal(path, f"it is for {ranks} ranks, and this group has {num_ranks}")
     try:
-        question, digest = _question(told), told["digest"]
-        plan = question.plan()
+        plan, digest = _question(told).plan(), told["digest"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _refusal(path, f"it is damaged: {error}") from error
     if short_digest(plan) != digest:
         raise _refusal(path, "it was changed, or another version of mesh_attention wrote it")
-    return question
+    return plan
 
 
 def _refusal(path: Path | str, why: str) -> MeshAttentionError:

@@ -1,7 +1,7 @@
 """One pass: shapes in the order of their bounds, cuts of the best of them, the best few simulated.
 
-1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of it
-   (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
+1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of
+   it (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
 2. The best of them in two more cuts, the best of these in all cuts of their list (`cuts.py`), and
    the best settings with a short start and with even chunks.
 3. The best settings simulated with all ranks, in the order of their estimates, until the next
@@ -15,11 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from mesh_attention.choose.cuts import cuts_of, variants_of
-from mesh_attention.choose.shapes import Shape, shapes_of, shows_little
-from mesh_attention.cost.estimate import busiest_rank, estimate
+from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
+from mesh_attention.choose.shapes import (
+    Shape,
+    busiest_ranks,
+    shapes_of,
+    shows_little,
+)
+from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES, plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
@@ -27,6 +33,7 @@ from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
@@ -35,16 +42,19 @@ Score = tuple[bool, float]  # whether it needs more memory than there is, and se
 
 
 class Effort(NamedTuple):
-    """How many shapes are tried, in two more cuts, and in all cuts; settings that are varied;
-    settings that are simulated, of so many operations of all ranks together at most."""
+    """How many shapes are tried in one cut, how many of them in three, how many in `cuts`; settings
+    that are varied; settings that are simulated, of so many operations of all ranks together at
+    most."""
 
     shapes: int
-    more_cuts: int
-    all_cuts: int
+    in_three_cuts: int
+    in_all_cuts: int
+    cuts: int
     varied: int
     simulated: int
     simulated_operations: int
     every_name: bool = True  # of shapes that several methods have
+    tolerance: float = 0.0  # what is so near to the bound of all shapes is good enough
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Scored:
     place: Place
     stays: bool  # tokens are where they are by default, or where the caller said
     operations: int  # of the ranks that a simulation goes through, about
+    may_wait: bool  # ranks have unlike work before they meet, which one rank does not see
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -76,7 +87,7 @@ class Scored:
         words = [f"{name}={_word(value)}" for name, value in self.options.items()]
         return " ".join([self.method, *words])
 
-    @property
+    @cached_property
     def key(self) -> str:
         """For files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
@@ -117,6 +128,7 @@ class PassSearch:
         self.refusals: dict[str, PlanError] = {}
         zigzag = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
         self._ranks_wait = zigzag  # for each other, where chunks are of unlike work
+        self._sparse = shows_little(asked.problem)
 
     @property
     def scored(self) -> list[Scored]:
@@ -136,33 +148,45 @@ class PassSearch:
             for shape in shapes
             if not (stays and shape.moves_tokens) or any(told.get(name) for name in PLACES)
         ]
+        bound = min((shape.least_seconds for shape in shapes), default=0.0)
+        enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
-            if len(taken) >= effort.shapes:
+            # Where latency or the mask decides, bytes say less about the order.
+            uncertain = TINY < bound < SHORT or self._sparse
+            if len(taken) >= effort.shapes * (2 if uncertain else 1):
                 break
             if shape.box in boxes and not effort.every_name:
                 continue
             boxes.add(shape.box)
             if self._best is not None and self._best < (False, shape.least_seconds):
                 continue
-            found = self._try_cuts(shape, slice(0, 1))
+            if self._best is not None and self._best <= enough:
+                break
+            found = self._try_cuts(shape, slice(0, 1), even=effort.every_name)
             if found is not None:
                 taken.append((found.score, number))
-        for how_many, which in ((effort.more_cuts, slice(1, 3)), (effort.all_cuts, slice(3, None))):
+        for how_many, which in (
+            (effort.in_three_cuts, slice(0, 3)),
+            (effort.in_all_cuts, slice(3, effort.cuts)),
+        ):
             taken.sort()
             for at, (score, number) in enumerate(taken[:how_many]):
+                if self._best is not None and self._best <= enough:
+                    break
                 found = self._try_cuts(shapes[number], which)
                 if found is not None:
                     taken[at] = min(score, found.score), number
         self._try_variants(shapes)
 
-    def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
-        """The best of these cuts of a shape."""
+    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = True) -> Scored | None:
+        """The best of these cuts of a shape. Not `even`: for a first look, since programs of even
+        chunks take four times as long to make."""
         best: Scored | None = None
-        for cut in [*cuts_of(shape, self._direction)][which]:
+        for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
-            if self._prefers_even(shape, setting):
+            if even and self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
             found = self.attempt(shape.method, setting)
             if found is not None and (best is None or found.score < best.score):
@@ -211,22 +235,27 @@ class PassSearch:
 
     def _scored(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = {asked.num_ranks // 2}  # where masks leave the mean of the work
-        if shows_little(asked.problem):
-            ranks.add(busiest_rank(plan))
+        ranks = {asked.num_ranks // 2}  # where a causal mask leaves the mean of the work
+        if self._sparse:
+            ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
+        if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
+            ranks.add(0)  # shares of heads differ, and the first is a large one
         seen = estimate(
             *(plan, asked.cluster, self._direction),
             overlap=asked.overlap,
             kernel=asked.kernel,
             ranks=sorted(ranks),
         )
-        one = plan.direction(self._direction)
+        one, method_has = plan.direction(self._direction), METHODS[method]
+        chunks = setting.get("chunks") or (1, 1)
+        across = method_has.rotates and plan.num_nodes > 1
         return Scored(
             *(self._direction, method, setting, seen.seconds, seen.peak_bytes),
             fits=seen.peak_bytes <= asked.cluster.gpu.memory_gib * 2**30,
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
-            operations=seen.num_operations // one.copies,
+            operations=seen.num_operations // (1 if across else one.copies),
+            may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
         )
 
     def simulate(self, one: Scored) -> Scored:
@@ -245,6 +274,7 @@ class PassSearch:
             place=one.place,
             stays=one.stays,
             operations=one.operations,
+            may_wait=False,
             timeline=timeline,
         )
         self._known[f"{one.method} {sorted(one.options.items(), key=str)}"] = found
@@ -255,6 +285,9 @@ class PassSearch:
         shorter than the best simulation; the best estimate where none can be afforded. Settings of
         one shape differ less than shapes do, so the best of each shape come first."""
         effort, best, operations, count = self._asked.effort, None, 0, 0
+        if self._direction is Direction.BACKWARD and not effort.every_name:
+            # Even chunks were tried in their place, and need no simulation.
+            scored = [one for one in scored if not one.may_wait] or scored
         firsts: dict[str, Scored] = {}
         for one in scored:
             firsts.setdefault(_shape_words(one), one)
@@ -262,7 +295,7 @@ class PassSearch:
         for one in (*firsts.values(), *rest):
             if best is not None and best.score <= one.score:
                 continue
-            if one.timeline is None:
+            if one.timeline is None and (one.may_wait or effort.every_name):
                 if (
                     count >= effort.simulated
                     or operations + one.operations > effort.simulated_operations

@@ -13,14 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.build.seen_rows import seen_keys, seen_queries
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.seen import usual_layout
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.plan.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ class Shape:
     def box(self) -> str:
         """Shapes with the same programs in other words have the same."""
         method = METHODS[self.method]
-        if self.method not in BOXES:
+        if not (method.is_plain_box or method.by_stretches):
             return f"{self.method} {sorted(self.options.items(), key=str)}"
         names = ("tile", "ulysses")
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)
-        return f"{self.degree} {self.tile} {rotates} {rest}"
+        return f"{method.by_stretches} {self.degree} {self.tile} {rotates} {rest}"
 
     @property
     def moves_tokens(self) -> bool:
@@ -65,6 +70,32 @@ def shows_little(problem: Problem) -> bool:
     """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
     mask = problem.mask
     return mask.window is not None or mask.documents is not None or mask.slices is not None
+
+
+def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
+    """Ranks of which one ends last, under a mask that shows little: that whose tile shows most, and
+    where single rows travel that which exchanges most of them with other nodes."""
+    layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
+    degree, tile = degree_and_tile(method, setting, plan.num_ranks)
+    found = {plan.num_ranks // 2}
+    if all(one.kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for one in layouts):
+        pairs = pairs_of_tiles(*layouts, rows, tile, degree)
+        found = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
+    if METHODS[method].by_stretches:
+        grid = Tile(*tile)
+        keys, queries = (find(*layouts, rows, grid) for find in (seen_keys, seen_queries))
+        tokens = keys.tokens_between() + queries.tokens_between()
+        node = np.arange(plan.num_ranks) // per_node
+        far = np.where(node[:, None] == node, 0, tokens)
+        found.add(int(np.maximum(far.sum(0), far.sum(1)).argmax()))
+    return found
+
+
+def degree_and_tile(
+    method: str, setting: Mapping[str, Any], num_ranks: int
+) -> tuple[int, tuple[int, int]]:
+    degree = METHODS[method].degree(setting, num_ranks)
+    return degree, setting.get("tile") or (1, max(1, num_ranks // degree))
 
 
 def shapes_of(
@@ -121,21 +152,25 @@ class _Bounds:
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         flops = problem.flops(pairs, backward=self._backward)
         self._attention = flops / num_ranks / (best * 1e12)
+        # The part of all that a mask without a window and documents would show: about as much of
+        # the rows travels where only those do that are seen.
+        whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
+        self._seen = min(1.0, pairs / whole)
         # Rows that a mask hides from everybody may stay at home.
         self._all_travels = not shows_little(problem)
 
     def shape(self, name: str, setting: dict[str, Any]) -> Shape:
         method, n = METHODS[name], self._ranks
-        degree = method.degree(setting, n)
-        units = max(1, n // degree)
-        tile = setting.get("tile") or (1, units)
+        degree, tile = degree_and_tile(name, setting, n)
         held = max(1, self._problem.kv_heads // degree)
         moving = 0.0
-        if n > 1 and not method.by_stretches:
+        if n > 1:
             moving = self._exchange(degree, setting) + self._tile(
                 degree, tile, setting, rotates=method.rotates
             )
-        bound = moving if self._all_travels and name in BOXES else 0.0
+        if method.by_stretches:
+            moving *= self._seen
+        bound = moving if self._all_travels and method.is_plain_box else 0.0
         return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
@@ -172,8 +207,7 @@ class _Bounds:
         grads = 2 if self._backward else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
         if rotates:
-            far = self._ranks > node.ranks
-            link = network.peer if far else node.peer
+            link = network.peer if self._ranks > node.ranks else node.peer
             return (b - 1) * kv_side / (link.gb_per_second * 1e9)
         units = setting.get("units_per_node") or max(1, node.ranks // degree)
         near_a, near_b = min(a, units), min(b, max(1, units // a))
@@ -181,7 +215,3 @@ class _Bounds:
         far = (a - 1) * q_side + (b - 1) * kv_side - near
         rate = network.collective.gb_per_second * network.nics / node.ranks
         return max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
-
-
-# Whose bytes the formulas above give; others are tried in their order and never left out by it.
-BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")

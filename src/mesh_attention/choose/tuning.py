@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log
 
-from mesh_attention.choose.contenders import Contender
+from mesh_attention.choose.search import Scored
 from mesh_attention.plan.plan import Direction
 
 # Of a corrected prediction: better than that is not hoped for.
@@ -25,20 +25,20 @@ HOPE_OF_METHOD = 0.6  # where it was not
 
 MOST_REFUSALS = 3  # beside settings of which none has run: then it is not asked any more
 
-Pair = tuple[Contender, Contender]  # forward and backward, in one place
+Pair = tuple[Scored, Scored]  # forward and backward, in one place
 
 
 def key_of(pair: Pair) -> str:
-    """For files, as `Contender.key`."""
+    """For files, as `Scored.key`."""
     return " and ".join(one.key for one in pair)
 
 
 @dataclass
 class Tuning:
-    """`measured` seconds by `Contender.key`; inf: it cannot run, and `refused` has the reason, by
+    """`measured` seconds by `Scored.key`; inf: it cannot run, and `refused` has the reason, by
     that key or by `key_of` two that cannot run together."""
 
-    contenders: Mapping[Direction, Sequence[Contender]]
+    contenders: Mapping[Direction, Sequence[Scored]]
     measured: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -85,13 +85,13 @@ class Tuning:
         known = [pair for pair in self._pairs() if all(self._is_known(one) for one in pair)]
         return min(known, key=self.seconds, default=None)
 
-    def ratio(self, one: Contender) -> tuple[float, bool]:
+    def ratio(self, one: Scored) -> tuple[float, bool]:
         """Measured over predicted, and whether it is of this method in this pass."""
         ratios = {
             method_only: [
                 log(self.measured[other.key] / other.seconds)
                 for other in self.contenders[one.direction]
-                if self._is_known(other) and (not method_only or other.name == one.name)
+                if self._is_known(other) and (not method_only or other.method == one.method)
             ]
             for method_only in (True, False)
         }
@@ -100,15 +100,13 @@ class Tuning:
                 return exp(sum(found) / len(found)), method_only
         return 1.0, False
 
-    def _hope(self, one: Contender) -> float:
+    def _hope(self, one: Scored) -> float:
         if one.key in self.measured:
             return self.measured[one.key]
         ratio, is_of_method = self.ratio(one)
         return one.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
 
-    def _unmeasured_beside(
-        self, one: Contender, pair: Pair, hopes: Mapping[str, float]
-    ) -> Contender:
+    def _unmeasured_beside(self, one: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
         """A run measures both passes: one that is known gives its turn to the most promising that
         is not, in the same place."""
         if one.key not in self.measured:
@@ -125,7 +123,7 @@ class Tuning:
         pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.refused]
         return Counter(one.key for pair in pairs for one in pair if not self._is_known(one))
 
-    def _is_known(self, one: Contender) -> bool:
+    def _is_known(self, one: Scored) -> bool:
         return self.measured.get(one.key, inf) < inf
 
     def _pairs(self) -> list[Pair]:

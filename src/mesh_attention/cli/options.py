@@ -15,6 +15,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any, get_origin
 
+from mesh_attention.choose.ask import ask
 from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cli.values import (
     byte_size,
@@ -32,7 +33,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import ask
 from mesh_attention.plan.question import Question
 
 DEFAULT_RANKS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.cli.advise import Asked, asked_of_all
@@ -19,7 +20,7 @@ from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction
 
 if TYPE_CHECKING:
-    from mesh_attention.measure.tune import Tuned
+    from mesh_attention.measure.tune import TuningOutcome
 
 USUAL_MEASUREMENTS = 10
 
@@ -33,6 +34,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.method is not None:
         raise UsageError("tune measures all methods; leave --method out")
+    if args.output is None:
+        raise UsageError(
+            "--output is missing: the file that the answer goes to, as in --output tuned.json; "
+            "ContextParallel(tuned='tuned.json') then uses it"
+        )
     args.kernel = args.passes = None  # flags of others: both passes, and kernels as they are chosen
 
     def work(ranks: Ranks) -> int:
@@ -40,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
             raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")
         args.ranks = ranks.size
         asked: Asked = ranks.of_first(lambda: asked_of_all(args, "tune"))
-        here, found_by = cluster_here(ranks.group)
+        here, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))
         cluster = here if args.cluster is None else asked.cluster
         with progress("measuring", shown=ranks.rank == 0) as tell:
             tuned = tune_ranks(
                 *(ranks, asked.problem, cluster, asked.options),
-                also_for=here,
+                output=args.output,
                 measurements=args.measurements,
                 again=args.again,
                 progress=tell,
@@ -55,14 +61,18 @@ def run(args: argparse.Namespace) -> int:
             line = found_by if args.cluster is None else asked.found_by
             show(
                 args,
-                lambda: _to_json(tuned, cluster, line),
+                lambda: _to_json(tuned, args.output, cluster, line),
                 lambda: "\n".join(
-                    [problem_text(asked.problem), *_for_people(tuned), f"Cluster: {line}."]
+                    [
+                        problem_text(asked.problem),
+                        *_for_people(tuned, args.output),
+                        f"Cluster: {line}.",
+                    ]
                 ),
             )
         return 0
 
-    return on_ranks("tune --tokens 65536 --causal", None, work)
+    return on_ranks("tune --tokens 65536 --causal --output tuned.json", None, work)
 
 
 def _log(line: str) -> None:
@@ -70,13 +80,13 @@ def _log(line: str) -> None:
     print(f"tune: {line}", file=sys.stderr, flush=True)
 
 
-def _rows(tuned: Tuned, direction: Direction) -> list[dict[str, Any]]:
+def _rows(tuned: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
     """What was measured, the fastest first."""
     measured = tuned.tuning.measured
     known = [one for one in tuned.tuning.contenders[direction] if one.key in measured]
     return [
         {
-            "method": one.name,
+            "method": one.method,
             "options": one.options,
             "text": one.text,
             "predicted_seconds": one.seconds,
@@ -87,13 +97,13 @@ def _rows(tuned: Tuned, direction: Direction) -> list[dict[str, Any]]:
     ]
 
 
-def _to_json(tuned: Tuned, cluster: Cluster, line: str) -> dict[str, Any]:
+def _to_json(tuned: TuningOutcome, file: Path, cluster: Cluster, line: str) -> dict[str, Any]:
     return {
         "cluster": cluster.name,
         "cluster_found": line,
         "chosen": {
             one.direction.value: {
-                "method": one.name,
+                "method": one.method,
                 "options": one.options,
                 "seconds": tuned.tuning.measured[one.key],
             }
@@ -104,12 +114,12 @@ def _to_json(tuned: Tuned, cluster: Cluster, line: str) -> dict[str, Any]:
         "measurements_before": tuned.before,
         "contenders": {d.value: len(x) for d, x in tuned.tuning.contenders.items()},
         "measured": {one.value: _rows(tuned, one) for one in Direction},
-        "kept_in": [str(file) for file in tuned.kept_in],
-        "stayed": list(tuned.stayed),
+        "file": str(file),
+        "earlier_answer_stays": tuned.stays,
     }
 
 
-def _for_people(tuned: Tuned) -> list[str]:
+def _for_people(tuned: TuningOutcome, file: Path) -> list[str]:
     lines = []
     for direction in Direction:
         rows = [(direction.value, "measured", "predicted")]
@@ -127,15 +137,27 @@ def _for_people(tuned: Tuned) -> list[str]:
         f"The fastest: forward {forward}, backward {backward}: {tuned.seconds * 1e3:.2f} ms "
         f"together ({tuned.taken} measurements{before})."
     )
-    lines += [f"Kept in {file}: auto uses it from now on." for file in tuned.kept_in]
-    return [*lines, *tuned.stayed]
+    if tuned.stays:
+        lines.append(
+            f"The answer that {file} has stays ({tuned.answer.text}): it took "
+            f"{tuned.answer.seconds * 1e3:.2f} ms when it was measured, on "
+            f"{tuned.answer.measured_on}; --again replaces it."
+        )
+    lines.append(f"Use it: ContextParallel(tuned={str(file)!r}, ...) with the same sizes.")
+    return lines
 
 
 COMMAND = Command(
     name="tune",
-    summary="measure the best predicted settings on real ranks (under torchrun), for auto to use",
+    summary="measure the best predicted settings on real ranks (under torchrun), write the fastest",
     run=run,
     flags=(
+        Flag(
+            "--output",
+            "the file of the answer, for ContextParallel(tuned=...); one that is there keeps its "
+            "answers to other questions (needed)",
+            *(Path, "FILE.json"),
+        ),
         Flag(
             "--model",
             f"heads of a known model, causal: {', '.join(MODELS)}",
@@ -156,8 +178,9 @@ COMMAND = Command(
     ),
     more_flags=add_question_flags,
     examples=(
-        "torchrun --nproc-per-node 8 -m mesh_attention tune --tokens 65536 --heads 32 --causal",
+        "torchrun --nproc-per-node 8 -m mesh_attention tune --tokens 65536 --heads 32 --causal "
+        "--output tuned.json",
         "torchrun --nproc-per-node 8 -m mesh_attention tune --model llama-8b --tokens 131072 "
-        "--cluster cluster.toml",
+        "--cluster cluster.toml --output tuned.json",
     ),
 )

@@ -61,6 +61,13 @@ class Clock:
             activity.alone = speed
             self._adjust(activity)
 
+    def shorten(self, activity: Activity, left: float) -> None:
+        """No more than so many seconds of work are left of it."""
+        self._adjust(activity)
+        if activity.left > left:
+            activity.left = left
+            self._adjust(activity)
+
     def run(self) -> None:
         events = self._events
         while events:

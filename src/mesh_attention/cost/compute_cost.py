@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mesh_attention.cost.machine.call_time import (
     CallSize,
     filled_rounds,
+    late_pairs,
     lost_by_leaving,
     memory_seconds,
     num_tiles,
@@ -93,16 +94,17 @@ class ComputeCosts:
         rates, sms = _rates(self._target, call.kernel, self._direction), self._target.gpu.sms
         seconds = self._clock.kernel(rates, size, rounds)
         assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
-        waits, lost = False, rates.lost(sms)
+        waits, lost, late = False, rates.lost(sms), 0.0
         if self._beside and call.leave_sms:
             lost = lost_by_leaving(rates, sms, size, call.leave_sms)
+            late = seconds * late_pairs(rates, sms, size, call.leave_sms)
         elif self._beside:
             waits = not rates.lets_transfers_begin or bool(rates.sm_margin)
         keys, turn = rates.tile_keys, 0.0
         if keys and self._beside:
             programs = -(-size.columns // keys) * size.heads
             turn = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
-        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=turn)
+        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=turn, late=late)
 
 
 def _rates(target: Target, kernel: str, direction: Direction) -> PassRates:

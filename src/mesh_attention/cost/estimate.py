@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.operation_costs import ClusterCosts
+from mesh_attention.cost.places import Places
 from mesh_attention.cost.target import Compiled, compiled_on
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
@@ -59,7 +59,7 @@ def estimate(
         given, last = plan.direction(direction), plan.num_ranks - 1
         seen = sorted({0, last // 2, last, busiest_rank(plan)}) if ranks is None else ranks
         compiled = compiled_on(plan, given, cluster, kernel)
-        places = _Places(cluster, compiled)
+        places = Places(cluster, compiled)
         found = [_Rank(compiled, cluster, places, overlap, rank) for rank in seen]
         least = max(rank.least_seconds() for rank in found)
         return Estimate(
@@ -92,7 +92,7 @@ class _Move(NamedTuple):
 
 class _Rank:
     def __init__(
-        self, compiled: Compiled, cluster: Cluster, places: _Places, overlap: Overlap, at: int
+        self, compiled: Compiled, cluster: Cluster, places: Places, overlap: Overlap, at: int
     ) -> None:
         plan, one = compiled.plan, compiled.one
         program, problem = one.programs[at], plan.problem
@@ -176,32 +176,37 @@ class _Streams:
         self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
         self._call_left = 0.0
         self._until_sms = math.inf  # for the next move, where it waits for them
+        self._now, self._computed_until = 0.0, -1.0
+        self._began_idle: set[int] = set()  # of those in flight: while nothing was computed
+        self._is_late = False  # whether programs of the call found no place beside one of those
 
     def run(self) -> float:
-        now = 0.0
         while True:
             self._until_sms = math.inf
             while self._begin_move() or self._begin_call():
                 pass
             call, moving = self._call, self._moving
             if call is None and not moving:
-                return now
+                return self._now
             both = self._disturbed and call is not None and bool(moving)
             call_speed = 1.0 - self._rank.loss(call) if both and call else 1.0
             call_needs = self._call_left / call_speed if call else math.inf
             speeds = [self._speed(move, beside=both) for move, _ in moving]
             needs = [left / speed for (_, left), speed in zip(moving, speeds, strict=True)]
             step = min(call_needs, self._until_sms, min(needs, default=math.inf))
-            now += step
+            self._now += step
             self._call_left -= step * call_speed
             self._moving = []
             for (move, left), needed, speed in zip(moving, needs, speeds, strict=True):
                 if needed == step:
                     self._done[move.at] = 1
+                    self._began_idle.discard(move.at)
+                    if self._is_late and call is not None:
+                        self._call_left = min(self._call_left, call.seconds)
                 else:
                     self._moving.append((move, left - step * speed))
             if call is not None and call_needs == step:
-                self._call = None
+                self._call, self._computed_until = None, self._now
                 if not self._calls:
                     self._done[self._computing_at] = 1
 
@@ -237,6 +242,8 @@ class _Streams:
                 self._until_sms = until
                 return False
         move = self._moves.popleft()
+        if self._disturbed and self._call is None and self._computed_until < self._now:
+            self._began_idle.add(move.at)
         left = move.seconds * (move.sharing if self._disturbed else 1.0)
         self._moving.append((move, left))
         return True
@@ -255,52 +262,7 @@ class _Streams:
                 self._done[self._computing_at] = 1
                 return True
         self._call = self._calls.popleft()
-        self._call_left = self._call.seconds
+        late = self._call.late if self._began_idle else 0.0
+        self._is_late = late > 0.0
+        self._call_left = self._call.seconds + late
         return True
-
-
-class _Places:
-    """Of the ranks of a plan: who shares what with whom. Asked for by every transfer."""
-
-    def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
-        plan, one = compiled.plan, compiled.one
-        self.costs = ClusterCosts(cluster, plan, one, compiled.clock)
-        per_node = cluster.node.ranks
-        self.nodes = [device // per_node for device in plan.devices]
-        self._cluster, self._plan, self._groups = cluster, plan, one.groups
-        self._known: dict[tuple[str, int], tuple[float, bool]] = {}
-
-    def _here(self, group: Sequence[int], at: int) -> int:
-        """Members of a group in the node of one of them."""
-        nodes, node = self.nodes, self.nodes[at]
-        return sum([nodes[rank] == node for rank in group])
-
-    def sharing_of_flows(self, group: Sequence[int], at: int, ends: tuple[int, int]) -> float:
-        """How much longer a flow out of a node takes, if all groups of the node have one at once;
-        all members there, where it goes to the place in another node that its sender has in its
-        own."""
-        cluster, network, here = self._cluster, self._cluster.network, self._here(group, at)
-        flows = min(cluster.node.ranks, self._plan.num_ranks) / here
-        source, target = map(group.index, ends)
-        if (target - source) % here == 0:
-            flows *= here
-        room = network.peer_node_gb_per_second / network.peer.gb_per_second
-        if cluster.ranks_share_nics:
-            each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
-            room = min(room, each * network.nics)
-        return max(1.0, flows / room)
-
-    def collective(self, name: str, at: int) -> tuple[float, bool]:
-        """The same of a collective between nodes, for NICs that ranks share; and whether it leaves
-        the node."""
-        known = self._known.get((name, at))
-        if known is None:
-            group, sharing = self._groups[name], 1.0
-            leaves = self._here(group, at) < len(group)
-            if leaves and self._cluster.ranks_share_nics:
-                cluster, devices = self._cluster, self._plan.devices
-                nic = cluster.nic_of(devices[at])
-                here = sum(cluster.nic_of(devices[rank]) == nic for rank in group)
-                sharing = max(1.0, cluster.node.ranks / cluster.network.nics / here)
-            known = self._known[name, at] = sharing, leaves
-        return known

@@ -196,12 +196,15 @@ class _Simulation:
             seconds = self._kernel_seconds
             seconds[call.kernel] = seconds.get(call.kernel, 0.0) + call.seconds
         state.call = call
-        state.computation = Activity(call.seconds, partial(self._computed, state))
+        late = call.late if state.began_idle else 0.0
+        state.is_late = late > 0.0
+        state.computation = Activity(call.seconds + late, partial(self._computed, state))
         self._clock.start(state.computation)
         return True
 
     def _computed(self, state: RankState) -> None:
         state.computation = state.call = None
+        state.computed_until = self._clock.now
         if not state.calls:
             state.finish(state.computing_at, self._clock.now)
         self._advance(state)
@@ -209,6 +212,8 @@ class _Simulation:
     def _arrive(self, state: RankState, at: int) -> None:
         op = state.operations[at]
         state.in_flight.append(at)
+        if state.call is None and state.computed_until < self._clock.now:
+            state.began_idle.add(at)
         state.times.issued[at] = state.times.start[at] = self._clock.now
         if isinstance(op, SendRecv):
             self._arrive_at_peers(state, at, op)
@@ -312,6 +317,9 @@ class _Simulation:
         for rank, at in ends:
             state = self._ranks[rank]
             state.in_flight.remove(at)
+            state.began_idle.discard(at)
+            if state.is_late and state.computation is not None and state.call is not None:
+                self._clock.shorten(state.computation, state.call.seconds)
             state.finish(at, self._clock.now)
         for rank, _ in ends:
             self._advance(self._ranks[rank])

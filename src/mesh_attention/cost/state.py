@@ -61,6 +61,9 @@ class RankState:
         self.calls: list[TimedCall] = []
         self.computing_at = 0
         self.in_flight: list[int] = []  # communications, and those that wait for other ranks
+        self.began_idle: set[int] = set()  # those in flight that began while nothing was computed
+        self.computed_until = -1.0  # the end of the last call
+        self.is_late = False  # whether the call that runs has programs that found no place
         self.waiting: int | None = None  # a communication that finds no SM yet
         self.known_computing = False
         self.transfers: list[Transfer] = []

@@ -10,13 +10,16 @@ _AT_ONCE = 1e-9  # seconds: what is left of a round by rounding
 class TimedCall(NamedTuple):
     """`waits`: no communication begins before its end. `lost` is the part of its speed that goes to
     a communication in flight beside it; None is what the cluster says for all. `round`: seconds
-    after which enough programs end for a communication to begin."""
+    after which enough programs end for a communication to begin. `late`: seconds more that it takes
+    where it begins beside a communication that began on an idle GPU, as some of its programs find
+    no place; no more than its own length after the end of that."""
 
     seconds: float
     kernel: str = ""  # none for a pass over memory
     waits: bool = False
     lost: float | None = None
     round: float = 0.0  # none: at any time
+    late: float = 0.0  # none: it finds its place
 
     def until_sms(self, left: float) -> float:
         """Seconds until a communication finds SMs, where so many are left of it."""
@@ -31,12 +34,15 @@ def joined(calls: list[TimedCall]) -> tuple[TimedCall, ...]:
         before = found[-1] if found else None
         if (
             before is None
-            or before._replace(seconds=0, round=0) != call._replace(seconds=0, round=0)
+            or before._replace(seconds=0, round=0, late=0)
+            != call._replace(seconds=0, round=0, late=0)
             or call.waits
         ):
             found.append(call)
         else:
             found[-1] = before._replace(
-                seconds=before.seconds + call.seconds, round=max(before.round, call.round)
+                seconds=before.seconds + call.seconds,
+                round=max(before.round, call.round),
+                late=before.late + call.late,
             )
     return tuple(found)

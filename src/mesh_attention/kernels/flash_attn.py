@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mesh_attention.cost.machine.call_time import sms_left
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, Request
 from mesh_attention.kernels.probe import PackageFunction, load, why_not_on_cuda
@@ -123,25 +124,6 @@ def _sms_left(block: Block, causal: bool) -> int:
         return asked
     B, S, H, _ = q.shape
     return sms_left(B * H * -(-S // TILE_ROWS), _num_sms(q.device), asked)
-
-
-def sms_left(tiles: int, sms: int, asked: int) -> int:
-    """By a call without a mask: as many as cost it no round, and no less than asked for.
-
-    Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
-    pairs that share what they load, if a head has an even number of tiles, and two free SMs in
-    different parts of the GPU are no place for a pair: one that finds none beside a transfer begins
-    when that is over, with all of its tiles still to do (on an H200 5.4 ms for 3.5).
-
-    >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
-    28
-    """
-    programs = sms - asked
-    if programs < 2:
-        return asked
-    rounds = max(1, -(-tiles // programs))
-    needed = max(1, -(-tiles // rounds))
-    return sms - min(programs, needed + needed % 2)
 
 
 _HEAD_DIMS_OF_TILES = range(97, 257)  # smaller ones have tiles of more rows

@@ -6,9 +6,10 @@ times are those of the last rank that is done, so all of them agree on every num
 
 from __future__ import annotations
 
-import warnings
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -16,21 +17,25 @@ from typing import Any
 
 import torch
 
-from mesh_attention.choose.answers import (
-    Chosen,
-    is_measured,
-    keep_chosen,
-    kept_answer,
-    question_of_answer,
-    what_is_asked,
+from mesh_attention.choose.auto import question_of
+from mesh_attention.choose.contenders import contenders
+from mesh_attention.choose.search import Scored
+from mesh_attention.choose.tuned import (
+    Answer,
+    Known,
+    TunedEntry,
+    Wanted,
+    read_entries,
+    wanted,
+    write_entries,
 )
-from mesh_attention.choose.contenders import Contender, contenders
 from mesh_attention.choose.tuning import Pair, Tuning
 from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.cost.machine.rates import costs_of
+from mesh_attention.files import check_writable
 from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.plan_seconds import plan_seconds
 from mesh_attention.measure.ranks import MeasureError, Ranks
-from mesh_attention.measure.tuning_state import Known, TuningState
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.version import __version__
@@ -43,16 +48,16 @@ TellLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """`taken` runs were made now, `before` were known from a file; `kept_in` are files that `auto`
-    reads, `stayed` says of which clusters a faster answer was kept before."""
+class TuningOutcome:
+    """`taken` runs were made now, `before` were known from the file; `answer` is what the file has
+    now, which `stays` where it was measured faster before."""
 
     best: Pair
     tuning: Tuning
     taken: int
     before: int
-    kept_in: tuple[Path, ...]
-    stayed: tuple[str, ...] = ()
+    answer: Answer
+    stays: bool
 
     @property
     def seconds(self) -> float:
@@ -65,21 +70,21 @@ def tune_ranks(
     cluster: Cluster,
     options: Mapping[str, Any] | None = None,
     *,
-    also_for: Cluster | None = None,
+    output: Path | str,
     measurements: int = MEASUREMENTS,
     lasting: float = LASTING,
     again: bool = False,
     progress: Progress | None = None,
     tell_line: TellLine | None = None,
-) -> Tuned:
+) -> TuningOutcome:
     """All ranks call it with the same arguments. At most so many `measurements` are made; those of
-    a tuning that was ended count, unless all is to be measured `again`. The answer is kept for
-    `cluster`, and `also_for` the one that `auto` finds here by itself, unless one that was measured
-    faster is there and not all is measured `again`. `tell_line` hears of every measurement."""
+    a tuning that was ended count, unless all is to be measured `again`. The answer goes to the file
+    `output`, unless one that was measured faster is there and not all is measured `again`.
+    `tell_line` hears of every measurement."""
     given = dict(options or {})
-    state = ranks.of_first(lambda: _state(ranks, problem, cluster, given))
-    known: Known = ranks.of_first(lambda: {} if again else state.read())
-    found: dict[Direction, list[Contender]] = ranks.of_first(
+    file: _Output = ranks.of_first(lambda: _output(ranks, problem, cluster, given, output))
+    known: Known = ranks.of_first(lambda: {} if again else file.known())
+    found: dict[Direction, list[Scored]] = ranks.of_first(
         lambda: contenders(problem, ranks.size, cluster, given)
     )
     refused = {key: one for key, one in known.items() if isinstance(one, str)}
@@ -97,24 +102,96 @@ def tune_ranks(
         else:
             tuning.measured |= {one.key: seconds[one.direction] for one in pair}
             taken += 1
-        ranks.of_first(lambda: state.write(tuning.measured | tuning.refused))
+        ranks.of_first(lambda: file.note(tuning.measured | tuning.refused))
         if tell_line:
             tell_line(_line(pair, seconds, taken, measurements))
     best = tuning.best()
     if best is None:
         raise MeasureError(f"no setting could run here; the last: {[*tuning.refused.values()][-1]}")
-    kept, stayed = ranks.of_first(
-        lambda: keep_tuned(
-            *(problem, ranks.size, (cluster, also_for), tuning, best, given), replace=again
-        )
+    mine = answer_of(tuning, best, cluster, ranks.size, file.measured_on)
+    kept: Answer = ranks.of_first(lambda: file.keep(mine, replaces=again))
+    return TuningOutcome(best, tuning, taken - before, before, kept, stays=kept != mine)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The question of a tuning in its file, which the first rank reads and writes. The file is read
+    anew whenever it is written: other questions of it stay."""
+
+    file: Path
+    asked: Wanted
+    by: dict[str, Any]
+
+    @property
+    def measured_on(self) -> str:
+        return f"{self.by['device']}, {self.by['backend']}, torch {self.by['torch']}"
+
+    def known(self) -> Known:
+        """What was measured before, by the same."""
+        entry = self._entries().get(self.asked, TunedEntry())
+        return entry.measured if entry.measured_by == self.by else {}
+
+    def note(self, known: Known) -> None:
+        self._write(measured=known, measured_by=self.by)
+
+    def keep(self, answer: Answer, *, replaces: bool) -> Answer:
+        """The faster one, unless it is to be replaced."""
+        earlier = self._entries().get(self.asked, TunedEntry()).answer
+        if earlier is not None and earlier.seconds < answer.seconds and not replaces:
+            return earlier
+        self._write(answer=answer)
+        return answer
+
+    def _entries(self) -> dict[Wanted, TunedEntry]:
+        return read_entries(self.file) if self.file.exists() else {}
+
+    def _write(self, **changes: Any) -> None:
+        entries = self._entries()
+        entries[self.asked] = replace(entries.get(self.asked, TunedEntry()), **changes)
+        write_entries(self.file, entries)
+
+
+def _output(
+    ranks: Ranks,
+    problem: Problem,
+    cluster: Cluster,
+    options: Mapping[str, Any],
+    output: Path | str,
+) -> _Output:
+    """Refuses now what could not be written later."""
+    asked = wanted(problem, ranks.size, options)
+    device = torch.cuda.get_device_name() if ranks.is_cuda else ranks.device.type
+    where = {"device": device, "backend": ranks.backend, "torch": torch.__version__}
+    by = where | {"cluster": digest_of(cluster), "version": __version__}
+    check_writable(output)
+    found = _Output(Path(output), asked, by)
+    found.known()
+    return found
+
+
+def digest_of(cluster: Cluster) -> str:
+    """Predictions and plans depend on all of it."""
+    text = json.dumps(asdict(cluster), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def answer_of(
+    tuning: Tuning, best: Pair, cluster: Cluster, num_ranks: int, measured_on: str
+) -> Answer:
+    return Answer(
+        {one.direction: (one.method, one.options) for one in best},
+        {one.direction: tuning.measured[one.key] for one in best},
+        cluster.node.ranks,
+        costs_of(cluster, num_ranks),
+        measured_on,
     )
-    return Tuned(best, tuning, taken - before, before, kept, stayed)
 
 
 def measure_pair(
     ranks: Ranks, problem: Problem, cluster: Cluster, pair: Pair, lasting: float
 ) -> dict[Direction, float]:
-    plan = question_of_answer(problem, ranks.size, cluster, chosen_of(pair)).plan()
+    chosen = {one.direction: (one.method, one.options) for one in pair}
+    plan = question_of(cluster, problem, ranks.size, chosen).plan()
     return plan_seconds(ranks, plan, lasting=lasting)
 
 
@@ -128,19 +205,6 @@ def _line(pair: Pair, found: dict[Direction, float] | Refusal, taken: int, most:
     return f"measured {taken} of at most {most}: {settings}"
 
 
-def _state(
-    ranks: Ranks, problem: Problem, cluster: Cluster, options: Mapping[str, Any]
-) -> TuningState:
-    asked = what_is_asked(problem, ranks.size, cluster, options)
-    if asked is None:
-        raise MeasureError("an option has no form in a file, so the answer could not be kept")
-    device = torch.cuda.get_device_name() if ranks.is_cuda else ranks.device.type
-    where = {"device": device, "backend": ranks.backend, "torch": torch.__version__}
-    state = TuningState(asked | {"where": where, "version": __version__})
-    state.prepare()
-    return state
-
-
 def _runs(tuning: Tuning) -> int:
     """Runs that were made: each measures a setting of each pass, of which one may be known."""
     counts = [
@@ -148,77 +212,3 @@ def _runs(tuning: Tuning) -> int:
         for every in tuning.contenders.values()
     ]
     return max(counts)
-
-
-def chosen_of(pair: Pair, measured: Mapping[str, float] | None = None) -> Chosen:
-    """As answers have it."""
-    return {
-        one.direction.value: {
-            "method": one.name,
-            "options": one.options,
-            "seconds": one.seconds if measured is None else measured[one.key],
-            "measured": measured is not None,
-        }
-        for one in pair
-    }
-
-
-def keep_tuned(
-    problem: Problem,
-    num_ranks: int,
-    clusters: tuple[Cluster | None, ...],
-    tuning: Tuning,
-    best: Pair,
-    options: Mapping[str, Any],
-    *,
-    replace: bool,
-) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Files that were written, and a line for each cluster whose answer stays: one that was
-    measured faster, unless it is to be replaced."""
-    chosen = chosen_of(best, tuning.measured)
-    others = len({key for key, seconds in tuning.measured.items() if seconds < inf}) - len(best)
-    forward, backward = (one.text for one in best)
-    what = forward if forward == backward else f"{forward}, backward {backward}"
-    reason = f"{what} was the fastest measured, of {others + len(best)} settings in both passes"
-    kept: list[Path] = []
-    stayed: list[str] = []
-    first = clusters[0]
-    for cluster in clusters:
-        if cluster is None or first is None or not _nodes_are_alike(first, cluster, num_ranks):
-            continue
-        earlier = None if replace else _measured_before(problem, num_ranks, cluster, options)
-        if earlier is not None and _together(earlier) < tuning.seconds(best):
-            methods = ", ".join(f"{way} {one['method']}" for way, one in earlier.items())
-            line = (
-                f"The answer that was kept for {cluster.name} stays ({methods}): it took "
-                f"{_together(earlier) * 1e3:.2f} ms when it was measured, and the fastest now "
-                f"{tuning.seconds(best) * 1e3:.2f} ms; --again replaces it."
-            )
-            stayed += [line] if line not in stayed else []
-            continue
-        file = keep_chosen(problem, num_ranks, cluster, chosen, reason, options)
-        if file is not None and file not in kept:
-            kept.append(file)
-    return tuple(kept), tuple(stayed)
-
-
-def _measured_before(
-    problem: Problem, num_ranks: int, cluster: Cluster, options: Mapping[str, Any]
-) -> Chosen | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a damaged one is replaced
-        chosen = kept_answer(problem, num_ranks, cluster, options)
-    return chosen if is_measured(chosen) else None
-
-
-def _together(chosen: Chosen) -> float:
-    """Seconds of both passes; inf where they are none, so that the answer is replaced."""
-    every = [one.get("seconds") for one in chosen.values()]
-    return sum(x if isinstance(x, int | float) and 0 < x < inf else inf for x in every)
-
-
-def _nodes_are_alike(one: Cluster, other: Cluster, num_ranks: int) -> bool:
-    """A plan depends on the size of a node, unless all ranks are on one: where nodes differ, it
-    would not be what was measured."""
-    sizes = one.node.ranks, other.node.ranks
-    return sizes[0] == sizes[1] or min(sizes) >= num_ranks

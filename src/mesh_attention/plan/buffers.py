@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Value:
-    """A base that leaves room for the remembered hash."""
+    """A base that leaves room for the remembered hash. What is not yet known is None."""
 
     __slots__ = ("_hash",)
 
@@ -28,33 +28,33 @@ def value(cls: type[T]) -> type[T]:
     """A frozen dataclass that works out its hash once: readers look operations up by value, again
     and again, and ranks share most of them."""
     made: Any = dataclass(frozen=True, slots=True)(cls)
-    made.__init__ = _init_of(made)
-    hash_of_fields = made.__hash__
+    hash_of_fields, remember = made.__hash__, Value._hash.__set__  # type: ignore[attr-defined]
 
     def remembered(self: Any) -> int:
-        try:
-            return self._hash  # type: ignore[no-any-return]
-        except AttributeError:
-            object.__setattr__(self, "_hash", hash_of_fields(self))
-            return self._hash  # type: ignore[no-any-return]
+        found: int | None = self._hash
+        if found is None:
+            found = hash_of_fields(self)
+            remember(self, found)
+        return found
 
     made.__hash__ = remembered
+    made.__init__ = _init_of(made)
+    made.__setstate__ = lambda self, state: made.__init__(self, *state)
     return made  # type: ignore[no-any-return]
 
 
 def _init_of(cls: Any) -> Any:
-    """What a frozen dataclass has, with fields set through their slots: a plan makes thousands of
-    values, and to look each field up by its name is most of the time that takes."""
+    """What a frozen dataclass has, with fields set through their slots, and None in those of what
+    is remembered: a plan makes thousands of values, and to look up each field by its name, or to
+    find that a slot is empty, is most of the time that takes."""
     names = [field.name for field in fields(cls)]
-    slots = {f"_set_{name}": getattr(cls, name).__set__ for name in names}
-    given = ", ".join(
-        name if field.default is MISSING else f"{name}=_default_{name}"
-        for name, field in zip(names, fields(cls), strict=True)
-    )
-    defaults = {f"_default_{f.name}": f.default for f in fields(cls) if f.default is not MISSING}
-    body = "; ".join(f"_set_{name}(self, {name})" for name in names)
-    scope: dict[str, Any] = {**slots, **defaults}
-    exec(f"def __init__(self, {given}):\n    {body}", scope)
+    empty = [slot for base in cls.__mro__[1:] for slot in getattr(base, "__slots__", ())]
+    scope: dict[str, Any] = {f"set_{name}": getattr(cls, name).__set__ for name in names + empty}
+    scope |= {f"default_{f.name}": f.default for f in fields(cls) if f.default is not MISSING}
+    given = [f"{name}=default_{name}" if f"default_{name}" in scope else name for name in names]
+    body = [f"set_{name}(self, {name})" for name in names]
+    body += [f"set_{slot}(self, None)" for slot in empty]
+    exec(f"def __init__(self, {', '.join(given)}): {'; '.join(body)}", scope)
     made = scope["__init__"]
     made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     made.__annotations__ = cls.__init__.__annotations__
@@ -74,6 +74,8 @@ class Kind(StrEnum):
     GRAD_Q = "grad_q"
     GRAD_K = "grad_k"
     GRAD_V = "grad_v"
+
+    __hash__ = str.__hash__  # that of an Enum is a function of Python, and plans hash many
 
     @property
     def is_key_side(self) -> bool:
@@ -106,6 +108,8 @@ class Precision(StrEnum):
     ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
     ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
 
+    __hash__ = str.__hash__
+
     def num_bytes(self, problem: Problem) -> int:
         if self is Precision.ELEMENT:
             return problem.element_bytes
@@ -116,6 +120,8 @@ class Role(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     WORKSPACE = "workspace"
+
+    __hash__ = str.__hash__
 
 
 class _Sized(Value):
@@ -137,12 +143,11 @@ class Buffer(_Sized):
     @property
     def num_rows(self) -> int:
         """Counted once: gathered rows are many stretches, and everybody asks for their bytes."""
-        try:
-            return self._num_rows  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
+        found: int | None = self._num_rows  # type: ignore[attr-defined]
+        if found is None:
             found = sum([stop - start for start, stop in self.rows])
             object.__setattr__(self, "_num_rows", found)
-            return found
+        return found
 
     @property
     def num_heads(self) -> int:
@@ -150,22 +155,18 @@ class Buffer(_Sized):
 
     def num_bytes(self, problem: Problem) -> int:
         """Likewise: of the problem that was asked for last."""
-        try:
-            of, found = self._num_bytes  # type: ignore[attr-defined]
-        except AttributeError:
-            of = found = None
-        if of is not problem:
-            found = self.num_rows * self.row_bytes(problem) * self.num_heads
-            object.__setattr__(self, "_num_bytes", (problem, found))
-        return found  # type: ignore[no-any-return]
+        known: tuple[Problem, int] | None = self._num_bytes  # type: ignore[attr-defined]
+        if known is None or known[0] is not problem:
+            known = problem, self.num_rows * self.row_bytes(problem) * self.num_heads
+            object.__setattr__(self, "_num_bytes", known)
+        return known[1]
 
     def at(self, offset: int | None) -> Buffer:
         """The same buffer, placed there."""
         fields = self.name, self.kind, self.rows, self.heads, self.precision, self.role
         made = Buffer(*fields, offset)
-        for remembered in ("_num_bytes", "_num_rows"):
-            if hasattr(self, remembered):
-                object.__setattr__(made, remembered, getattr(self, remembered))
+        for name in ("_num_bytes", "_num_rows"):
+            object.__setattr__(made, name, getattr(self, name))
         return made
 
     def row_bytes(self, problem: Problem) -> int:

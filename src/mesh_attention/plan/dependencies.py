@@ -34,7 +34,7 @@ class _History:
         waited for those uses: they need not be remembered, or long programs take quadratic time."""
         for uses in (self.reads, self.writes):
             for others, rows in uses.items():
-                if rows and _inside(others, heads):
+                if rows and (heads is None or others == heads or _inside(others, heads)):
                     rows[:] = [row for row in rows if row[0] < start or stop < row[1]]
         self.writes.setdefault(heads, []).append((start, stop, at))
 

@@ -214,14 +214,6 @@ class Layout:
                 start = end
         return found
 
-    def position(self, rank: int, slot: int) -> int:
-        """Of one slot of a rank."""
-        if self.kind is LayoutKind.ZIGZAG:
-            half = self.slots // 2
-            before = rank if slot < half else 2 * self.num_ranks - 2 - rank  # halves of others
-            return before * half + slot
-        return self._rank_runs(rank, slot, slot + 1)[0].start
-
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
             case LayoutKind.CONTIGUOUS:

@@ -98,7 +98,7 @@ class Pass:
     copies: int = field(default=1, compare=False)
 
     @cached_property
-    def members(self) -> Mapping[str, Mapping[int, int]]:
+    def members(self) -> dict[str, dict[int, int]]:
         """By group: the place of each of its ranks in it."""
         return _Members(self.groups)
 

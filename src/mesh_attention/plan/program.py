@@ -24,6 +24,8 @@ class CallKind(StrEnum):
     CAUSAL = "causal"  # a square: query i sees keys 0..i
     RANGE = "range"  # by position: query i sees the keys inside its row range
 
+    __hash__ = str.__hash__
+
 
 @value
 class Call(Value):
@@ -92,18 +94,14 @@ class _Named(Value):
     @property
     def touched(self) -> tuple[str, ...]:
         """Names of the buffers that it reads or writes, each once, in order; worked out once."""
-        try:
-            return self._touched  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            return self._find_names()[0]
+        found: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
+        return self._find_names()[0] if found is None else found
 
     @property
     def written(self) -> tuple[str, ...]:
         """Likewise of those that it writes."""
-        try:
-            return self._written  # type: ignore[attr-defined, no-any-return]
-        except AttributeError:
-            return self._find_names()[1]
+        found: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
+        return self._find_names()[1] if found is None else found
 
     def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         op: Operation = self  # type: ignore[assignment]
@@ -218,6 +216,8 @@ class MergeRule(StrEnum):
     RESCALE = "rescale"  # (out, its lse, global lse) -> (out), ready for a plain sum
     SUM = "sum"  # (x, x, ...) -> (x), also a copy or a change of precision; of nothing: 0
     DELTA = "delta"  # (out, grad_out) -> (delta)
+
+    __hash__ = str.__hash__
 
 
 @value

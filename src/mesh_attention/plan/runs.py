@@ -25,6 +25,7 @@ Array = NDArray[np.int64]
 _ONE_BLOCK_STRIDE = 1 << 40  # no position can span it: a run of one block has none of its own
 _MANY_RUNS = 4  # few are looked at faster one by one
 _MOST_BLOCKS = 1 << 14  # of both sides: more are counted by their strides
+_FEW_PAIRS = 24  # likewise of pairs of runs
 _MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 
@@ -99,7 +100,6 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         return result
     stride = _only_stride((*queries, *keys))
     key_parts = _common_stride(list(enumerate(keys)), queries, stride)
-    k = _columns(key_parts)
     parts: list[tuple[int, Run]] = []
     segments: list[int] = []  # of each part
     for i, run in enumerate(queries):
@@ -110,6 +110,16 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
             cut = _common_stride(inside, others, stride) if inside else []
             parts += cut
             segments += [at] * len(cut)
+    if len(parts) * len(key_parts) <= _FEW_PAIRS:
+        for (i, own), at in zip(parts, segments, strict=True):
+            for j, other in key_parts:
+                result[i, j] += sum(
+                    _pairs_below(own, other, line.hi, line.hi_slope)
+                    - _pairs_below(own, other, line.lo, line.lo_slope)
+                    for line in rows.segments[at].intervals
+                )
+        return result
+    k = _columns(key_parts)
     most = max(1, _MOST_AT_ONCE // len(key_parts))
     for first in range(0, len(parts), most):
         q = _columns(parts[first : first + most])
@@ -126,7 +136,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
 def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) -> int:
     """All visible pairs of these runs. Of runs of few blocks they are counted without a look at
     pairs of runs: the keys below a line are a sum over queries of a piecewise linear function."""
-    if sum(run.count for run in (*queries, *keys)) > _MOST_BLOCKS:
+    few = len(queries) * len(keys) <= _FEW_PAIRS
+    if few or sum(run.count for run in (*queries, *keys)) > _MOST_BLOCKS:
         return int(visible_pairs(queries, keys, rows).sum())
     if not queries or not keys:
         return 0
@@ -180,6 +191,33 @@ class _KeysBelow:
         rising = np.minimum(into, size + 1)
         inside = rising * (rising - 1) // 2 + np.maximum(into - rising, 0) * size
         return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
+
+
+def _pairs_below(q: Run, k: Run, base: int, slope: int) -> int:
+    """What `_below` says of many, of two runs."""
+    if not slope:
+        whole, rest = 0, max(base - k.start, 0)
+        if k.count > 1:
+            whole, rest = divmod(rest, k.stride)
+        seen = k.count * k.block if whole >= k.count else whole * k.block + min(rest, k.block)
+        return q.num_tokens * seen
+    strides = q.stride if q.count > 1 else 0, k.stride if k.count > 1 else 0
+    stride = max(strides) or _ONE_BLOCK_STRIDE
+    d = q.start + base - k.start
+    shift = (d - k.block) // stride
+    total = inside_before = 0
+    for limit in (shift, shift + 1, shift + 2):
+        inside = _steps(q.block, k.block, (limit + 1) * stride - d)
+        total += _steps(k.count, q.count, limit) * (inside - inside_before)
+        inside_before = inside
+    return total
+
+
+def _steps(x_size: int, y_size: int, limit: int) -> int:
+    """What `_staircase` says of many."""
+    z = min(max(limit + y_size, 0), x_size + y_size)
+    x, y = max(z - x_size, 0), max(z - y_size, 0)
+    return (z * (z + 1) - x * (x + 1) - y * (y + 1)) // 2
 
 
 def _only_stride(runs: Sequence[Run]) -> int | None:

@@ -15,14 +15,15 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
     ((0, 5), (8, 9))
     """
     result: list[tuple[int, int]] = []
+    first = last = -1
     for start, stop in spans:
         if start == stop:
             continue
-        if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], stop)
-        else:
-            result.append((start, stop))
-    return tuple(result)
+        if start != last:
+            result.append((first, last))
+            first = start
+        last = stop
+    return (*result[1:], (first, last)) if result else ()
 
 
 @lru_cache(maxsize=4096)  # the ranks of a unit have the same rows
@@ -55,5 +56,5 @@ def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
         ((a, b),) = spans
         a, b = start if a < start else a, stop if b > stop else b
         return ((a, b),) if a < b else ()
-    clipped = ((start if a < start else a, stop if b > stop else b) for a, b in spans)
-    return tuple((a, b) for a, b in clipped if a < b)
+    clipped = [(start if a < start else a, stop if b > stop else b) for a, b in spans]
+    return tuple([span for span in clipped if span[0] < span[1]])

@@ -71,11 +71,13 @@ class TrafficMeter:
         known = self._known
         for piece in pieces:
             heads, row_bytes, counts = known.get(piece.buffer) or self._rows_of(piece.buffer)
-            if piece.heads is not None:
-                heads = piece.heads[1] - piece.heads[0]
+            of = piece.heads
+            if of is not None:
+                heads = of[1] - of[0]
             num_bytes = (piece.stop - piece.start) * heads * row_bytes
             everything += num_bytes
-            tokens += num_bytes if counts else 0
+            if counts:
+                tokens += num_bytes
         return everything, tokens
 
     def _rows_of(self, name: str) -> tuple[int, int, bool]:

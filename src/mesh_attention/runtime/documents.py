@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.choose.pack import Layer, Pack
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.context import Context
 from mesh_attention.runtime.modes import outside_inference_mode
 from mesh_attention.runtime.plan_on_rank import PlanSource

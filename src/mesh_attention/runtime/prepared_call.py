@@ -49,6 +49,7 @@ class CallOptions:
     must_be_deterministic: bool = False  # whatever PyTorch is asked for
     deterministic: Determinism = field(default_factory=asked_of_torch)
     links: Links = field(default_factory=usual_links)  # by which calls make room for transfers
+    tuned: str | None = None  # digest of the answers that plans come from
 
     def now(self) -> CallOptions:
         """With what PyTorch is asked for at this time, unless the caller asks for more."""
@@ -67,6 +68,7 @@ class CallOptions:
             "cuda_graph": self.cuda_graph,
             "deterministic": self.deterministic.value,
             "timeout": self.timeout and self.timeout.total_seconds(),
+            "tuned": self.tuned,
         } | (self._of_graphs() if self.cuda_graph else {})
 
     def _of_graphs(self) -> Statement:

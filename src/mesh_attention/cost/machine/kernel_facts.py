@@ -48,6 +48,9 @@ class PassRates:
     when a round of programs ends. `slowdown`: the part of its speed that it loses beside a
     communication, where it has no margin; left out, what the cluster says for all.
     `keys_in_runs`: keys that lie one by one are refused, and so are rows that hold nothing.
+    `pair_sms`: full calls are pairs of programs where a head has an even number of tiles, and those
+    of a call that leaves fewer SMs than this do not all find a place beside a communication that
+    began on an idle GPU: some begin when others end, with all of their tiles to do.
     """
 
     ranges: bool
@@ -61,6 +64,7 @@ class PassRates:
     tile_keys: int | None = field(default=None, kw_only=True)
     slowdown: float | None = field(default=None, kw_only=True)
     keys_in_runs: bool | None = field(default=None, kw_only=True)
+    pair_sms: int | None = field(default=None, kw_only=True)
 
     def lost(self, sms: int) -> float | None:
         """Beside a communication, of its speed on a GPU with so many SMs; None: as all."""

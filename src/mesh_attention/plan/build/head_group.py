@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -90,6 +90,16 @@ def unit_rows(
     that is the order inside each of them: all members have an equal part of every chunk, given by
     the slots of a member.
     """
+    if layout.kind is LayoutKind.LISTED or not unit:
+        return _rows_of_unit(layout, degree, unit, chunks)
+    places, members = unit_rows(layout, degree, 0, chunks)
+    before = unit * degree * layout.slots
+    return tuple([(a + before, b + before) for a, b in places]), members
+
+
+def _rows_of_unit(
+    layout: Layout, degree: int, unit: int, chunks: tuple[Spans, ...] | None
+) -> tuple[Spans, tuple[Spans, ...]]:
     slots, first = layout.slots, unit * degree
     # Alone a rank has its rows as they are; a zigzag lies in order of position.
     by_position = layout.kind is LayoutKind.ZIGZAG or (
@@ -99,15 +109,14 @@ def unit_rows(
     found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
     for chunk in chunks or (((0, slots),),):
+        if layout.kind is LayoutKind.ZIGZAG:
+            at += _add_zigzag(layout, first, chunk, at, places, found)
+            continue
         parts = []  # (first position, places), member by member
-        spans: list[tuple[int, int]] | None = None
         for rank in range(first, first + degree):
-            place = rank * slots
-            if spans is None or layout.kind is LayoutKind.LISTED:  # others have the same of all
-                whole = layout.parts(rank) if by_position else ((0, slots),)
-                spans = [span for stretch in chunk for span in clip_spans(whole, *stretch)]
-            for a, b in spans:
-                position = layout.position(rank, a) if by_position else rank
+            place, whole = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
+            for a, b in chain.from_iterable(clip_spans(whole, *stretch) for stretch in chunk):
+                position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
                 parts.append((position, place + a, place + b))
         rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
         for _, start, stop in sorted(parts):
@@ -117,6 +126,35 @@ def unit_rows(
         for _, start, _ in parts:
             found[start // slots - first].append(rows[start])
     return tuple(places) if by_position else joined(places), tuple(map(tuple, found))
+
+
+def _add_zigzag(
+    layout: Layout,
+    first: int,
+    chunk: Spans,
+    at: int,
+    places: list[tuple[int, int]],
+    found: list[list[tuple[int, int]]],
+) -> int:
+    """What `unit_rows` does for a chunk, and its size: ranks own the low halves in their order, and
+    then the high halves in the other. Asked for again and again, of units of many ranks."""
+    degree, slots, middle = len(found), layout.slots, layout.halves[1]
+    spans = [span for stretch in chunk for span in clip_spans(layout.parts(0), *stretch)]
+    sides = [sorted(s for s in spans if (s[0] >= middle) == high) for high in (False, True)]
+    low, high = (sum(b - a for a, b in side) for side in sides)
+    for side, ranks in zip(sides, (range(degree), range(degree - 1, -1, -1)), strict=True):
+        places += [
+            ((first + m) * slots + a, (first + m) * slots + b) for m in ranks for a, b in side
+        ]
+    for a, b in spans:
+        size, side = b - a, sides[a >= middle]
+        start = at + sum(d - c for c, d in side if c < a)
+        step = low
+        if a >= middle:
+            start, step = start + degree * low + (degree - 1) * high, -high
+        for member, rows in enumerate(found):
+            rows.append((start + member * step, start + member * step + size))
+    return degree * (low + high)
 
 
 class PassCut(NamedTuple):

@@ -67,6 +67,8 @@ class Portions:
         self._holders = holders
         self._chunks = [first.exchanged(kind) for kind in (Kind.Q, Kind.K)]
         self._slots_of = [first.slots(kind) for kind in (Kind.Q, Kind.K)]
+        self._known_heads: dict[tuple[bool, bool], list[tuple[str, tuple[int, int]]]] = {}
+        self._rows_held = lru_cache(maxsize=_KEPT)(self._make_rows_held)
         self._given = cache(self._make_given)
         self._held = lru_cache(maxsize=_KEPT)(self._make_held)
         self.operations = lru_cache(maxsize=_KEPT)(self._operations)
@@ -93,25 +95,25 @@ class Portions:
 
     def _make_given(self, task: Task, parts: tuple[Spans, Spans]) -> tuple[tuple[Piece, ...], ...]:
         """A rank's own rows of a portion, for each head group its heads of them."""
-        sources = [
-            (
-                [
-                    cut
-                    for stretch in self._slots(task, kind)
-                    for cut in clip_spans(parts[kind.is_key_side], *stretch)
-                ],
-                self._heads_of(task, kind),
-            )
-            for kind in self._kinds[task.kind]
-        ]
+        kinds = [(kind.value, kind.is_key_side) for kind in self._kinds[task.kind]]
+        sides = {side: kind for kind in self._kinds[task.kind] for side in (kind.is_key_side,)}
+        cuts = {
+            side: [
+                cut
+                for stretch in self._slots(task, kind)
+                for cut in clip_spans(parts[side], *stretch)
+            ]
+            for side, kind in sides.items()
+        }
+        heads = {side: self._heads_of(task, kind) for side, kind in sides.items()}
         return tuple(
             [
                 tuple(
                     [
-                        Piece(name, a, b, heads)
-                        for cuts, heads_of in sources
-                        for name, heads in (heads_of[index],)
-                        for a, b in cuts
+                        Piece(name + copy, a, b, own)
+                        for name, side in kinds
+                        for copy, own in (heads[side][index],)
+                        for a, b in cuts[side]
                     ]
                 )
                 for index in range(len(self._head_groups))
@@ -121,35 +123,47 @@ class Portions:
     def _heads_of(self, task: Task, kind: Kind) -> list[tuple[str, tuple[int, int]]]:
         """For each head group its heads of a portion in the tensors of their owner; results of a
         head that several head groups hold arrive in copies."""
-        inside, found = self._chunk(task, kind).heads, []
-        for group in self._head_groups:
-            name, (first, last) = kind.value, group.heads(kind)
-            if task.kind not in self._incoming:
-                ((copy, (first, last), _),) = self._holders.parts(group)[kind.is_key_side]
-                name += copy
-            heads = (first, last) if inside is None else (first + inside[0], first + inside[1])
-            found.append((name, heads))
-        return found
+        held = self._all_heads(kind.is_key_side, task.kind in self._incoming)
+        inside = self._chunk(task, kind).heads
+        if inside is None:
+            return held
+        return [(copy, (first + inside[0], first + inside[1])) for copy, (first, _) in held]
+
+    def _all_heads(self, side: bool, incoming: bool) -> list[tuple[str, tuple[int, int]]]:
+        """Of all portions together."""
+        key = side, incoming
+        if key not in self._known_heads:
+            found = []
+            for group in self._head_groups:
+                copy, heads = "", group.heads(Kind.K if side else Kind.Q)
+                if not incoming:
+                    ((copy, heads, _),) = self._holders.parts(group)[side]
+                found.append((copy, heads))
+            self._known_heads[key] = found
+        return self._known_heads[key]
 
     def _make_held(self, task: Task, unit: int) -> tuple[tuple[Piece, ...], ...]:
         """A head group's heads of a portion, for each member its rows: alike in all of them."""
         group = self._head_groups[0]
         sources = []
         for kind in self._kinds[task.kind]:
-            chunk, rows = self._chunk(task, kind), group.member_rows(kind, unit)
-            sources.append((chunk.name(group.local(kind)), chunk, rows))
+            chunk = self._chunk(task, kind)
+            rows = self._rows_held(kind.is_key_side, unit, chunk.start, chunk.stop)
+            sources.append((chunk.name(group.local(kind)), rows))
         return tuple(
             [
-                tuple(
-                    [
-                        Piece(name, a - chunk.start, b - chunk.start)
-                        for name, chunk, rows in sources
-                        for a, b in clip_spans(rows[member], chunk.start, chunk.stop)
-                    ]
-                )
+                tuple([Piece(name, a, b) for name, rows in sources for a, b in rows[member]])
                 for member in range(group.degree)
             ]
         )
+
+    def _make_rows_held(self, side: bool, unit: int, start: int, stop: int) -> list[Spans]:
+        """Of each member, counted in a chunk of a unit's rows: tensors and slices share them."""
+        members = self._head_groups[0].member_rows(Kind.K if side else Kind.Q, unit)
+        return [
+            tuple([(a - start, b - start) for a, b in clip_spans(rows, start, stop)])
+            for rows in members
+        ]
 
     def _sums(self, task: Task) -> Iterator[Operation]:
         for kind in self._kinds[task.kind]:

@@ -13,64 +13,90 @@ from mesh_attention.plan.build.reduce import by_member
 from mesh_attention.plan.build.rotate import Reach, deliveries, hop, ring
 from mesh_attention.plan.build.tile_pass import Pieces, TilePass
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.program import AllToAll, Merge, MergeRule, Operation, SendRecv, Task
+from mesh_attention.plan.schedule.tasks import Step
+
+
+class QueryOrder:
+    """`tasks` are those of the programs: `Q-3` brings the block of a step, `C-3-0` is its
+    attention, `sent-3` sends its results on. `steps` is the schedule. `reach`: how partial results
+    reach their owners, None: all at the end."""
+
+    in_parts = False
+
+    def __init__(self, mesh: TilePass, reach: Reach | None) -> None:
+        self.reach = reach
+        self.per_node = mesh.q.in_node if reach is Reach.DIRECT else None
+        self.tasks = [Task("AG-KV", (0,))]
+        steps = [Step(self.tasks[0], ())]
+        size = mesh.tile.a
+        for step, back in enumerate(deliveries(ring(0, size), self.per_node)):
+            following = Task("Q", (step + 1,)) if step + 1 < size else None
+            attention = Task("C", (step, 0))
+            self.tasks += [*filter(None, [following]), attention, Task("sent", (step,))]
+            steps.append(Step(following, (attention,)))
+            steps += [Step(Task("O", (one.step,)), ()) for one in back if reach]
+        self.tasks.append(Task("end", (0,)))
+        if not reach:
+            steps.append(Step(Task(mesh.q_reduce_kind, (0,)), ()))
+        if mesh.kv_reduce_kind:
+            self.tasks.append(Task(mesh.kv_reduce_kind, (0,)))
+            steps.append(Step(self.tasks[-1], ()))
+        self.steps = tuple(steps)
+
+    def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
+        return QueryRing(mesh, lowerings, unit, self)
 
 
 class QueryRing:
-    """The steps of one unit. `reach`: how partial results reach their owners, None: all at the end.
-    `per_node` members are in a node, one after the other."""
+    """What one unit does."""
 
-    def __init__(
-        self,
-        mesh: TilePass,
-        lowerings: Lowerings,
-        unit: int,
-        reach: Reach | None,
-        per_node: int | None,
-    ) -> None:
+    def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int, order: QueryOrder) -> None:
         tile, head_group = mesh.tile, mesh.head_group
         members = tile.q_group(tile.row(unit))
         self._mesh = mesh
-        self._reach = reach
+        self._reach = order.reach
         self._rotation = ring(members.index(unit), len(members))
-        self._deliveries = deliveries(self._rotation, per_node)
+        self._deliveries = deliveries(self._rotation, order.per_node)
         self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
-        self._group = head_group.group_name(f"Q{tile.row(unit)}")
+        self._group = mesh.q.group(tile.row(unit))
         self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
         self._kinds = mesh.q_partials  # of a partial result
         self._results = self._pieces(map(head_group.local, self._kinds))
         keys = lowerings.keys(mesh.kv.spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
-        backward = mesh.direction is Direction.BACKWARD
-        self.has_key_gradients = backward and any(self._calls)
+        self._begun = False  # whether gradients of the keys hold something
         self.buffers: dict[str, Buffer] = {}
-        self.operations = self._make()
 
-    def _make(self) -> list[Operation]:
-        mesh, rotation = self._mesh, self._rotation
-        operations: list[Operation] = []
-        begun = False
-        for step, calls in enumerate(self._calls):
-            if step + 1 < rotation.size:
-                self._declare(self._queries(step + 1), mesh.q.inputs, step + 1)
-                task = Task("Q", (step + 1,))
-                operations.append(hop(task, self._group, rotation, step + 1, self._queries))
-            sums = self._partial(f"{step}.sum")
-            self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
-            if calls:
-                queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
-                operands = (queries, mesh.keys(0), sums + mesh.kv.sums(0), calls)
-                task, fresh = Task("C", (step, 0)), (True, not begun)
-                operations.append(mesh.attention(task, *operands, fresh))
-                begun = True
-            else:
-                operations.append(Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums))
-            if self._reach is Reach.TRAVEL and step > 0:
-                operations += self._pass_on(step)
-            elif self._reach is Reach.DIRECT:
-                operations += self._deliver(step)
-        return operations + (self._exchange() if self._reach is None else self._end())
+    def attend(self, task: Task) -> list[Operation]:
+        """Of the block of a step."""
+        mesh, (step, _) = self._mesh, task.index
+        calls, sums = self._calls[step], self._partial(f"{step}.sum")
+        self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
+        if not calls:
+            return [Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums)]
+        queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
+        operands = (queries, mesh.keys(0), sums + mesh.kv.sums(0), calls)
+        fresh, self._begun = (True, not self._begun), True
+        return [mesh.attention(task, *operands, fresh)]
+
+    def rotate(self, task: Task) -> list[Operation]:
+        """The block of a step, its results on their way, or the end."""
+        (step,) = task.index
+        match task.kind:
+            case "Q":
+                self._declare(self._queries(step), self._mesh.q.inputs, step)
+                return [hop(task, self._group, self._rotation, step, self._queries)]
+            case "sent" if self._reach is Reach.TRAVEL:
+                return self._pass_on(step) if step else []
+            case "sent":
+                return self._deliver(step) if self._reach else []
+            case _:
+                return self._end() if self._reach else self._exchange()
+
+    def empty(self, task: Task) -> list[Operation]:
+        """Neutral gradients of keys that no query sees."""
+        return [] if self._begun else self._mesh.kv.empty(task.kind, *task.index)
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
         rows = self._mesh.head_group.size(Kind.Q)

@@ -78,6 +78,11 @@ class TilePass(ABC):
         )
 
     @property
+    def needs(self) -> tuple[Kind, ...]:
+        """The tensors that it reads."""
+        return (*self.q.inputs, *self.kv.inputs)
+
+    @property
     def cut_setting(self) -> dict[str, str]:
         """How it is cut, for people."""
         short = self.head_group.has_short_start

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations, patch_devices, patch_widths
-from mesh_attention.plan.build.exchange import UnitBuilder, with_exchanges
 from mesh_attention.plan.build.head_group import HeadGroup, PassCut
 from mesh_attention.plan.build.reduce import Combine, ReduceBy
 from mesh_attention.plan.build.rotate import members_per_node
@@ -21,6 +21,7 @@ from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.problem import Problem
 
 Layouts = tuple[Layout, Layout]
+UNCUT = PassCut((1, 1), (1,))
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
 
@@ -34,15 +35,12 @@ class SharedOptions(Setting):
     ulysses: int = 1
     units_per_node: int | None = None
 
-
-def shared_options(method: str, setting: Setting, *, ulysses: int | None = None) -> SharedOptions:
-    """What a setting says about what methods share, by name; the degree, where given, is
-    the one that was chosen."""
-    names = {field.name for field in fields(SharedOptions)}
-    given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
-    if ulysses is not None:
-        given["ulysses"] = ulysses
-    return SharedOptions(**given, method=method)
+    @classmethod
+    def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
+        """What a setting says about these, by name, and what was chosen."""
+        names = {field.name for field in fields(cls)}
+        given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
+        return cls(**{**given, **chosen, "method": method})
 
 
 def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
@@ -199,13 +197,7 @@ class TilePlanner:
         return all(layout.kind is LayoutKind.ZIGZAG for layout in self._layouts)
 
     def tile_passes(
-        self,
-        direction: Direction,
-        tile: Tile,
-        chunks: tuple[int, int] = (1, 1),
-        slices: tuple[int, ...] = (1,),
-        even: bool = False,
-        short_start: bool = False,
+        self, direction: Direction, tile: Tile, cut: PassCut = UNCUT
     ) -> OnDemand[TilePass]:
         """One pass on each head group."""
         shared, nodes = self._shared, self.nodes
@@ -213,7 +205,7 @@ class TilePlanner:
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         kind = TileForward if direction is Direction.FORWARD else TileBackward
-        out, cut = shared.gather_out, PassCut(chunks, slices, even, short_start)
+        out = shared.gather_out
         # What goes to another layout on the way is exchanged at once.
         at_once = shared.ulysses == 1 or self.shards is not None or cut.is_whole
         exchanged = None if at_once else cut
@@ -225,7 +217,8 @@ class TilePlanner:
                 shards=self.shards,
                 cut=exchanged,
             )
-            return kind(group, tile, chunks, by, slices, gather_out=out, per_node=per_node)
+            shape = (group, tile, cut.chunks, by, cut.slices)
+            return kind(*shape, gather_out=out, per_node=per_node)
 
         return OnDemand(shared.ulysses, on_group)
 
@@ -239,27 +232,3 @@ class TilePlanner:
             method=self._shared.method,
             relayout=self.shards is not None,
         )
-
-
-def plan_by(
-    problem: Problem,
-    num_ranks: int,
-    shared: SharedOptions,
-    tile: Tile,
-    directions: tuple[Direction, ...],
-    builder: Callable[[TilePass, Lowerings, tuple[int, ...]], UnitBuilder],
-    cut_of: Callable[[Direction], PassCut] = lambda _: PassCut((1, 1), (1,)),
-) -> Plan:
-    """A plan whose units are made by `builder` from a pass, cut as `cut_of` says, with calls, and
-    the node of each unit."""
-    planner = TilePlanner(problem, num_ranks, shared, tile)
-
-    def build(direction: Direction) -> Pass:
-        passes = planner.tile_passes(direction, tile, *cut_of(direction))
-        return with_exchanges(
-            OnDemand(
-                len(passes), lambda index: builder(passes[index], planner.lowerings, planner.nodes)
-            )
-        )
-
-    return planner.plan(map(build, directions))

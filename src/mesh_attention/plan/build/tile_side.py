@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import pairwise
 
 from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.build.chunks import Chunk, whole_rows
 from mesh_attention.plan.build.head_group import HeadGroup
 from mesh_attention.plan.build.reduce import ReduceBy, Reduction, stacks
+from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.program import Merge, MergeRule, Operation, Task
-from mesh_attention.plan.spans import Spans
+from mesh_attention.plan.spans import Spans, joined, slice_spans
 
 ALL_UNITS = "all"
 Units = tuple[int, ...]
@@ -57,6 +59,11 @@ class TileSide:
     def is_fetched(self) -> bool:
         """Whether chunks come one after the other: from the units of a line, or to this unit."""
         return self.size > 1 or self.head_group.cut is not None
+
+    @property
+    def in_node(self) -> int | None:
+        """Units of a line that follow each other in a node, where there are several."""
+        return self.per_node if self.per_node > 1 else None
 
     @cached_property
     def reduce_by(self) -> ReduceBy:
@@ -108,7 +115,20 @@ class TileSide:
 
     def rows_of(self, units: Units, index: int) -> Spans:
         """A chunk of these units as a gather lays it out."""
-        return whole_rows([self.own_rows(unit) for unit in units], self.chunks[index])
+        layout, chunk = self.head_group.layout(self.kind), self.chunks[index]
+        if layout.kind is LayoutKind.LISTED:
+            return whole_rows([self.own_rows(unit) for unit in units], chunk)
+        # Those of the first unit, as many places further for each one after it.
+        size, first = self.head_group.size(self.kind), self.own_rows(0)
+        return joined(
+            [
+                (a + unit * size, b + unit * size)
+                for start, stop in pairwise(chunk.cuts)
+                for spans in (slice_spans(first, chunk.start + start, chunk.start + stop),)
+                for unit in units
+                for a, b in spans
+            ]
+        )
 
     def wire(self, partial: str) -> str:
         """The buffer in which a partial travels: itself where the precision is the same."""

@@ -21,7 +21,7 @@ from mesh_attention.plan.build.seen_share import share_of
 from mesh_attention.plan.build.seen_side import SeenSide
 from mesh_attention.plan.build.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.build.slices import sizes_for, suggested_cut
-from mesh_attention.plan.build.tile_plan import layouts_of, shards_of, shared_options, tile_for
+from mesh_attention.plan.build.tile_plan import SharedOptions, layouts_of, shards_of, tile_for
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import Lowerings
 from mesh_attention.plan.mask import Mask
@@ -42,7 +42,7 @@ class SeenSetting(ShapeSetting, SliceSetting):
 def plan_seen(
     problem: Problem, ranks: int, setting: SeenSetting, directions: tuple[Direction, ...]
 ) -> Plan:
-    shared = shared_options("seen", setting)
+    shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
         shared = replace(shared, layout=usual_layout(problem.mask))
     layouts = layouts_of(problem, ranks, shared)

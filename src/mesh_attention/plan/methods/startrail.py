@@ -15,16 +15,15 @@ from functools import cache
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.build.exchange import Unit
+from mesh_attention.plan.build.exchange import Unit, with_exchanges
 from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
 from mesh_attention.plan.build.reduce import Reduction, reduce_sum, stacks
 from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
 from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
-from mesh_attention.plan.build.tile_builder import TileBuilder
 from mesh_attention.plan.build.tile_pass import Pair, TilePass
-from mesh_attention.plan.build.tile_plan import plan_by, shared_options
+from mesh_attention.plan.build.tile_plan import SharedOptions, TilePlanner
 from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Operation, SendRecv, Task
 from mesh_attention.plan.schedule.tasks import Schedule, Step
@@ -91,8 +90,10 @@ class _Star:
         return self.team(u - j, w - self.shift)
 
 
-class StarTrailBuilder(TileBuilder):
+class StarTrailBuilder:
     """Units of StarTrail. The Q side is that of a tile with C rows."""
+
+    hold = 0  # what rotates has two buffers, and goes when its attention is done
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class StarTrailBuilder(TileBuilder):
         gradients: Reach,
         nodes: tuple[int, ...],
     ) -> None:
-        super().__init__(mesh)
+        self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
         self.mesh, self.lowerings, self.star, self.gradients = mesh, lowerings, star, gradients
         self._block = cache(self._block_rows)
         self._shared: dict[object, list[Operation]] = {}
@@ -264,12 +265,14 @@ def plan_startrail(
     width = num_ranks // (team * team)
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
     star, tile = _Star(team, width, shift), Tile(team, num_ranks // team)
-    shared = shared_options("startrail", setting)
+    planner = TilePlanner(problem, num_ranks, SharedOptions.of("startrail", setting), tile)
 
-    def builder(mesh: TilePass, lowerings: Lowerings, nodes: tuple[int, ...]) -> StarTrailBuilder:
-        return StarTrailBuilder(mesh, lowerings, star, setting.gradients, nodes)
+    def build(direction: Direction) -> Pass:
+        (mesh,) = planner.tile_passes(direction, tile)
+        around = (planner.lowerings, star, setting.gradients, planner.nodes)
+        return with_exchanges([StarTrailBuilder(mesh, *around)])
 
-    return plan_by(problem, num_ranks, shared, tile, directions, builder)
+    return planner.plan(map(build, directions))
 
 
 def _best_team(num_ranks: int) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.build.head_group import ulysses_degrees
 from mesh_attention.plan.build.setting import Option, Setting, options_of
-from mesh_attention.plan.methods import mesh, ring, ring_q, seen, startrail, ulysses
+from mesh_attention.plan.methods import box_methods as box
+from mesh_attention.plan.methods import seen, startrail
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 
@@ -36,6 +37,7 @@ class Method:
     rotates: bool = False  # whether keys go round in rings
     all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
     by_stretches: bool = False  # what travels is stretches of tokens, as the mask shows them
+    is_plain_box: bool = False  # bytes follow from its degree and its tile
 
     def degree(self, setting: Mapping[str, Any], num_ranks: int) -> int:
         """That of Ulysses, where a setting says it or the method does."""
@@ -118,7 +120,7 @@ def _unit_places(
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     """Degrees that leave several units in a node: rings of one unit are those of USP."""
     sizes = {
-        u: ring.usual_inner(ranks // u, u, ranks_per_node) for u in ulysses_degrees(problem, ranks)
+        u: box.usual_inner(ranks // u, u, ranks_per_node) for u in ulysses_degrees(problem, ranks)
     }
     return [{"ulysses": u, "inner": inner} for u, inner in sizes.items() if inner > 1]
 
@@ -138,34 +140,36 @@ DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
 _BY_STRETCHES = ("seen",)
+_PLAIN_BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
+HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # what batches of documents choose from
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
-    "mesh": ("2-D tiles a x b of the query-key matrix", mesh.MeshSetting, mesh.plan_mesh, _tiles),
-    "ring": ("KV rotates in a ring (Ring-Attention)", ring.RingSetting, ring.plan_ring, _one),
+    "mesh": ("2-D tiles a x b of the query-key matrix", box.MeshSetting, box.plan_mesh, _tiles),
+    "ring": ("KV rotates in a ring (Ring-Attention)", box.RingSetting, box.plan_ring, _one),
     "ring-q": (
         "Q rotates in a ring, outputs are reduced last",
-        ring_q.RingQSetting,
-        ring_q.plan_ring_q,
+        box.RingQSetting,
+        box.plan_ring_q,
         _one,
     ),
     "double-ring": (
         "KV rotates in rings inside nodes and in one between them (LoongTrain)",
-        ring.DoubleRingSetting,
-        ring.plan_double_ring,
+        box.DoubleRingSetting,
+        box.plan_double_ring,
         _inner_rings,
     ),
     "allgather-kv": (
         "every rank gathers all KV (Llama 3 training)",
-        mesh.AllGatherKvSetting,
-        mesh.plan_all_gather_kv,
+        box.AllGatherKvSetting,
+        box.plan_all_gather_kv,
         _one,
     ),
     "ulysses": (
         "ranks exchange tokens for heads",
-        ulysses.UlyssesSetting,
-        ulysses.plan_ulysses,
+        box.UlyssesSetting,
+        box.plan_ulysses,
         _one,
     ),
-    "usp": ("Ulysses inside, a ring outside", ring.UspSetting, ring.plan_usp, _rings_of_units),
+    "usp": ("Ulysses inside, a ring outside", box.UspSetting, box.plan_usp, _rings_of_units),
     "startrail": (
         "teams gather Q and KV, team blocks rotate in sub-rings",
         startrail.StarTrailSetting,
@@ -174,20 +178,20 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     ),
     "mesh-usp": (
         "Ulysses inside, mesh outside",
-        mesh.MeshUspSetting,
-        mesh.plan_mesh_usp,
+        box.MeshUspSetting,
+        box.plan_mesh_usp,
         _unit_tiles,
     ),
     "agq-ringkv": (
         "a mesh that gathers Q while KV rotates",
-        ring.AgqRingKvSetting,
-        ring.plan_agq_ringkv,
+        box.AgqRingKvSetting,
+        box.plan_agq_ringkv,
         _tiles,
     ),
     "agkv-ringqo": (
         "a mesh that gathers KV while Q and its output rotate",
-        ring_q.AgkvRingQoSetting,
-        ring_q.plan_agkv_ringqo,
+        box.AgkvRingQoSetting,
+        box.plan_agkv_ringqo,
         _tiles,
     ),
     "seen": (
@@ -205,6 +209,7 @@ METHODS: Mapping[str, Method] = {
         rotates=name in _ROTATE,
         all_exchange=name in _ALL_EXCHANGE,
         by_stretches=name in _BY_STRETCHES,
+        is_plain_box=name in _PLAIN_BOXES,
     )
     for name, row in _ROWS.items()
 }

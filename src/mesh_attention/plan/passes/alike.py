@@ -16,21 +16,24 @@ class Alike:
     """Numbers for programs of one pass, equal for those that are alike."""
 
     def __init__(self) -> None:
-        self._by_buffer: dict[Buffer, int] = {}
+        # By identity: ranks share most of them, and the hash of others would be used once. They
+        # are kept, so that no other takes their place.
+        self._by_buffer: dict[int, tuple[Buffer, int]] = {}
+        self._by_op: dict[int, tuple[Operation, int]] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._tables: dict[tuple[int, ...], int] = {}
         self._uses: dict[object, int] = {}
-        self._use_of: dict[Operation, int] = {}
 
     def table(self, program: Program) -> int:
         """By the buffers: their names and sizes."""
         found = []
         for b in program.buffers:
-            shape = self._by_buffer.get(b)
-            if shape is None:
+            known = self._by_buffer.get(id(b))
+            if known is None:
                 key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset)
-                shape = self._by_buffer[b] = self._shapes.setdefault(key, len(self._shapes))
-            found.append(shape)
+                known = b, self._shapes.setdefault(key, len(self._shapes))
+                self._by_buffer[id(b)] = known
+            found.append(known[1])
         return self._tables.setdefault(tuple(found), len(self._tables))
 
     def uses(self, program: Program) -> tuple[int, tuple[int, ...]]:
@@ -38,13 +41,13 @@ class Alike:
         return self.table(program), tuple(map(self._use, program.operations))
 
     def _use(self, op: Operation) -> int:
-        found = self._use_of.get(op)
-        if found is None:
+        known = self._by_op.get(id(op))
+        if known is None:
             pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
             whole = isinstance(op, Attention) and is_one_call(op)
             key = (op.task, type(op), whole, *pieces)
-            found = self._use_of[op] = self._uses.setdefault(key, len(self._uses))
-        return found
+            known = self._by_op[id(op)] = op, self._uses.setdefault(key, len(self._uses))
+        return known[1]
 
 
 def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:

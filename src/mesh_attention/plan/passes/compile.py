@@ -80,7 +80,7 @@ class PassCompiler:
         self._first: tuple[Program, Program, Waits] | None = None  # before, after
         self._edited: dict[tuple[Operation, Operation], Operation] = {}
         self._chosen: dict[tuple[object, ...], tuple[Attention, CallSummary]] = {}
-        self._flows: dict[tuple[int, int], tuple[Communication, Flows]] = {}
+        self._flows: dict[tuple[int | None, int], tuple[Communication, Flows]] = {}
 
     def all_programs(self) -> Pass:
         """The pass, each program compiled when it is asked for."""
@@ -167,7 +167,8 @@ class PassCompiler:
         """Of a rank's communications."""
         rank, groups, devices = program.rank, self._one.groups, self._plan.devices
         meter = TrafficMeter(self._plan.problem, program.buffer_table())
-        table = self._alike.table(program)
+        # What the first program needs is not kept for others: most searches ask for one.
+        table = self._alike.table(program) if self._known else None
         known = self.seconds.setdefault(at, {})
 
         def seconds(place: int, op: Communication) -> float:
@@ -175,7 +176,8 @@ class PassCompiler:
             _, flows = self._flows.get((table, id(op)), (op, None))
             if flows is None:
                 flows = meter.flows(op)
-                self._flows[table, id(op)] = op, flows
+                if table is not None:
+                    self._flows[table, id(op)] = op, flows
             if not isinstance(op, SendRecv):
                 member = self._one.members[op.group][rank]
                 known[place] = self._transfers.collective(op, flows, member)

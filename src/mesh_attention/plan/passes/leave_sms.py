@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
 from mesh_attention.cost.machine.call_time import lost_by_leaving, rounds_of_parts
@@ -139,16 +140,24 @@ def _split(call: Call, heads: int, sms: int, margin: int, needed: float) -> list
     if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
         return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
-    tiles, fewer = -(-rows // TILE_ROWS) * heads, sms - margin
+    tiles, least = -(-rows // TILE_ROWS) * heads, ceil(needed * heads / (TILE_ROWS * keys * sms))
+    leaving = _leaving_tiles(tiles, heads, sms, margin, least)
+    if not leaving:
+        return [(call, True)]
+    middle = call.q_stop - leaving * TILE_ROWS
+    return [(replace(call, q_stop=middle), False), (replace(call, q_start=middle), True)]
+
+
+@lru_cache(maxsize=4096)  # the calls of a ring are alike
+def _leaving_tiles(tiles: int, heads: int, sms: int, margin: int, least: int) -> int:
+    """Of a head, in the part that leaves SMs for at least so many rounds; 0 where a cut saves no
+    round."""
+    fewer = sms - margin
     whole = -(-tiles // fewer)
     cuts = []
-    for rounds in range(ceil(needed * heads / (TILE_ROWS * keys * sms)), whole):
-        leaving = rounds * fewer // heads  # tiles of a head
+    for rounds in range(least, whole):
+        leaving = rounds * fewer // heads
         rest = tiles - leaving * heads
         if leaving and rest > 0:
-            parts = rest, leaving * heads, sms, margin
-            cuts.append((rounds_of_parts(*parts) + _CUT, leaving * TILE_ROWS))
-    if not cuts or min(cuts)[0] >= whole:
-        return [(call, True)]
-    middle = call.q_stop - min(cuts)[1]
-    return [(replace(call, q_stop=middle), False), (replace(call, q_start=middle), True)]
+            cuts.append((rounds_of_parts(rest, leaving * heads, sms, margin) + _CUT, leaving))
+    return min(cuts)[1] if cuts and min(cuts)[0] < whole else 0

@@ -33,21 +33,29 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.workspace import WorkspaceMap, lifetimes, workspace_map
+from mesh_attention.plan.workspace import (
+    WorkspaceMap,
+    lifetimes,
+    peak_buffer_bytes,
+    workspace_map,
+)
 
 
 def placed(program: Program, problem: Problem, target: Target) -> Program:
     """Without copies and sums that need not be made, its buffers in places: in no more memory than
     the plan says. Where a gradient of lse comes with a call, sums are those of `out` less that."""
-    planned = workspace_map(program, problem)
     changed = program if target.lse_gradient else without_row_sums(program)
     if not target.shows_workspace:
         if changed is not program:
             changed = _without_unused(changed, changed.operations)
         fused = without_copies(changed)
-        memory = planned if fused is program else workspace_map(fused, problem)
-        if memory.total_bytes <= planned.total_bytes:
+        memory = workspace_map(fused, problem)
+        # Most often less than what lives at once in the plan; to place that takes longer.
+        if fused is program or memory.total_bytes <= peak_buffer_bytes(program, problem):
             return _at(fused, memory)
+    planned = workspace_map(program, problem)
+    if not target.shows_workspace and memory.total_bytes <= planned.total_bytes:
+        return _at(fused, memory)
     fused = without_copies(changed, planned)
     used = _without_unused(fused, fused.operations)
     return _at(replace(used, buffers=fused.buffers), planned)
@@ -55,7 +63,7 @@ def placed(program: Program, problem: Problem, target: Target) -> Program:
 
 def _at(program: Program, memory: WorkspaceMap) -> Program:
     offsets = memory.offsets
-    buffers = [at_offset(b, offsets[b.name]) if b.name in offsets else b for b in program.buffers]
+    buffers = [b.at(offsets[b.name]) if b.name in offsets else b for b in program.buffers]
     return replace(program, buffers=tuple(buffers))
 
 

@@ -1,0 +1,296 @@
+"""The box: heads by queries by keys. What most methods are, in one place.
+
+    units      U ranks that follow each other are a unit; they exchange tokens for heads, and each
+               of them has all tokens of the unit for a share of the heads (`head_group.py`)
+    tile       a x b units of queries and of keys: so much of the query-key matrix a unit computes,
+               in a row of a units that share queries and a column of b that share keys
+    each side  is gathered, all at once or chunk by chunk, or rotated: block after block goes round
+    attend     what a unit has of the queries with what it has of the keys
+    combine    partial results reach the owners of their rows: in the row those of queries, in the
+               column those of keys; at the end, or step by step with what rotates
+    back       heads are exchanged for tokens
+
+Without Ulysses a unit is a rank. Ring-Attention is a tile 1 x n whose keys rotate, all-gather KV
+one whose keys are gathered, Ulysses a tile 1 x 1; the mesh is any other. `box_methods.py` says the
+box of each name. algorithm.md, sections 2 to 5 and 9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from mesh_attention.cost.machine.rates import Costs, usual_costs
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.buffers import Buffer
+from mesh_attention.plan.build.exchange import Unit, with_exchanges
+from mesh_attention.plan.build.head_group import ulysses_degrees
+from mesh_attention.plan.build.query_ring import QueryOrder
+from mesh_attention.plan.build.ring_order import RingOrder
+from mesh_attention.plan.build.rotate import Reach
+from mesh_attention.plan.build.setting import CutSetting
+from mesh_attention.plan.build.slices import HeadSlices, suggested_cut, suggested_ring_cut
+from mesh_attention.plan.build.tile_order import StretchOrder, TileOrder, up_to_transfers
+from mesh_attention.plan.build.tile_pass import TilePass
+from mesh_attention.plan.build.tile_plan import SharedOptions, TilePlanner, cut_of, is_cut, tile_for
+from mesh_attention.plan.build.tile_tasks import (
+    CAPPED,
+    Scheduler,
+    fragment,
+    fragment_key,
+    order_tasks,
+)
+from mesh_attention.plan.lower import Lowerings
+from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
+from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.program import Operation, Task
+from mesh_attention.plan.schedule.tasks import Schedule
+from mesh_attention.plan.workspace import peak_buffer_bytes
+
+Directions = tuple[Direction, ...]
+Order = TileOrder | StretchOrder | RingOrder | QueryOrder
+# Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
+HOLD = 1
+
+
+class Comes(StrEnum):
+    """How a unit comes by what others have of a side of its tile."""
+
+    GATHERED = "gathered"
+    ROTATED = "rotated"
+
+
+@dataclass(frozen=True)
+class Box(SharedOptions, CutSetting):
+    """Degree of Ulysses, patch of a node, chunks and order are said as options of these names are.
+
+    queries, keys   how they come: one side rotates at most
+    reach           how results that belong to what rotates reach their owners; None: all at the end
+    inner           units of an inner ring, in a ring of rings
+    rotation        KV partition rotation: without it keys come by all-to-all
+    """
+
+    tile: tuple[int, int] = (1, 1)
+    backward_tile: tuple[int, int] | None = None
+    queries: Comes = Comes.GATHERED
+    keys: Comes = Comes.GATHERED
+    reach: Reach | None = Reach.DIRECT
+    inner: int | None = None
+    rotation: bool = True
+    even_chunks: bool = False
+    short_start: bool = False
+    costs: Costs = field(default_factory=usual_costs)
+
+
+def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
+    """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
+    _check_cap(box)
+    units = num_ranks // box.ulysses
+    tile = tile_for(box.tile, units, rotation=box.rotation)
+    tiles = {Direction.FORWARD: tile, Direction.BACKWARD: tile}
+    if box.backward_tile:
+        tiles[Direction.BACKWARD] = tile_for(box.backward_tile, units, rotation=box.rotation)
+    planner = TilePlanner(problem, num_ranks, box, tile)
+    _check_exchange(box, planner)
+    is_even = box.ulysses in ulysses_degrees(problem)  # whether all ranks have as many heads
+    if is_even and not is_cut(box):
+        box = _cut_by_size(problem, num_ranks, box, directions)
+
+    def build(direction: Direction) -> Pass:
+        cut = cut_of(box, direction, problem, box.ulysses)
+        cut = cut._replace(even=box.even_chunks, short_start=box.short_start)
+        passes = planner.tile_passes(direction, tiles[direction], cut)
+        order = _order_of(box, passes[0]) if is_even else None
+
+        def builder(index: int) -> BoxBuilder:
+            own = order or StretchOrder(passes[index])
+            return BoxBuilder(passes[index], planner.lowerings, box, own)
+
+        return with_exchanges(OnDemand(len(passes), builder))
+
+    return planner.plan(map(build, directions))
+
+
+def _order_of(box: Box, mesh: TilePass) -> Order:
+    """What a unit does when follows from what its sides do."""
+    match box.queries, box.keys:
+        case Comes.GATHERED, Comes.GATHERED:
+            return _scheduled(box, mesh)
+        case Comes.GATHERED, Comes.ROTATED:
+            assert box.reach is not None, "keys that rotate leave their gradients on the way"
+            return RingOrder(mesh, box.reach, box.inner)
+        case Comes.ROTATED, Comes.GATHERED:
+            return QueryOrder(mesh, box.reach)
+    raise AssertionError("queries and keys that both rotate do not all meet")
+
+
+def _scheduled(box: Box, mesh: TilePass) -> TileOrder:
+    problem = mesh.problem
+    if box.one_call and mesh.tile.num_ranks == 1:
+        # All rows in one unit, and one call whatever is seen of them: programs serve any mask.
+        problem = replace(problem, mask=Mask())
+    cap, by = box.max_memory_bytes, box.scheduler
+    schedule = order_tasks(
+        *(mesh, box.costs, by), rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
+    )
+    return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
+
+
+class BoxBuilder:
+    """A box on one head group."""
+
+    def __init__(self, mesh: TilePass, lowerings: Lowerings, box: Box, order: Order) -> None:
+        self._mesh, self._lowerings, self._box, self._order = mesh, lowerings, box, order
+        self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
+        self.schedule = Schedule(order.steps)
+        alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
+        self.hold = HOLD if order.in_parts and not alone else 0
+        self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        return self._mesh.groups()
+
+    @property
+    def setting(self) -> dict[str, str]:
+        box, mesh = self._box, self._mesh
+        shape, q_reduce = {"tile": str(mesh.tile)}, mesh.q.reduce_by.value
+        match self._order:
+            case StretchOrder():
+                heads, ranks = mesh.problem.num_heads, box.ulysses
+                most = -(-heads // ranks)
+                work = f"work max/mean {most * ranks / heads:.3f}"
+                return {"heads": f"at most {most} a rank, {work}"}
+            case QueryOrder():
+                by = "all-to-all" if box.reach is None else box.reach.value
+                return {**shape, "q": "ring", "q_reduce": by}
+            case RingOrder(reach=reach):
+                words = {**shape, "kv": f"rings of {box.inner}" if box.inner else "ring"}
+                if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
+                    words |= mesh.cut_setting
+                if mesh.tile.a > 1:
+                    words["q_reduce"] = q_reduce
+                if mesh.direction is Direction.BACKWARD:
+                    words["gradients"] = reach.value
+                return words
+            case TileOrder(ordered_by=ordered_by):
+                kv_reduce = mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none"
+                ways = {"q_reduce": q_reduce, "kv_reduce": kv_reduce, "scheduler": ordered_by}
+                rotation = "on" if mesh.tile.rotation else "off"
+                return {**shape, "rotation": rotation, **mesh.cut_setting, **ways}
+
+    def unit(self, unit: int) -> Unit:
+        """All that one unit does. What is exchanged at once stands around it (`exchange.py`)."""
+        mesh = self._mesh
+        blocks = self._order.blocks(mesh, self._lowerings, unit)
+        operations: list[Operation | Task] = []
+        for task in self._order.tasks:
+            match task.kind:
+                case "AG-Q" | "AG-KV":  # gather
+                    operations += self._parts_of(task, unit)[0]
+                case "Q" | "KV" | "sent" | "end":  # rotate: a block comes, its results go
+                    operations += blocks.rotate(task)
+                case "C":
+                    operations += blocks.attend(task)
+                case mesh.q_reduce_kind | mesh.kv_reduce_kind:  # combine
+                    if not task.stage:
+                        operations += blocks.empty(task)
+                    operations += self._parts_of(task.whole, unit)[int(task.stage or 0)]
+                case _:  # exchange tokens for heads, or back
+                    operations.append(task)
+        buffers: dict[str, Buffer] = {}
+        if self._box.queries is Comes.GATHERED:
+            buffers |= mesh.q.buffers(mesh.tile.row(unit))
+        if self._box.keys is Comes.GATHERED:
+            buffers |= mesh.kv.buffers(mesh.tile.column(unit))
+        return Unit(operations, {**buffers, **mesh.stack_buffers(unit), **blocks.buffers})
+
+    def _parts_of(self, task: Task, unit: int) -> list[list[Operation]]:
+        """A gather or a reduction. Units of a row or a column share it, but by nodes."""
+        key = fragment_key(self._mesh, unit, task)
+        if key not in self._parts:
+            operations = fragment(self._mesh, unit, task)
+            in_parts = self._order.in_parts
+            self._parts[key] = up_to_transfers(operations) if in_parts else [operations]
+        return self._parts[key]
+
+
+def _check_cap(box: Box) -> None:
+    cap = box.max_memory_bytes
+    if cap is not None and box.scheduler is not Scheduler.GREEDY:
+        raise PlanError("max_memory_bytes works with scheduler=greedy only; leave one out")
+    if cap is not None and box.ulysses > 1:
+        raise PlanError(
+            "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
+            "through the whole pass, and the cap does not count them; leave one out"
+        )
+
+
+def _check_exchange(box: Box, planner: TilePlanner) -> None:
+    """Refuses what does not suit the way in which tokens are exchanged."""
+    at_once = box.ulysses == 1 or planner.shards is not None
+    if box.even_chunks and (at_once or not planner.is_zigzag):
+        raise PlanError(
+            "even_chunks=True is for a zigzag that ranks exchange for heads: it needs "
+            "layout=zigzag and 'ulysses' of 2 or more, without relayout=True"
+        )
+    if box.short_start and at_once:
+        raise PlanError(
+            "short_start=True is for what ranks exchange for heads: it needs 'ulysses' of 2 or "
+            "more, without relayout=True"
+        )
+    if box.max_memory_bytes is not None and planner.shards is not None:
+        raise PlanError(
+            "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
+            "live through the whole pass, and the cap does not count them; leave one out, or say "
+            "layout=contiguous"
+        )
+
+
+def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
+    """With the chunks and slices of heads that suit the size of the problem."""
+    if box.queries is Comes.ROTATED:
+        return box
+    if box.keys is Comes.ROTATED:
+        if box.relayout:
+            return box
+        cut = suggested_ring_cut(problem, num_ranks, box.ulysses, box.ranks_per_node)
+        return replace(box, chunks=cut[0], head_slices=cut[1])
+    if box.relayout and num_ranks == box.ulysses:
+        return box  # all comes at once, whatever is computed first
+    chunks, heads = suggested_cut(problem, num_ranks, box.tile, box.ulysses)
+    box = replace(box, chunks=chunks, head_slices=heads)
+    if box.max_memory_bytes is None or heads is None:
+        return box
+    return _within_cap(problem, num_ranks, box, directions, heads, box.max_memory_bytes)
+
+
+def _within_cap(
+    problem: Problem,
+    num_ranks: int,
+    box: Box,
+    directions: Directions,
+    heads: HeadSlices,
+    max_memory_bytes: int,
+) -> Box:
+    """Smaller slices of heads in each pass, until its workspace keeps to the cap by itself; where
+    even single heads do not, an order under the cap has to be found for them."""
+    sizes = [heads]
+    while sizes[-1][1] > 1:
+        most = sizes[-1][1] // 2
+        sizes.append((max(1, most // 4), most))
+
+    def fits(direction: Direction, slices: HeadSlices) -> bool:
+        tried = replace(box, max_memory_bytes=None, head_slices=slices)
+        programs = plan_box(problem, num_ranks, tried, (direction,)).direction(direction).programs
+        return all(peak_buffer_bytes(one, problem) <= max_memory_bytes for one in programs)
+
+    chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}
+    if None in chosen.values():
+        return replace(box, head_slices=sizes[-1])
+    return replace(
+        box,
+        max_memory_bytes=None,
+        head_slices=chosen.get(Direction.FORWARD, heads),
+        backward_head_slices=chosen.get(Direction.BACKWARD),
+    )
