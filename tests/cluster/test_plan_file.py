@@ -36,7 +36,7 @@ def asked(passes: list[tuple[str, dict[str, Any]]], problem: Problem) -> Questio
     "problem",
     [
         Problem(4096, 8, 64, num_kv_heads=4, mask=Mask(causal=True, window=(100, 0))),
-        Problem(96, 4, 16, element_bytes=4, mask=Mask(slices=SLICES)),  # type: ignore[arg-type]
+        Problem(96, 4, 16, element_bytes=4, mask=Mask(slices=SLICES)),
         Problem(64, 4, 16, kv_tokens=100, v_head_dim=8),
     ],
 )

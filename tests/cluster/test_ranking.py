@@ -27,12 +27,8 @@ def found() -> Choice:
 
 
 def scored(method: str, seconds: float) -> dict[Direction, Scored]:
-    place = "zigzag", (0,)
-    return {
-        FORWARD: Scored(
-            *(FORWARD, method, {}, seconds, 1, True, place, True, 1),
-        )
-    }
+    how = {"peak_bytes": 1, "fits": True, "place": ("", ()), "stays": True, "operations": 1}
+    return {FORWARD: Scored(FORWARD, method, {}, seconds, **how, may_wait=False)}  # type: ignore[arg-type]
 
 
 def test_every_method_has_a_row_or_a_refusal_and_none_is_before_the_choice(found: Choice) -> None:

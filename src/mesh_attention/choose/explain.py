@@ -30,10 +30,10 @@ def explain(
     seconds, names = seconds_of(chosen), [one.method for one in chosen.values()]
     said = " and ".join(chosen)
     if len({*names}) == 1:
-        text = f"{names[0]} takes {_about(chosen)} {said}"
+        text = f"{names[0]} takes {about(chosen)} {said}"
     else:
         each = " and ".join(f"{one.method} {direction}" for direction, one in chosen.items())
-        text = f"{each} take {_about(chosen)} together"
+        text = f"{each} take {about(chosen)} together"
     others = {n: methods[n] for n in USUAL if n in methods and {*names} != {n}}
     compared = [_compared(seconds, name, passes) for name, passes in others.items()]
     cannot = [name for name in USUAL if name in refused]
@@ -48,6 +48,12 @@ def explain(
 
 def seconds_of(passes: Passes) -> float:
     return sum(one.seconds for one in passes.values())
+
+
+def about(passes: Passes) -> str:
+    """Their time, and whether it was simulated."""
+    simulated = all(one.is_simulated for one in passes.values())
+    return f"{'' if simulated else 'about '}{time_text(seconds_of(passes))}"
 
 
 def is_tie(seconds: float, other: float) -> bool:
@@ -78,16 +84,11 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
-def _about(passes: Passes) -> str:
-    simulated = all(one.is_simulated for one in passes.values())
-    return f"{'' if simulated else 'about '}{time_text(seconds_of(passes))}"
-
-
 def _compared(seconds: float, name: str, passes: Passes) -> str:
     other = seconds_of(passes)
     if is_tie(seconds, other):
-        return f"as fast as {name} ({_about(passes)}: {TIE_TEXT})"
-    return f"{100 * (1 - seconds / other):.0f} % less than {name} ({_about(passes)})"
+        return f"as fast as {name} ({about(passes)}: {TIE_TEXT})"
+    return f"{100 * (1 - seconds / other):.0f} % less than {name} ({about(passes)})"
 
 
 def _idle(timelines: Sequence[Timeline]) -> str:

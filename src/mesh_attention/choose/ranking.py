@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.choose.auto import Choice, find_best
+from mesh_attention.choose.auto import SEARCH, Choice, find_best
 from mesh_attention.choose.explain import explain, is_tie, seconds_of
 from mesh_attention.choose.search import Asked, Effort, PassSearch, Scored
 from mesh_attention.cost.collector import collector_paused
@@ -21,7 +21,17 @@ from mesh_attention.plan.program import Communication
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
-_GLANCE = Effort(shapes=1, more_cuts=0, all_cuts=0, varied=0, simulated=0, simulated_operations=0)
+_GLANCE = Effort(
+    shapes=1,
+    in_three_cuts=0,
+    in_all_cuts=0,
+    cuts=0,
+    varied=0,
+    simulated=0,
+    simulated_operations=0,
+    every_name=False,
+)
+_AFFORDED = SEARCH.simulated_operations
 Passes = dict[Direction, Scored]
 
 
@@ -132,11 +142,13 @@ class RankedMethod:
 
 @dataclass(frozen=True)
 class Ranking:
-    """`rows`: the choice first, then the methods that it is not, the best first."""
+    """`rows`: the choice first, then the methods that it is not, the best first. `default`: where
+    it was given."""
 
     choice: Choice
     rows: list[RankedMethod]
     refused: dict[str, str]
+    default: RankedMethod | None
 
     @property
     def chosen(self) -> RankedMethod:
@@ -153,9 +165,9 @@ class Ranking:
 
 
 @collector_paused()
-def ranked(choice: Choice, usual: Choice | None = None) -> Ranking:
+def ranked(choice: Choice, default: Choice | None = None) -> Ranking:
     """Of all methods that the search was about. No row is before the choice: what seems to be is
-    simulated, and where that is so it is the choice. `usual`: the default, which stands to it."""
+    simulated, and where that is so it is the choice. `default`: what doors take to the same."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -165,8 +177,10 @@ def ranked(choice: Choice, usual: Choice | None = None) -> Ranking:
             except PlanError as error:
                 refused[name] = str(error)
     best = RankedMethod(choice.chosen, asked)
-    also = [] if usual is None else [RankedMethod(usual.chosen, asked)]
-    for row in sorted((*rows, *also), key=lambda row: row.seconds):
+    usual = None if default is None else RankedMethod(default.chosen, asked)
+    if usual is not None and all(o.operations <= _AFFORDED for o in usual.passes.values()):
+        usual = _simulated(usual)
+    for row in sorted((*rows, *([usual] if usual else [])), key=lambda row: row.seconds):
         if row.score < best.score:
             told = _simulated(row)
             rows = [told if one is row else one for one in rows]
@@ -175,7 +189,7 @@ def ranked(choice: Choice, usual: Choice | None = None) -> Ranking:
     unmoved = best.passes if stays else choice.unmoved
     choice = replace(choice, chosen=best.passes, unmoved=unmoved)
     rest = [row for row in rows if row.name != best.name]
-    return Ranking(choice, [best, *sorted(rest, key=lambda row: row.score)], refused)
+    return Ranking(choice, [best, *sorted(rest, key=lambda row: row.score)], refused, usual)
 
 
 def glance(asked: Asked, method: str, directions: Sequence[Direction]) -> RankedMethod:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.auto import Choice, find_best, find_default
-from mesh_attention.choose.explain import TIE_TEXT, behind, time_text
+from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import write_choice
 from mesh_attention.choose.python_line import python_line
 from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, name_of, ranked
@@ -92,13 +92,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_writable(args.output)
     with progress("searching") as tell:
-        found, default = asked.search(tell), asked.default()
-        ranking = ranked(found, default)
+        ranking = ranked(asked.search(tell), asked.default())
     choice, chosen = ranking.choice, ranking.chosen
     if args.output is not None:
         write_choice(args.output, choice.question)
     least = {one: least_bytes(problem, ranks, one) for one in asked.directions}
-    python, auto = python_line(choice, args.output), _default_note(chosen, default)
+    python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
     return show(
         args,
         lambda: {
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "ranks": ranks,
             "reason": ranking.reason,
             "python": python,
-            "default": None if default is None else _default_json(default, auto),
+            "default": ranking.default and ranking.default.to_json() | {"text": auto},
             "least_received_bytes": {one.value: size for one, size in least.items()},
             "chosen": chosen.to_json(),
             "gpu_bytes": gpu_bytes(cluster),
@@ -160,25 +159,15 @@ def _marks_note(ranking: Ranking, cluster: Cluster) -> list[str]:
     return [text for text, holds in notes.items() if holds]
 
 
-def _default_note(chosen: RankedMethod, default: Choice | None) -> str:
+def _default_note(chosen: RankedMethod, default: RankedMethod | None) -> str:
     """How far the default is behind; nothing where it is not known."""
     if default is None:
         return ""
     what = 'The default, method="auto",'
-    if [one.key for one in default.chosen.values()] == [one.key for one in chosen.passes.values()]:
+    if [one.key for one in default.passes.values()] == [one.key for one in chosen.passes.values()]:
         return f"{what} makes the same plan."
-    about = "" if default.is_simulated else "about "
     late = behind(default.seconds, chosen.seconds)
-    return f"{what} is {name_of(default.chosen)}: {about}{time_text(default.seconds)}, {late}."
-
-
-def _default_json(default: Choice, text: str) -> dict[str, Any]:
-    row = RankedMethod(default.chosen, default.asked)
-    return {"text": text, "seconds": row.seconds, "simulated": row.is_simulated} | {
-        "chosen": {
-            d.value: {"method": s.method, "options": s.options} for d, s in row.passes.items()
-        }
-    }
+    return f"{what} is {default.name}: {about(default.passes)}, {late}."
 
 
 def _bound_note(problem: Problem) -> list[str]:
@@ -196,11 +185,10 @@ def _moved_note(choice: Choice) -> list[str]:
     if not choice.place:
         return []
     says = ", ".join(f"{name}={value!r}" for name, value in choice.place.items())
-    seconds = sum(one.seconds for one in choice.unmoved.values())
-    late = behind(seconds, choice.seconds)
+    late = behind(seconds_of(choice.unmoved), choice.seconds)
     return [
         f"Tokens lie otherwise than by default: all objects that share them say {says}. The best "
-        f"without is {name_of(choice.unmoved)}: {time_text(seconds)}, {late}.",
+        f"without is {name_of(choice.unmoved)}: {about(choice.unmoved)}, {late}.",
         "",
     ]
 
