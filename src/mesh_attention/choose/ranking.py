@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mesh_attention.choose.auto import SEARCH, Choice, find_best
-from mesh_attention.choose.explain import explain, is_tie, seconds_of
+from mesh_attention.choose.explain import USUAL, explain, is_tie, seconds_of
 from mesh_attention.choose.search import Asked, Effort, PassSearch, Scored
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
@@ -31,7 +31,6 @@ _GLANCE = Effort(
     simulated_operations=0,
     every_name=False,
 )
-_AFFORDED = SEARCH.simulated_operations
 Passes = dict[Direction, Scored]
 
 
@@ -93,6 +92,11 @@ class RankedMethod:
     @property
     def score(self) -> tuple[bool, float]:
         return not self.fits_gpu, self.seconds
+
+    @property
+    def is_short(self) -> bool:
+        """Whether to simulate it does not take long."""
+        return all(one.operations <= SEARCH.simulated_operations for one in self.passes.values())
 
     def too_large(self) -> list[str]:
         """A line where it does not fit. Nothing that does was found then: it would be before it."""
@@ -166,8 +170,9 @@ class Ranking:
 
 @collector_paused()
 def ranked(choice: Choice, default: Choice | None = None) -> Ranking:
-    """Of all methods that the search was about. No row is before the choice: what seems to be is
-    simulated, and where that is so it is the choice. `default`: what doors take to the same."""
+    """Of all methods that the search was about. What people use and what seems as fast is simulated
+    where that does not take long. No row is before the choice: what seems to be is simulated, and
+    where that is so it is the choice. `default`: what doors take."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -178,10 +183,11 @@ def ranked(choice: Choice, default: Choice | None = None) -> Ranking:
                 refused[name] = str(error)
     best = RankedMethod(choice.chosen, asked)
     usual = None if default is None else RankedMethod(default.chosen, asked)
-    if usual is not None and all(o.operations <= _AFFORDED for o in usual.passes.values()):
+    if usual is not None and usual.is_short:
         usual = _simulated(usual)
     for row in sorted((*rows, *([usual] if usual else [])), key=lambda row: row.seconds):
-        if row.score < best.score:
+        compared = row.name in USUAL or is_tie(row.seconds, best.seconds)
+        if row.score < best.score or (compared and row.is_short):
             told = _simulated(row)
             rows = [told if one is row else one for one in rows]
             best = min(best, told, key=lambda one: one.score)
