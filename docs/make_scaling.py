@@ -21,10 +21,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mesh_attention.choose.auto import find_best_of_all
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.output import progress
-from mesh_attention.cost import load_cluster
+from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import AUTO
@@ -90,26 +89,21 @@ class Found:
 
 def simulate_point(point: Point) -> Found:
     problem = Problem(point.tokens, HEADS, HEAD_DIM, mask=Mask(causal=point.causal))
-    cluster = load_cluster(point.cluster)
-    if point.method == AUTO:
-        direction = Direction(point.direction)
-        found = find_best_of_all(problem, point.ranks, cluster, directions=(direction,))
-        chosen = found.chosen[direction]
-        assert chosen.timeline is not None
-        return Found(chosen.seconds, chosen.timeline.mfu_percent, chosen.name)
-    timelines = [
-        find_best(
-            problem,
-            point.ranks,
-            cluster,
-            method=point.method,
-            direction=point.direction,
+    cluster, direction = load_cluster(point.cluster), Direction(point.direction)
+    found = []
+    for fixed in fixed_settings(point):
+        best = find_best(
+            *(problem, point.ranks, cluster),
+            method=None if point.method == AUTO else point.method,
+            directions=(direction,),
             options=fixed,
-        ).timeline
-        for fixed in fixed_settings(point)
-    ]
-    best = min(timelines, key=lambda timeline: timeline.runtime_seconds)
-    return Found(best.runtime_seconds, best.mfu_percent)
+        )
+        one = best.chosen[direction]
+        plan = best.asked.plan(direction, one.method, one.options)
+        timeline = one.timeline or simulate(plan, cluster, direction)
+        name = one.method if point.method == AUTO else ""
+        found.append(Found(timeline.runtime_seconds, timeline.mfu_percent, name))
+    return min(found, key=lambda one: one.seconds)
 
 
 def fixed_settings(point: Point) -> list[dict[str, int]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.choose.pack import Layer
+from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.tuned import Tuned
 from mesh_attention.context_auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
 from mesh_attention.cost.machine.cluster import Cluster
@@ -72,13 +74,15 @@ def read_arguments(
     if tuned is not None:
         calls = replace(calls, tuned=tuned.digest)
     if "plan" in given:
-        plan = a_plan(given.pop("plan"))
+        plan = given.pop("plan")
         if given or options or tuned:
             names = ", ".join((*given, *options, *(["tuned"] if tuned else [])))
             raise MeshAttentionError(
                 f"{names}: the plan says what is computed and how; leave this out beside plan"
             )
-        _refuse_if_wrong(plan)
+        if isinstance(plan, str | Path):
+            plan = read_plan(plan, dist.get_world_size(group))
+        _refuse_if_wrong(a_plan(plan))
         return plan, calls
     missing = [n for n in _NEEDED if n not in given and not (n == "causal" and "mask" in given)]
     if missing:

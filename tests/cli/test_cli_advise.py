@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from mesh_attention.choose.answers import VARIABLE, ask_auto
-from mesh_attention.choose.one_pass import Standing
+from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
-from mesh_attention.cli import installed
-from mesh_attention.cli.advise import _moved_note
+from mesh_attention.choose.search import Scored
+from mesh_attention.cli import advise, installed
+from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
@@ -31,14 +31,8 @@ from mesh_attention.plan.text import digest
 SMALL = ["--ranks", "4", "--tokens", "8192"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    return tmp_path
-
-
 def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
-    capsys: pytest.CaptureFixture[str], folder: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["advise", *SMALL, "--model", "gpt-oss-120b"]) == 0
     out = capsys.readouterr().out
@@ -48,45 +42,26 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert "causal" in lines[1]
     begins = [line.split()[0] for line in lines if line]
     assert {*METHODS} <= {*begins}
+    assert ">=" not in out
     assert any(line.startswith("least possible  ") for line in lines)
     assert any(line.startswith("least possible: by the visible area") for line in lines)
-    assert "a rank receives" in out
-    (python,) = (line for line in lines if line.startswith("cp = ContextParallel("))
-    assert "seq_len=8192, num_heads=64, num_kv_heads=8, head_dim=64, causal=True" in python
-    assert len([*folder.iterdir()]) == 1  # auto uses it from now on
-
-
-def test_the_line_says_cluster_file_dtype_and_mask_as_they_were_given(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
-    file = tmp_path / "ours.toml"
-    file.write_text(text)
-    given = ["--cluster", str(file), "--heads", "4", "--element-bytes", "4"]
-    asked = [*given, "--causal", "--window", "64"]
-    assert main(["advise", "--ranks", "2", "--tokens", "512", *asked]) == 0
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("cp = "))
-
-    def read(group: object, **arguments: Any) -> dict[str, Any]:
-        return arguments
-
-    names = {"ContextParallel": read, "group": None, "Mask": Mask, "torch": torch}
-    said = eval(line.removeprefix("cp = "), names)
-    assert said["dtype"] is torch.float32
-    assert said["mask"] == Mask(causal=True, window=(64, 0))
-    assert said.get("cluster") in (None, str(file))  # options say all where passes have the same
+    assert "% less than ring (" in out
+    assert 'The default, method="auto", ' in out
+    assert any(line.startswith("cp = ContextParallel(") for line in lines)
 
 
 def test_settings_of_the_table_can_be_typed_back() -> None:
     problem = Problem(16384, 8, 64, num_kv_heads=4, mask=Mask(causal=True))
     cluster, way = load_cluster("hgx-h100"), Direction.FORWARD
+    known = find_default(problem, 8, cluster)
     parser = ArgumentParser()
     add_plan_flags(parser)
     cut = {"chunks": (1, 2), "head_slices": (1, 2)}
     settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
     settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
     for name, options in settings:
-        row = RankedMethod({way: Standing(name, options, 1.0)}, problem, 8, cluster)
+        one = Scored(way, name, options, 1.0, 1, True, ("", ()), True, 1, False)
+        row = RankedMethod({way: one}, known.asked)
         words = [word.split("=") for word in row.setting(way).split() if word != "-"]
         flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
         asked: dict[str, Any] = {"method": name, "directions": (way,)}
@@ -95,38 +70,40 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
         assert {*options} <= {name for name, _ in words}
 
 
-def test_what_cannot_be_kept_is_told_in_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, "/proc/nowhere")
-    assert main(["advise", "--ranks", "2", "--tokens", "512", "--heads", "4"]) == 0
-    told = capsys.readouterr()
-    assert told.err.startswith("mesh-attention advise: the answer could not be kept: ")
-    assert len(told.err.splitlines()) == 1
-    assert "Kept in" not in told.out
-    assert "Kept nowhere" in told.out
-
-
-def test_json_ranks_methods_and_says_what_is_kept(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_ranks_methods_and_has_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *SMALL, "--heads", "8", "--kv-heads", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # A bound is no place among times: what is known comes first.
-    rows = [(one["at_least"], one["seconds"]) for one in found["methods"]]
-    assert rows == sorted(rows)
-    assert not rows[0][0]
-    assert {one["method"] for one in found["methods"]} | {*found["refused"]} == {*METHODS}
-    for one in found["methods"]:
+    rows = found["methods"]
+    assert [one["seconds"] for one in rows] == sorted(one["seconds"] for one in rows)
+    assert found["chosen"] == {name: x for name, x in rows[0].items() if name != "tie"}
+    assert {one["method"] for one in rows} | {*found["refused"]} >= {*METHODS}
+    for one in rows:
         for direction, bound in found["least_received_bytes"].items():
             assert one["passes"][direction]["received_bytes"] >= 0.999 * bound
         assert 0 < one["mfu_percent"] < 100
         assert one["peak_bytes"] > 0
         assert one["fits_gpu"]
-    assert found["fits_gpu"]
-    assert Path(found["kept_in"]).is_file()
-    problem = Problem(8192, 8, 128, num_kv_heads=2, mask=Mask())
-    assert ask_auto(problem, 4, "hgx-h100").plan().method == found["plan"]
+        assert one["tie"] == (one["seconds"] < rows[0]["seconds"] / 0.97)
+    default = find_default(Problem(8192, 8, 128, num_kv_heads=2), 4, "hgx-h100")
+    assert found["default"]["method"] == default.plan().method
+    assert found["default"]["simulated"]
+    assert found["default"]["seconds"] >= rows[0]["seconds"]
+
+
+def test_where_the_default_differs_is_told() -> None:
+    default = find_default(Problem(8192, 8, 64, mask=Mask(causal=True)), 4, "hgx-h100")
+    begin = 'The default, method="auto",'
+    for factor, told in ((1.0, "makes the same plan"), (0.99, "as fast (within"), (0.5, "2 times")):
+        passes = {
+            d: replace(one, seconds=factor * one.seconds, options=one.options | {"x": factor})
+            if factor < 1
+            else one
+            for d, one in default.chosen.items()
+        }
+        usual = RankedMethod(default.chosen, default.asked)
+        line = _default_note(RankedMethod(passes, default.asked), usual)
+        assert line.startswith(begin)
+        assert told in line
 
 
 def test_what_does_not_fit_a_gpu_is_told(
@@ -145,8 +122,8 @@ def test_what_does_not_fit_a_gpu_is_told(
     assert " !" in ulysses
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert not found["fits_gpu"]
-    assert found["peak_bytes"] > found["gpu_bytes"] == 107374
+    assert not found["chosen"]["fits_gpu"]
+    assert found["chosen"]["peak_bytes"] > found["gpu_bytes"] == 107374
     assert not any(one["fits_gpu"] for one in found["methods"])
 
 
@@ -188,11 +165,19 @@ def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(out)["settings_tried"] > len(METHODS)
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_what_is_kept_nowhere_is_not_said_to_be_kept(is_kept: bool) -> None:
-    standing = SimpleNamespace(name="ring", seconds=0.001)
-    found: Any = SimpleNamespace(place={"units_per_node": 4}, unmoved={Direction.FORWARD: standing})
-    told, _ = _moved_note(found, is_kept=is_kept)
+def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
+    one = SimpleNamespace(method="ring", seconds=0.002, is_simulated=True)
+    found: Any = SimpleNamespace(
+        place={"units_per_node": 4}, unmoved={Direction.FORWARD: one}, seconds=0.001
+    )
+    told, _ = _moved_note(found)
     assert "units_per_node=4" in told
-    assert "ring in 1.00 ms" in told
-    assert ("kept" in told) == is_kept
+    assert "ring: 2 ms, 2 times as long" in told
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_search(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advise, "find_best", None)
+    assert main(["advise", *SMALL, "--output", "/no/such/plan.json"]) == 2
+    assert "/no/such/plan.json" in capsys.readouterr().err

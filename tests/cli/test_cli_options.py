@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cli.main import main
 from mesh_attention.cli.options import add_question_flags
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods import table
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import digest
 
 

@@ -9,13 +9,13 @@ import pytest
 from simulated_cases import problem_of
 
 from mesh_attention import MeshAttentionError
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.ask import make_plan
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.gantt import draw_gantt
 from mesh_attention.cost.machine.load import parse_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.trace import trace_of
-from mesh_attention.choose.ask import make_plan
 
 HGX = load_cluster("hgx-h100")
 PROBLEM = problem_of(4096)
@@ -37,7 +37,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "plan on ranks as text": lambda: plan_on(HGX, PROBLEM, "4", method="mesh"),  # type: ignore[arg-type]
     "no problem": lambda: find_best(None, 4, HGX, method="mesh"),  # type: ignore[arg-type]
     "method": lambda: find_best(PROBLEM, 4, HGX, method=[]),  # type: ignore[arg-type]
-    "direction": lambda: find_best(PROBLEM, 4, HGX, method="mesh", direction="x"),
+    "direction": lambda: find_best(PROBLEM, 4, HGX, directions=("x",)),
     "search overlap": lambda: find_best(PROBLEM, 4, HGX, method="mesh", overlap="x"),
     "options": lambda: find_best(PROBLEM, 4, HGX, method="mesh", options="x"),  # type: ignore[arg-type]
     "directions": lambda: make_plan(PROBLEM, 4, method="mesh", directions=("x",)),  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_it_is_refused(bad: Callable[[], Any]) -> None:
 
 def test_a_cluster_may_be_given_by_its_name() -> None:
     assert simulate(PLAN, "hgx-h100").runtime_seconds == TIMELINE.runtime_seconds
-    assert find_best(PROBLEM, 4, "hgx-h100", method="mesh").timeline.cluster == HGX
+    assert find_best(PROBLEM, 4, "hgx-h100", method="mesh").asked.cluster == HGX
 
 
 def test_kernels_faster_than_the_gpu_are_refused() -> None:

@@ -10,6 +10,7 @@ from fixed_costs import undisturbed
 from simulated_cases import compiled_rank, timed_calls
 
 from mesh_attention import Mask
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Cluster
 from mesh_attention.cost.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
 from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
@@ -23,7 +24,6 @@ from mesh_attention.cost.machine.transfer_time import (
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Merge
-from mesh_attention.choose.ask import make_plan
 
 MICRO = 1e-6
 

@@ -12,7 +12,8 @@ from fixed_costs import undisturbed
 from simulated_cases import compiled_rank, timed_calls
 
 from mesh_attention import Mask, Problem
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.ask import make_plan
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.main import main
 from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.machine.call_time import CallSize, kernel_seconds, lost_by_leaving
@@ -27,7 +28,6 @@ from mesh_attention.cost.planning import plan_on
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.program import Attend
-from mesh_attention.choose.ask import make_plan
 
 CAUSAL = Problem(1 << 16, 64, 128, mask=Mask(causal=True))
 PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 16)))
@@ -179,13 +179,16 @@ def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
     assert others
     assert "flash_attn3" not in others
     best = find_best(CAUSAL, 4, hgx, method="mesh", kernel="cudnn", options={"chunks": (1, 1)})
-    assert set(best.timeline.kernels) == {"cudnn"}
+    for one in best.chosen.values():
+        assert one.timeline is not None
+        assert set(one.timeline.kernels) == {"cudnn"}
     with pytest.raises(ClusterError, match="kernel=fast: hgx-h100 has curves of cuda_flash, cudnn"):
         simulate(plan, hgx, kernel="fast")
 
 
 def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["simulate", "--ranks", "8", "--tokens", "65536", "--heads", "64", "--causal"]
+    command = ["simulate", "--method", "mesh", "--ranks", "8", "--tokens", "65536", "--heads", "64"]
+    command += ["--causal"]
     assert main(command) == 0
     text = capsys.readouterr().out
     for direction in Direction:

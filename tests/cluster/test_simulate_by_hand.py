@@ -10,6 +10,7 @@ import pytest
 from fixed_costs import FixedCosts, undisturbed
 
 from mesh_attention import Mask
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Overlap, load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.machine.cluster import Disturbance
@@ -21,7 +22,6 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import SendRecv
-from mesh_attention.choose.ask import make_plan
 
 FORWARD = (Direction.FORWARD,)
 

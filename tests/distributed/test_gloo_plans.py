@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, Plan, make_plan
-from mesh_attention.choose.best import find_best
-from mesh_attention.cost.planning import plan_on
+from mesh_attention.choose.auto import find_best
+from mesh_attention.choose.plan_file import write_choice
 from mesh_attention.cost.target import target_on
 from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.plan import Direction, Programs
@@ -37,8 +38,7 @@ def made(case: Case) -> Plan:
 
 def searched(case: Case) -> Plan:
     """The setting with the shortest simulated time, with both passes."""
-    best = find_best(case.problem, case.ranks, CLUSTER, method="ring")
-    return plan_on(CLUSTER, case.problem, case.ranks, method="ring", **best.options)
+    return find_best(case.problem, case.ranks, CLUSTER, method="ring").plan()
 
 
 def parsed(case: Case) -> Plan:
@@ -65,6 +65,31 @@ def test_any_plan_can_be_given_and_is_exact(pool: WorkerPool, source: str) -> No
     assert max(errors(whole(parts, case), truth).values()) <= tolerance(case.dtype)
     if source != "searched":
         assert [part.traffic for part in parts] == [expected_bytes(case)[p.rank] for p in parts]
+
+
+def by_file(rank: int, world_size: int, file: str, case: Case) -> tuple[Part, str]:
+    with ContextParallel(plan=file, softmax_scale=0.3) as cp:
+        cp.verify()
+        return attend(cp, case), digest(cp.plan)
+
+
+def test_the_file_of_a_choice_is_a_plan_and_one_for_other_ranks_is_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    found = find_best(CASE.problem, CASE.ranks, CLUSTER)
+    write_choice(file, found.question)
+    parts = pool.run(by_file, CASE.ranks, str(file), CASE)
+    assert {told for _, told in parts} == {digest(found.plan())}
+    truth = attention(*CASE.tensors(), CASE.mask, 0.3)
+    made = whole([part for part, _ in parts], CASE)
+    assert max(errors(made, truth).values()) <= tolerance(CASE.dtype)
+    for told in pool.run(refused_file, 2, str(file)):
+        assert "it is for 4 ranks, and this group has 2" in told.error
+
+
+def refused_file(rank: int, world_size: int, file: str) -> Raised:
+    return raised_by(lambda: ContextParallel(plan=Path(file)))
 
 
 @pytest.mark.parametrize("source", SOURCES)

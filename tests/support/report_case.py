@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.problem import Problem
@@ -28,7 +28,5 @@ def write_cluster(path: Path) -> Path:
 
 def facts_of_a_small_problem(cluster: Path) -> ReportFacts:
     found_cluster = load_cluster(cluster)
-    found = find_best_of_all(PROBLEM, RANKS, found_cluster)
-    return report_facts(
-        *(PROBLEM, RANKS, found_cluster, found), cluster_found="as given", most_ranks=8
-    )
+    found = find_best(PROBLEM, RANKS, found_cluster)
+    return report_facts(found, cluster_found="as given", most_ranks=8)

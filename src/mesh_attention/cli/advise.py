@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.answers import keep_answer
-from mesh_attention.choose.auto import BestOfAll, find_best_of_all
-from mesh_attention.choose.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
+from mesh_attention.choose.auto import Choice, find_best, find_default
+from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
+from mesh_attention.choose.plan_file import write_choice
+from mesh_attention.choose.python_line import python_line
+from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, name_of, ranked
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.models import MODELS
@@ -35,6 +34,7 @@ from mesh_attention.cost.detect_cluster import (
 )
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import cluster_names, load_cluster
+from mesh_attention.files import check_writable
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import bytes_text, problem_text
 from mesh_attention.plan.plan import Direction
@@ -48,24 +48,26 @@ class Asked:
     problem: Problem
     ranks: int
     cluster: Cluster
-    named: str  # Python that makes it
     found_by: str
     directions: tuple[Direction, ...]
     options: dict[str, Any]
     kernel: str | None
 
-    def search(self, tell: Progress | None) -> tuple[BestOfAll, Path | None]:
-        """And where the answer is kept, for `auto`."""
-        found = find_best_of_all(
+    def search(self, tell: Progress | None) -> Choice:
+        return find_best(
             *(self.problem, self.ranks, self.cluster),
             directions=self.directions,
             options=self.options,
             kernel=self.kernel,
             progress=tell,
         )
+
+    def default(self) -> Choice | None:
+        """What `auto` takes, which knows of no kernel that is asked for."""
         if self.kernel is not None:
-            return found, None
-        return found, keep_answer(self.problem, self.ranks, self.cluster, found, self.options)
+            return None
+        how = self.problem, self.ranks, self.cluster, self.options
+        return find_default(*how, directions=self.directions)
 
 
 def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
@@ -74,99 +76,98 @@ def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
             f"{command} compares all methods; leave --method out, or see simulate --best"
         )
     problem, ranks, options = _problem(args), ranks_of(args), options_of(args)
-    directions = directions_of(args)
     if args.cluster is None:
         gpu = gpu_of_driver()
-        machine = Machine(gpu, nic_gbits=nic_gbits() if gpu else ())
-        cluster, line = find_cluster(machine)
-        named = repr(cluster.name)
-        if cluster.name not in cluster_names() or cluster != load_cluster(cluster.name):
-            named = f"find_cluster({machine!r})[0]"  # no file describes it
+        cluster, line = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
     else:
         cluster = load_cluster(args.cluster)
-        line, named = f"{cluster.name}, as given", repr(args.cluster)
-    return Asked(problem, ranks, cluster, named, line, directions, options, args.kernel)
+        line = f"{cluster.name}, as given"
+    return Asked(problem, ranks, cluster, line, directions_of(args), options, args.kernel)
 
 
 @collector_paused()
 def run(args: argparse.Namespace) -> int:
     asked = asked_of_all(args, "advise")
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster
-    with progress("searching") as tell, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found, kept = asked.search(tell)
-    for one in told:
-        print(f"mesh-attention advise: {one.message}", file=sys.stderr)
-    rows = ranked_methods(found, problem, ranks, cluster)
-    chosen = RankedMethod(found.chosen, problem, ranks, cluster)
+    if args.output is not None:
+        check_writable(args.output)
+    with progress("searching") as tell:
+        ranking = ranked(asked.search(tell), asked.default())
+    choice, chosen = ranking.choice, ranking.chosen
+    if args.output is not None:
+        write_choice(args.output, choice.question)
     least = {one: least_bytes(problem, ranks, one) for one in asked.directions}
-    how = problem, cluster, asked.options, asked.named
-    python = python_line(found, *how, is_kept=kept is not None)
+    python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
     return show(
         args,
         lambda: {
             "cluster": cluster.name,
             "cluster_found": asked.found_by,
             "ranks": ranks,
-            "reason": found.reason,
+            "reason": ranking.reason,
             "python": python,
+            "default": ranking.default and ranking.default.to_json() | {"text": auto},
             "least_received_bytes": {one.value: size for one, size in least.items()},
-            "chosen": {
-                d.value: {"method": s.name, "options": s.options} for d, s in found.chosen.items()
-            },
-            "plan": found.plan().method,
-            "peak_bytes": chosen.peak_bytes,
+            "chosen": chosen.to_json(),
             "gpu_bytes": gpu_bytes(cluster),
-            "fits_gpu": chosen.fits_gpu,
-            "place": found.place,
-            "kept_in": None if kept is None else str(kept),
-            "methods": [row.to_json() for row in rows],
-            "refused": found.refused,
-            "settings_tried": found.tried,
-            "kernels_not_installed": missing_kernels(one.timeline for one in found.chosen.values()),
+            "place": choice.place,
+            "methods": [row.to_json() | {"tie": ranking.is_tie(row)} for row in ranking.rows],
+            "refused": ranking.refused,
+            "settings_tried": choice.tried,
+            "kernels_not_installed": missing_kernels(
+                one.timeline for one in choice.chosen.values()
+            ),
         },
         lambda: "\n".join(
             [
                 _head(problem, ranks, cluster),
-                _table(rows, least),
-                *_memory_note(rows, cluster),
+                _table(ranking, least),
+                *_marks_note(ranking, cluster),
                 *_bound_note(problem),
-                *(f"{name}: {reason}" for name, reason in found.refused.items()),
+                *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
                 "",
-                f"{found.reason}.",
+                ranking.reason,
                 *chosen.too_large(),
+                *([auto] if auto else []),
                 "",
                 python,
+                *([] if args.output is None else [f"The plan is in {args.output}."]),
                 "",
-                *_moved_note(found, is_kept=kept is not None),
-                "Kept nowhere: auto does not know of it."
-                if kept is None
-                else f"Kept in {kept}: where that file is, auto uses it.",
+                *_moved_note(choice),
                 f"Cluster: {asked.found_by}.",
-                f"Best of {found.tried} settings. Modelled, not measured; memory for batch 1.",
-                *_simulated_note(rows),
-                *missing_kernels_note([one.timeline for one in found.chosen.values()]),
+                f"Best of {choice.tried} settings. Modelled, not measured; memory for batch 1.",
+                *missing_kernels_note([one.timeline for one in choice.chosen.values()]),
             ]
         ),
     )
 
 
-_TOO_MUCH = "!"  # beside what needs more memory than there is
+_TOO_MUCH, _TIE = "!", "="  # beside what needs more memory than there is, and what is as fast
 
 
-def _memory_note(rows: Sequence[RankedMethod], cluster: Cluster) -> list[str]:
-    if all(row.fits_gpu for row in rows):
-        return []
-    return [f"{_TOO_MUCH} needs more than the {bytes_text(gpu_bytes(cluster))} of a GPU."]
+def _marks_note(ranking: Ranking, cluster: Cluster) -> list[str]:
+    rows = ranking.rows
+    notes = {
+        f"{_TIE} as fast as the choice: {TIE_TEXT}.": any(map(ranking.is_tie, rows[1:])),
+        "about: not simulated, as one rank sees it; ranks that wait for each other take longer.": (
+            not all(row.is_simulated for row in rows)
+        ),
+        f"{_TOO_MUCH} needs more than the {bytes_text(gpu_bytes(cluster))} of a GPU.": (
+            not all(row.fits_gpu for row in rows)
+        ),
+    }
+    return [text for text, holds in notes.items() if holds]
 
 
-def _simulated_note(rows: Sequence[RankedMethod]) -> list[str]:
-    if all(row.is_simulated for row in rows):
-        return []
-    return [
-        ">= was not simulated, since no setting tried can be faster than that; simulate --best "
-        "--method NAME says how long it takes."
-    ]
+def _default_note(chosen: RankedMethod, default: RankedMethod | None) -> str:
+    """How far the default is behind; nothing where it is not known."""
+    if default is None:
+        return ""
+    what = 'The default, method="auto",'
+    if [one.key for one in default.passes.values()] == [one.key for one in chosen.passes.values()]:
+        return f"{what} makes the same plan."
+    late = behind(default.seconds, chosen.seconds)
+    return f"{what} is {default.name}: {about(default.passes)}, {late}."
 
 
 def _bound_note(problem: Problem) -> list[str]:
@@ -179,17 +180,15 @@ def _bound_note(problem: Problem) -> list[str]:
     ]
 
 
-def _moved_note(found: BestOfAll, *, is_kept: bool) -> list[str]:
+def _moved_note(choice: Choice) -> list[str]:
     """Where the best has tokens elsewhere than objects have them by default."""
-    if not found.place:
+    if not choice.place:
         return []
-    says = ", ".join(f"{name}={value!r}" for name, value in found.place.items())
-    names = "/".join(dict.fromkeys(one.name for one in found.unmoved.values()))
-    seconds = sum(one.seconds for one in found.unmoved.values())
-    without = f"{names} in {seconds * 1e3:.2f} ms"
+    says = ", ".join(f"{name}={value!r}" for name, value in choice.place.items())
+    late = behind(seconds_of(choice.unmoved), choice.seconds)
     return [
         f"Tokens lie otherwise than by default: all objects that share them say {says}. The best "
-        + (f"without, {without}, is kept for auto." if is_kept else f"without is {without}."),
+        f"without is {name_of(choice.unmoved)}: {about(choice.unmoved)}, {late}.",
         "",
     ]
 
@@ -213,7 +212,7 @@ def _head(problem: Problem, ranks: int, cluster: Cluster) -> str:
     )
 
 
-def _table(rows: Sequence[RankedMethod], least: dict[Direction, float]) -> str:
+def _table(ranking: Ranking, least: dict[Direction, float]) -> str:
     directions = list(least)
     heads = ["method", *map(str, directions)]
     if len(directions) > 1:
@@ -221,14 +220,13 @@ def _table(rows: Sequence[RankedMethod], least: dict[Direction, float]) -> str:
     heads += ["MFU", *(f"received {one}" for one in directions), "other nodes", "memory"]
     heads += [f"setting {one}" for one in directions]
     lines = [heads]
-    for row in rows:
-        cells = [row.name]
-        for direction in directions:
-            one = row.passes[direction]
-            cells.append(f"{'>= ' if one.is_bound else ''}{one.seconds * 1e3:.2f} ms")
+    for row in ranking.rows:
+        tie = row is not ranking.chosen and ranking.is_tie(row)
+        cells = [f"{row.name}{f' {_TIE}' if tie else ''}"]
+        cells += [_time(one.seconds, one.is_simulated) for one in row.passes.values()]
         if len(directions) > 1:
-            cells.append(f"{'' if row.is_simulated else '>= '}{row.seconds * 1e3:.2f} ms")
-        cells.append(f"{'' if row.is_simulated else '<= '}{row.mfu_percent:.1f} %")
+            cells.append(_time(row.seconds, row.is_simulated))
+        cells.append(f"{row.mfu_percent:.1f} %")
         cells += [bytes_text(row.received[one][0]) for one in directions]
         cells.append(bytes_text(sum(between for _, between in row.received.values())))
         cells.append(f"{'' if row.fits_gpu else _TOO_MUCH}{bytes_text(row.peak_bytes)}")
@@ -239,6 +237,10 @@ def _table(rows: Sequence[RankedMethod], least: dict[Direction, float]) -> str:
     bound += [bytes_text(least[one]) for one in directions]
     lines.append(bound + [""] * (len(heads) - len(bound)))
     return table(lines)
+
+
+def _time(seconds: float, is_simulated: bool) -> str:
+    return f"{'' if is_simulated else 'about '}{seconds * 1e3:.2f} ms"
 
 
 FLAGS = (
@@ -259,10 +261,14 @@ COMMAND = Command(
     name="advise",
     summary="which method to use, why, how fast and how much memory: all of them, ranked",
     run=run,
-    flags=FLAGS,
+    flags=(
+        *FLAGS,
+        Flag("--output", "write the plan for ContextParallel(plan=...)", Path, "FILE.json"),
+    ),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention advise --ranks 32 --model llama-70b --tokens 131072",
         "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 524288 --causal --json",
+        "mesh-attention advise --ranks 32 --model llama-70b --output plan.json",
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import find_best_of_all
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cost.gantt import draw_gantt
@@ -71,9 +71,9 @@ def write_report(folder: Path) -> tuple[str | None, str]:
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=4, head_dim=128)
     cluster = load_cluster(CLUSTER)
     with progress("searching and simulating all methods") as tell:
-        found = find_best_of_all(problem, NUM_RANKS, cluster, progress=tell)
+        found = find_best(problem, NUM_RANKS, cluster, progress=tell)
         facts = report_facts(
-            *(problem, NUM_RANKS, cluster, found),
+            found,
             cluster_found=f"{CLUSTER}, which the demonstration takes",
             most_ranks=_SCALING_RANKS,
             progress=tell,
@@ -107,7 +107,9 @@ def _draw(folder: Path) -> list[str]:
     # As GPUs would run it: at the demonstration's size computing takes no time at all.
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
     options: dict[str, Any] = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
-    plan = plan_on(CLUSTER, problem, NUM_RANKS, directions=(Direction.FORWARD,), **options)
+    plan = plan_on(
+        *(CLUSTER, problem, NUM_RANKS), method="mesh", directions=(Direction.FORWARD,), **options
+    )
     draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     return [str(assignments), str(schedule)]
 

@@ -31,19 +31,15 @@ def run(args: argparse.Namespace) -> int:
         facts = facts_of(asked, tell, args.scaling_ranks)
     if output is not None:
         write_page(facts, output, library)
-    told = [f"{facts.reason}.", *facts.warnings, f"The page is in {output}."]
+    told = [facts.reason, *facts.warnings, f"The page is in {output}."]
     return show(args, facts.to_json, lambda: "\n".join(told))
 
 
 def facts_of(asked: Asked, tell: Progress | None, most_ranks: int) -> ReportFacts:
-    found, kept = asked.search(_part(tell, 0.0, _SEARCH_PART))
+    found = asked.search(_part(tell, 0.0, _SEARCH_PART))
     return report_facts(
-        *(asked.problem, asked.ranks, asked.cluster, found),
+        found,
         cluster_found=asked.found_by,
-        cluster_named=asked.named,
-        is_kept=kept is not None,
-        options=asked.options,
-        kernel=asked.kernel,
         most_ranks=most_ranks,
         notes=missing_kernels_note([one.timeline for one in found.chosen.values()]),
         progress=_part(tell, _SEARCH_PART, 1.0),

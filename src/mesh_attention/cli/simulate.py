@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import find_best_of_all
-from mesh_attention.choose.best import find_best
+from mesh_attention.choose.ask import make_plan
+from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.options import (
@@ -26,7 +26,7 @@ from mesh_attention.cli.values import one_of, size
 from mesh_attention.cost.gantt import check_gantt, draw_gantt
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import cluster_names, load_cluster
-from mesh_attention.cost.planning import plan_on, setting_of
+from mesh_attention.cost.planning import setting_of
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.trace import trace_of
@@ -54,7 +54,7 @@ CLUSTER_FLAGS = (
     ),
     Flag(
         "--best",
-        "search the options that are not given for the shortest time, each pass for itself",
+        "search the options that are not given, and the method if none is, for the shortest time",
     ),
 )
 
@@ -114,42 +114,34 @@ class Simulated:
 def simulated(
     args: argparse.Namespace, cluster: Cluster, overlap: Overlap | str = Overlap.EVENTS
 ) -> list[Simulated]:
-    """Each pass that was asked for, with the options given, or with the best ones found."""
+    """Each pass that was asked for: as given, as by default where no method is, or the best."""
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
-    directions = directions_of(args)
+    directions, method = directions_of(args), args.method or AUTO
     if not args.best:
-        method = {} if args.method is None else {"method": args.method}
-        plan = plan_on(cluster, problem, ranks, directions=directions, **method, **options)
+        how: dict[str, Any] = {"method": method, "cluster": cluster, "directions": directions}
+        plan = make_plan(problem, ranks, **how, **options)
         tell_fewer_chunks(args, plan)
         timelines = [
             simulate(plan, cluster, one, overlap=overlap, kernel=args.kernel) for one in directions
         ]
         return [Simulated(timeline, options) for timeline in timelines]
-    if args.method in (None, AUTO):
-        with progress("searching") as tell:
-            every = find_best_of_all(
-                *(problem, ranks, cluster),
-                directions=directions,
-                options=options,
-                overlap=overlap,
-                kernel=args.kernel,
-                progress=tell,
-            )
-        chosen = [(one.timeline, one.options) for one in every.chosen.values()]
-        return [Simulated(found, how, every.tried) for found, how in chosen if found is not None]
+    with progress("searching") as tell:
+        best = find_best(
+            *(problem, ranks, cluster),
+            directions=directions,
+            options=options,
+            method=None if method == AUTO else method,
+            overlap=overlap,
+            kernel=args.kernel,
+            progress=tell,
+        )
     found = []
-    for direction in directions:
-        with progress(f"searching {direction}") as tell:
-            best = find_best(
-                *(problem, ranks, cluster),
-                direction=direction,
-                options=options,
-                overlap=overlap,
-                kernel=args.kernel,
-                progress=tell,
-                method=args.method,
-            )
-        found.append(Simulated(best.timeline, best.options, best.tried))
+    for direction, one in best.chosen.items():
+        timeline = one.timeline
+        if timeline is None:  # too long for a search
+            plan = best.asked.plan(direction, one.method, one.options)
+            timeline = simulate(plan, cluster, direction, overlap=overlap, kernel=args.kernel)
+        found.append(Simulated(timeline, one.options, best.tried))
     return found
 
 

@@ -180,8 +180,8 @@ def _lines(
     winner = "; ".join(f"{n}: {fastest[n]}" for n in ranks)
     same = "The same problem" if kind is Scaling.STRONG else "As many tokens on each rank"
     caption = (
-        f"{same}, {passes}: as one rank expects it, with settings found without a search; the "
-        f"star is the choice, searched and simulated. Fastest at each number of ranks: {winner}. "
+        f"{same}, {passes}: as one rank sees the most promising shape of each method; the star "
+        f"is the choice, searched and simulated. Fastest at each number of ranks: {winner}. "
         "A click on a name shows or hides its line."
     )
     if any(bad for found in scored.values() for bad, _, _ in found):
@@ -217,8 +217,8 @@ def memory_picture(facts: ReportFacts) -> Picture:
             peak = max(one.passes[d].peak_bytes for d in wanted)
             colour, symbol = style_of(at)
             marker = {"size": 12, "color": colour, "symbol": symbol}
-            at_least = "" if all(one.passes[d].is_simulated for d in wanted) else ", at least"
-            data.append(_points(one.name, [(f"{one.name}{at_least}", seconds, peak)], marker))
+            about = "" if all(one.passes[d].is_simulated for d in wanted) else ", about"
+            data.append(_points(one.name, [(f"{one.name}{about}", seconds, peak)], marker))
         heights = [y for trace in data for y in trace["y"]]
         if max(heights) * 3 > limit:
             heights.append(limit)
@@ -234,10 +234,9 @@ def memory_picture(facts: ReportFacts) -> Picture:
                 | {"y0": limit, "y1": limit}
             ]
         caption = (
-            f"{' and '.join(wanted)}: every method at its best (at the least time that it takes, "
-            "where the table has one), and the tiles and slices of the map above. Lower and "
-            f"further left is better; {facts.gpu} has {limit:g} GiB for all of a model"
-            f"{' (the dashed line)' if limit in heights else ''}."
+            f"{' and '.join(wanted)}: every method at its best, and the tiles and slices of the "
+            f"map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for all "
+            f"of a model{' (the dashed line)' if limit in heights else ''}."
         )
         return Variant(caption, data, layout)
 

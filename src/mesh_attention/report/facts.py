@@ -5,20 +5,18 @@ Nothing here knows how it is shown. All times are modelled; `to_json` is what `-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh_attention.choose.auto import BestOfAll
-from mesh_attention.choose.one_pass import Standing
-from mesh_attention.choose.ranking import RankedMethod, gpu_bytes, python_line, ranked_methods
-from mesh_attention.choose.search import Search, a_search
-from mesh_attention.cost.machine.cluster import Cluster
+from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.python_line import python_line
+from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, ranked
+from mesh_attention.choose.search import PassSearch, Scored
 from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.bounds import least_bytes
 from mesh_attention.plan.draw.summary import problem_text
 from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
 from mesh_attention.report.assignment_facts import AssignmentFacts, assignment_facts
 from mesh_attention.report.scaling import (
     Scaling,
@@ -33,15 +31,14 @@ CHOSEN = "chosen"
 NUM_RUNNERS_UP = 3
 GANTT_RANKS = 4
 MOST_EVENTS = 1500  # of a chart: with more, fewer ranks are drawn
-# Operations of all ranks: a runner-up with more was not simulated by the search, and is not here.
-MOST_SIMULATED = 15_000
+MOST_SIMULATED = 15_000  # operations of all ranks: a runner-up with more has no chart
 _ALIKE = 1e-9  # seconds: the same plan in other words
 
 
 @dataclass(frozen=True, slots=True)
 class MethodPass:
-    """A method at its best in one pass; bytes are those that a rank receives. What was not
-    simulated takes at least so many seconds."""
+    """A method at its best in one pass; bytes are those that a rank receives. Where it was not
+    simulated, seconds are what one rank sees."""
 
     seconds: float
     is_simulated: bool
@@ -57,6 +54,7 @@ class MethodFacts:
     seconds: float
     mfu_percent: float
     peak_bytes: int
+    is_tie: bool  # with the choice
     passes: dict[Direction, MethodPass]
 
     @property
@@ -121,44 +119,30 @@ class ReportFacts:
 
 
 def report_facts(
-    problem: Problem,
-    num_ranks: int,
-    cluster: Cluster,
-    found: BestOfAll,
+    found: Choice,
     *,
     cluster_found: str,
-    cluster_named: str | None = None,
-    is_kept: bool = False,
-    options: Mapping[str, Any] | None = None,
-    kernel: str | None = None,
     most_ranks: int = 1024,
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ReportFacts:
-    """`found` is what the search answered to the same question, and `auto` knows where it is kept;
-    `cluster_named`: Python that makes the cluster; `most_ranks` ends scaling."""
-    given, directions = dict(options or {}), tuple(found.chosen)
-    searches = [a_search(problem, num_ranks, cluster, d, given, kernel=kernel) for d in directions]
-    ranked = ranked_methods(found, problem, num_ranks, cluster)
+    """`most_ranks` ends scaling."""
+    asked, directions = found.asked, tuple(found.chosen)
+    problem, num_ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
     at = points_of_scaling(num_ranks, cluster, most_ranks)
-    with_shapes = methods_with_shapes(given)
-    told = _Told(progress, len(ranked) + 2 + len(searches) * len(with_shapes) + 2 * len(at))
-    methods = []
-    for row in ranked:
-        if set(row.passes) == set(directions):
-            methods.append(_method(row))
-        told()
-    assignment = assignment_facts(found.plan())
+    with_shapes = methods_with_shapes(asked.options)
+    told = _Told(progress, 3 + len(directions) * len(with_shapes) + 2 * len(at))
+    ranking = ranked(found)
+    choice, chosen = ranking.choice, ranking.chosen
     told()
-    gantts = _gantts(found, ranked, searches)
+    assignment = assignment_facts(choice.plan())
     told()
-    shapes = [shape_times(search, name, told) for name in with_shapes for search in searches]
+    gantts = _gantts(ranking)
+    told()
+    shapes = [shape_times(asked, d, name, told) for name in with_shapes for d in directions]
     lines = [
-        line
-        for scaling in Scaling
-        for line in scaling_lines(searches[0], directions, scaling, at, told)
+        line for scaling in Scaling for line in scaling_lines(asked, directions, scaling, at, told)
     ]
-    chosen = RankedMethod(found.chosen, problem, num_ranks, cluster)
     return ReportFacts(
         problem=problem_text(problem),
         tokens=problem.q_tokens,
@@ -170,8 +154,8 @@ def report_facts(
         gpu=cluster.gpu.name,
         gpu_bytes=gpu_bytes(cluster),
         directions=directions,
-        given=", ".join(f"{name}={value}" for name, value in given.items()),
-        chosen={d: one.name for d, one in found.chosen.items()},
+        given=", ".join(f"{name}={value}" for name, value in asked.options.items()),
+        chosen={d: one.method for d, one in choice.chosen.items()},
         settings={d: chosen.setting(d) for d in directions},
         seconds=chosen.seconds,
         mfu_percent=chosen.mfu_percent,
@@ -179,16 +163,13 @@ def report_facts(
         peak_bytes=chosen.peak_bytes,
         fits_gpu=chosen.fits_gpu,
         warnings=tuple(chosen.too_large()),
-        kernels={d: _timeline(one).kernels for d, one in found.chosen.items()},
-        reason=found.reason,
-        python=python_line(
-            *(found, problem, cluster, given, cluster_named or repr(cluster.name)),
-            is_kept=is_kept,
-        ),
-        settings_tried=found.tried,
-        refused=found.refused,
+        kernels={d: one.timeline.kernels for d, one in choice.chosen.items() if one.timeline},
+        reason=ranking.reason,
+        python=python_line(choice),
+        settings_tried=choice.tried,
+        refused=ranking.refused,
         least_bytes={one: least_bytes(problem, num_ranks, one) for one in directions},
-        methods=tuple(methods),
+        methods=tuple(_method(row, is_tie=ranking.is_tie(row)) for row in ranking.rows),
         assignment=assignment,
         gantts=tuple(gantts),
         shapes=tuple(one for one in shapes if one is not None),
@@ -209,54 +190,41 @@ class _Told:
             self._progress(self._done, max(self._done, self._expected))
 
 
-def _timeline(one: Standing) -> Timeline:
-    assert one.timeline is not None  # what is chosen was simulated
-    return one.timeline
-
-
-def _method(row: RankedMethod) -> MethodFacts:
+def _method(row: RankedMethod, *, is_tie: bool) -> MethodFacts:
     passes = {
         direction: MethodPass(
             one.seconds,
-            not one.is_bound,
+            one.is_simulated,
             *row.received[direction],
-            row.peaks[direction],
+            one.peak_bytes,
             row.setting(direction),
         )
         for direction, one in row.passes.items()
     }
-    return MethodFacts(row.name, row.seconds, row.mfu_percent, row.peak_bytes, passes)
+    return MethodFacts(row.name, row.seconds, row.mfu_percent, row.peak_bytes, is_tie, passes)
 
 
-def _gantts(
-    found: BestOfAll, ranked: Sequence[RankedMethod], searches: Sequence[Search]
-) -> list[GanttFacts]:
+def _gantts(ranking: Ranking) -> list[GanttFacts]:
     """Of the chosen plan, and of the next best methods that make another plan."""
-    charts = [_gantt(CHOSEN, _timeline(one)) for one in found.chosen.values()]
-    seen = [found.seconds]
-    for row in ranked:
+    charts: list[GanttFacts] = []
+    seen: list[float] = []
+    for row in ranking.rows:
         if len(seen) > NUM_RUNNERS_UP:
             break
-        partial = len(row.passes) < len(searches)
-        if partial or any(abs(row.seconds - seconds) < _ALIKE for seconds in seen):
+        is_choice = row is ranking.chosen
+        if any(abs(row.seconds - seconds) < _ALIKE for seconds in seen):
             continue
-        timelines = [_simulated(row, search) for search in searches]
-        known = [one for one in timelines if one is not None]
-        if len(known) == len(timelines):
+        if is_choice or all(_is_short(one) for one in row.passes.values()):
             seen.append(row.seconds)
-            charts += [_gantt(row.name, timeline) for timeline in known]
+            for direction, one in row.passes.items():
+                told = PassSearch(row.asked, direction, None).simulate(one)
+                assert told.timeline is not None
+                charts.append(_gantt(CHOSEN if is_choice else row.name, told.timeline))
     return charts
 
 
-def _simulated(row: RankedMethod, search: Search) -> Timeline | None:
-    """None where that would take long."""
-    one = row.passes[search.direction]
-    if one.timeline is not None:
-        return one.timeline
-    programs = row.plans[search.direction].direction(search.direction).programs
-    if len(programs[0].operations) * search.num_ranks > MOST_SIMULATED:
-        return None
-    return search.simulate(one.name, one.options)
+def _is_short(one: Scored) -> bool:
+    return one.is_simulated or one.operations <= MOST_SIMULATED
 
 
 def _gantt(name: str, timeline: Timeline) -> GanttFacts:

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.explain import TIE_TEXT
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
 from mesh_attention.plan.draw.summary import bytes_text
@@ -146,7 +147,7 @@ def _choice(facts: ReportFacts) -> str:
     )
     return f"""<section id="choice">
 <h2>The choice</h2>
-<p class="reason">{escape(facts.reason)}.</p>
+<p class="reason">{escape(facts.reason)}</p>
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in facts.warnings)}
 <dl class="cards">{cards}</dl>
 <ul>{passes}</ul>
@@ -176,11 +177,11 @@ def _methods(facts: ReportFacts) -> str:
     )
     return f"""<section id="methods">
 <h2>{_TABLE}</h2>
-<p>Each at the best setting that was simulated, in each pass. A click on a heading sorts by it. A
-method with &ge; was not simulated: it takes at least so long, which is too long to be chosen, and
-may take much longer; bytes, memory and setting are of what promised most. Received bytes and memory
-are a rank's; below received bytes is how many times the least possible they are, which is a bound
-by the visible area alone: in reach under a full mask only.</p>
+<p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
+with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
+other take longer. What is as fast as the choice is {TIE_TEXT}. Received bytes and memory are a
+rank's; below received bytes is how many times the least possible they are, which is a bound by the
+visible area alone: in reach under a full mask only.</p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
 <thead><tr>{head}</tr></thead>
@@ -196,13 +197,14 @@ by the visible area alone: in reach under a full mask only.</p>
 def _row(facts: ReportFacts, one: MethodFacts) -> str:
     passes = [one.passes[d] for d in facts.directions]
     # Value to sort by, and HTML.
-    cells: list[tuple[float, str]] = [
-        (p.seconds, f"{'' if p.is_simulated else '&ge; '}{_ms_text(p.seconds)}") for p in passes
-    ]
+    times = [(p.seconds, p.is_simulated) for p in passes]
     if len(passes) > 1:
-        cells.append((one.seconds, f"{'' if one.is_simulated else '&ge; '}{_ms_text(one.seconds)}"))
-    most = "" if one.is_simulated else "&le; "
-    cells.append((one.mfu_percent, f"{most}{one.mfu_percent:.1f}"))
+        times.append((one.seconds, one.is_simulated))
+    cells: list[tuple[float, str]] = [
+        (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}")
+        for seconds, is_simulated in times
+    ]
+    cells.append((one.mfu_percent, f"{one.mfu_percent:.1f}"))
     for direction, p in zip(facts.directions, passes, strict=True):
         cells.append((p.received_bytes, _received(p.received_bytes, facts, direction)))
     other = sum(p.other_node_bytes for p in passes)
@@ -214,9 +216,9 @@ def _row(facts: ReportFacts, one: MethodFacts) -> str:
         settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
     words = "<br>".join(map(escape, settings))
     words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
-    name, chosen = escape(one.name), [d for d, name in facts.chosen.items() if name == one.name]
-    which = "the choice" if len(chosen) == len(passes) else f"the choice {''.join(chosen)}"
-    mark, shown = (f"<small>{which}</small>", ' class="chosen"') if chosen else ("", "")
+    name, is_choice = escape(one.name), one is facts.methods[0]
+    mark = "<small>as fast</small>" if one.is_tie else ""
+    mark, shown = ("<small>the choice</small>", ' class="chosen"') if is_choice else (mark, "")
     head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
     return f"<tr{shown}>{head}{numbers}{words}</tr>\n"
 

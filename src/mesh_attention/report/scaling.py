@@ -1,27 +1,23 @@
-"""Strong and weak scaling of all methods: what one rank expects of settings found without a search.
+"""Strong and weak scaling of all methods: what one rank sees of the most promising shape of each.
 
-Each method has its own choice and the best of its first answers, whichever is faster. A search at
-every point would take minutes, and finds a few percent more.
+A search at every point would take minutes, and finds a few percent more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-from mesh_attention.choose.ranking import mfu_percent
-from mesh_attention.choose.search import Score, Search
+from mesh_attention.choose.ranking import RankedMethod, glance
+from mesh_attention.choose.search import Asked
 from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.rates import rates_of
 from mesh_attention.errors import MeshAttentionError, PlanError
-from mesh_attention.plan.methods.first_answer import first_answers, methods_with
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-MOST_OPERATIONS = 500  # of a rank: the next point of such a line would take seconds
+MOST_OPERATIONS = 60_000  # of all ranks: the next point of such a line would take seconds
 
 
 class Scaling(StrEnum):
@@ -55,14 +51,14 @@ def points_of_scaling(ranks: int, cluster: Cluster, most: int = RANKS[-1]) -> li
 
 
 def scaling_lines(
-    asked: Search,
+    asked: Asked,
     directions: Sequence[Direction],
     scaling: Scaling,
     at: Iterable[int],
     told: Callable[[], None],
 ) -> list[ScalingLine]:
     """Of every method that takes any of the points; none where the mask cannot have more tokens.
-    `asked` is about the problem itself; its direction does not matter."""
+    `asked` is about the problem itself."""
     found: dict[str, list[ScalingPoint]] = {}
     ended: set[str] = set()
     for ranks in at:
@@ -72,61 +68,27 @@ def scaling_lines(
             problem = _with_tokens_of(problem, asked.num_ranks, ranks) or problem
             if problem is asked.problem and ranks != asked.num_ranks:
                 continue
-        searches = [
-            replace(asked, problem=problem, num_ranks=ranks, direction=one) for one in directions
-        ]
-        first: dict[str, dict[str, Any]] = {}
-        for answer in first_answers(problem, ranks, asked.given, rates_of(asked.cluster)):
-            first.setdefault(answer.name, answer.options)
-        for method in methods_with(asked.given):
+        for method in asked.methods:
             if method in ended:
                 continue
-            settings = [{}, first[method]] if first.get(method) else [{}]
-            seen = [_best(search, method, settings) for search in searches]
-            known = [one for one in seen if one is not None]
-            if len(known) == len(seen):
-                found.setdefault(method, []).append(_point(searches, known))
-            if any(one.operations > MOST_OPERATIONS for one in known):
+            try:
+                row = glance(replace(asked, problem=problem, num_ranks=ranks), method, directions)
+            except PlanError:
+                continue
+            found.setdefault(method, []).append(_point(row))
+            if any(one.operations > MOST_OPERATIONS for one in row.passes.values()):
                 ended.add(method)
     return [ScalingLine(scaling, method, tuple(points)) for method, points in found.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Of one pass: `operations` are those of a rank."""
-
-    score: Score
-    peak_bytes: int
-    operations: int
-    setting: str
-
-
-def _best(search: Search, method: str, settings: Iterable[Mapping[str, Any]]) -> _Expected | None:
-    found = []
-    for setting in settings:
-        try:
-            plan = search.plan(method, {**setting, **search.given})
-        except PlanError:
-            continue
-        seen = search.estimate(plan, (search.num_ranks // 2,))
-        text = _setting_text(plan.direction(search.direction).setting)
-        score = search.score(seen.seconds, seen.peak_bytes)
-        operations = seen.num_operations // search.num_ranks
-        found.append(_Expected(score, seen.peak_bytes, operations, text))
-    return min(found, key=lambda one: one.score, default=None)
-
-
-def _point(searches: Sequence[Search], seen: Sequence[_Expected]) -> ScalingPoint:
-    one = searches[0]
-    directions = [search.direction for search in searches]
-    seconds = sum(expected.score[1] for expected in seen)
+def _point(row: RankedMethod) -> ScalingPoint:
     return ScalingPoint(
-        one.num_ranks,
-        one.problem.q_tokens,
-        seconds,
-        mfu_percent(one.problem, directions, seconds, one.num_ranks, one.cluster),
-        max(expected.peak_bytes for expected in seen),
-        "; ".join(f"{d}: {e.setting}" for d, e in zip(directions, seen, strict=True)),
+        row.asked.num_ranks,
+        row.asked.problem.q_tokens,
+        row.seconds,
+        row.mfu_percent,
+        row.peak_bytes,
+        "; ".join(f"{direction}: {row.setting(direction)}" for direction in row.passes),
     )
 
 
@@ -141,8 +103,3 @@ def _with_tokens_of(problem: Problem, num_ranks: int, ranks: int) -> Problem | N
         return replace(problem, q_tokens=tokens[0], kv_tokens=keys)
     except MeshAttentionError:
         return None
-
-
-def _setting_text(setting: Mapping[str, Any]) -> str:
-    shown = ("ulysses", "tile", "team", "chunks", "head_slices")
-    return " ".join(f"{name}={setting[name]}" for name in shown if name in setting)

@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.choose.cuts import Cut, free_names
-from mesh_attention.choose.search import Search
+from mesh_attention.choose.search import Asked
+from mesh_attention.cost.estimate import estimate
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.methods.first_answer import methods_with
+from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 
 MOST_SHAPES = 12  # of more the best ones, uncut, are shown
 MOST_SLICES = 16
+_CUTS = ("chunks", "head_slices")
 HOPEFUL = 2.0  # times the best shape uncut: slower ones are not cut
 
 
@@ -43,20 +44,24 @@ class ShapeTimes:
 
 def methods_with_shapes(given: Mapping[str, Any]) -> list[str]:
     """Those with tiles and slices that are free to be chosen."""
+    if any(name.removeprefix("backward_") in _CUTS for name in given):
+        return []
     return [
         name
         for name in methods_with(given)
-        if "tile" in METHODS[name].options() and "head_slices" in free_names(_options(name), given)
+        if {"tile", "head_slices"} <= METHODS[name].options().keys()
     ]
 
 
-def shape_times(search: Search, method: str, told: Callable[[], None]) -> ShapeTimes | None:
+def shape_times(
+    asked: Asked, direction: Direction, method: str, told: Callable[[], None]
+) -> ShapeTimes | None:
     """None where the method takes no shape at all."""
-    free = free_names(_options(method), search.given)
     rows: list[tuple[float, dict[str, Any], dict[int, TimedShape]]] = []
-    for shape in _shapes(search, method):
-        setting = {**shape, **search.given}
-        whole = _timed(search, method, setting | Cut((1, 1), None, 1).options(free))
+    uncut = {"chunks": (1, 1)} if "chunks" in METHODS[method].options() else {}
+    for shape in _shapes(asked, method):
+        setting = {**shape, **asked.options, **uncut}
+        whole = _timed(asked, direction, method, setting)
         if whole is not None:
             rows.append((whole.seconds, setting, {1: whole}))
         told()
@@ -66,11 +71,11 @@ def shape_times(search: Search, method: str, told: Callable[[], None]) -> ShapeT
     for seconds, setting, times in rows:
         if seconds > HOPEFUL * best:
             continue
-        held = max(1, search.problem.kv_heads // _degree(search, method, setting))
+        held = max(1, asked.problem.kv_heads // METHODS[method].degree(setting, asked.num_ranks))
         size = held // 2
         while size and held <= MOST_SLICES * size:
-            cut = setting | Cut((1, 1), (size, size), held).options(free)
-            timed = _timed(search, method, cut)
+            cut = setting | {"head_slices": (size, size)}
+            timed = _timed(asked, direction, method, cut)
             if timed is not None:
                 times[-(-held // size)] = timed
             size //= 2
@@ -80,38 +85,33 @@ def shape_times(search: Search, method: str, told: Callable[[], None]) -> ShapeT
     slices = sorted({number for _, _, times in rows for number in times})
     return ShapeTimes(
         method,
-        search.direction,
+        direction,
         tuple(_shape_text(setting) for _, setting, _ in rows),
         tuple(slices),
         tuple(tuple(times.get(number) for number in slices) for _, _, times in rows),
     )
 
 
-def _options(method: str) -> list[str]:
-    return list(METHODS[method].options())
-
-
-def _shapes(search: Search, method: str) -> list[dict[str, Any]]:
+def _shapes(asked: Asked, method: str) -> list[dict[str, Any]]:
     """All tiles, with each Ulysses degree that the method would try; without node patches."""
-    problem, ranks, node = search.problem, search.num_ranks, search.cluster.node.ranks
-    wanted = search.given.get("ulysses")
+    problem, ranks, given = asked.problem, asked.num_ranks, asked.options
     found: list[dict[str, Any]] = []
-    for candidate in METHODS[method].candidates(problem, ranks, node):
+    for candidate in METHODS[method].candidates(problem, ranks, asked.cluster.node.ranks):
         tried = candidate.get("ulysses")
-        degree = {} if tried is None else {"ulysses": wanted or tried}
+        degree = {} if tried is None else {"ulysses": given.get("ulysses") or tried}
         units = ranks // METHODS[method].degree(degree, ranks)
-        tiles = [search.given["tile"]] if search.given.get("tile") else factorisations(units)
+        tiles = [given["tile"]] if given.get("tile") else factorisations(units)
         found += [one for tile in tiles if (one := degree | {"tile": tile}) not in found]
     return found
 
 
-def _degree(search: Search, method: str, setting: Mapping[str, Any]) -> int:
-    return METHODS[method].degree(setting, search.num_ranks)
-
-
-def _timed(search: Search, method: str, setting: Mapping[str, Any]) -> TimedShape | None:
+def _timed(
+    asked: Asked, direction: Direction, method: str, setting: Mapping[str, Any]
+) -> TimedShape | None:
+    middle = (asked.num_ranks // 2,)
     try:
-        seen = search.estimate(search.plan(method, setting), (search.num_ranks // 2,))
+        plan = asked.plan(direction, method, setting)
+        seen = estimate(plan, asked.cluster, direction, kernel=asked.kernel, ranks=middle)
     except PlanError:
         return None
     return TimedShape(seen.seconds, seen.peak_bytes)

@@ -1,0 +1,117 @@
+"""A choice in words that the model can stand by: how it compares with what people would use
+otherwise, and what a rank receives and waits for.
+
+Modelled times differ from measured ones by a few percent (`docs/simulate.md`), so plans within 3 %
+of each other are a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mesh_attention.choose.search import Scored
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.plan import Direction
+
+TIE = 0.03
+TIE_TEXT = f"within {TIE:.0%}, which the model cannot tell apart".replace("%", " %")
+USUAL = ("ulysses", "usp", "ring")  # what people use
+_LITTLE = 0.01  # of the time: not worth a word
+
+Passes = Mapping[Direction, Scored]
+
+
+def explain(
+    chosen: Passes, methods: Mapping[str, Passes], refused: Sequence[str], num_ranks: int
+) -> str:
+    """Such as: mesh-usp takes 401 ms forward and backward: 12 % less than usp (456 ms), 60 % less
+    than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
+    seconds, names = seconds_of(chosen), [one.method for one in chosen.values()]
+    said = " and ".join(chosen)
+    if len({*names}) == 1:
+        text = f"{names[0]} takes {about(chosen)} {said}"
+    else:
+        each = " and ".join(f"{one.method} {direction}" for direction, one in chosen.items())
+        text = f"{each} take {about(chosen)} together"
+    others = {n: methods[n] for n in USUAL if n in methods and {*names} != {n}}
+    compared = [_compared(seconds, name, passes) for name, passes in others.items()]
+    cannot = [name for name in USUAL if name in refused]
+    if compared:
+        text += f": {', '.join(compared)}"
+    if cannot:
+        text += f"; {' and '.join(cannot)} cannot run on {num_ranks} ranks"
+    timelines = [one.timeline for one in chosen.values() if one.timeline is not None]
+    moves = f" A rank receives {_received(timelines)}; {_idle(timelines)}." if timelines else ""
+    return f"{text}.{moves}"
+
+
+def seconds_of(passes: Passes) -> float:
+    return sum(one.seconds for one in passes.values())
+
+
+def about(passes: Passes) -> str:
+    """Their time, and whether it was simulated."""
+    simulated = all(one.is_simulated for one in passes.values())
+    return f"{'' if simulated else 'about '}{time_text(seconds_of(passes))}"
+
+
+def is_tie(seconds: float, other: float) -> bool:
+    """
+    >>> is_tie(0.98, 1.0), is_tie(0.96, 1.0)
+    (True, False)
+    """
+    return abs(other - seconds) < TIE * max(seconds, other)
+
+
+def behind(seconds: float, other: float) -> str:
+    """How far `seconds` are behind the other, which is no slower.
+
+    >>> behind(1.01, 1.0), behind(1.5, 1.0), behind(3.0, 1.0)
+    ('as fast (within 3 %, which the model cannot tell apart)', '50 % more', '3 times as long')
+    """
+    if is_tie(seconds, other):
+        return f"as fast ({TIE_TEXT})"
+    more = seconds / other - 1
+    return f"{100 * more:.0f} % more" if more < 1 else f"{1 + more:.2g} times as long"
+
+
+def time_text(seconds: float) -> str:
+    """
+    >>> time_text(0.40134), time_text(1.0134), time_text(0.00002345)
+    ('401 ms', '1.01 s', '0.0234 ms')
+    """
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
+
+
+def _compared(seconds: float, name: str, passes: Passes) -> str:
+    other = seconds_of(passes)
+    if is_tie(seconds, other):
+        return f"as fast as {name} ({about(passes)}: {TIE_TEXT})"
+    return f"{100 * (1 - seconds / other):.0f} % less than {name} ({about(passes)})"
+
+
+def _idle(timelines: Sequence[Timeline]) -> str:
+    """What a rank does not compute in, in the mean: its own transfers, and others' work."""
+    waiting = sum(one.waiting_for_ranks_seconds for one in timelines)
+    exposed = sum(one.open_communication_seconds for one in timelines)
+    total = sum(one.runtime_seconds for one in timelines)
+    parts = []
+    if exposed >= _LITTLE * total or waiting < _LITTLE * total:
+        parts.append(f"{1e3 * exposed:.3g} ms of communication are exposed")
+    if waiting >= _LITTLE * total:
+        parts.append(f"it waits {1e3 * waiting:.3g} ms for slower ranks")
+    return " and ".join(parts)
+
+
+def _received(timelines: Sequence[Timeline]) -> str:
+    """By the rank that receives most, in all passes."""
+    total = sum(max(one.received_bytes) for one in timelines)
+    between = sum(max(one.far_bytes) for one in timelines)
+    if not total:
+        return "nothing"
+    if timelines[0].plan.num_nodes == 1:
+        return bytes_text(total)
+    if not between:
+        return f"{bytes_text(total)}, all inside nodes"
+    return f"{bytes_text(total)}, {bytes_text(between)} of it from other nodes"
