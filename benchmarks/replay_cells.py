@@ -54,7 +54,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        words = [self.cluster, self.method, str(self.ranks), f"{self.tokens // K}K"]
+        method = "default" if self.table == "default" else self.method
+        words = [self.cluster, method, str(self.ranks), f"{self.tokens // K}K"]
         words += ["causal" if self.causal else "full", self.direction]
         words += [f"kv{self.kv_heads}"] if self.kv_heads != 64 else []
         words += [f"{key}={_short(value)}" for key, value in self.options.items()]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.bounds import least_bytes, unit_bytes
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Communication
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.traffic import TrafficMeter
 
 PAGE = Path(__file__).with_name("theory.md")

@@ -13,6 +13,7 @@ from itertools import count, islice, product
 from random import Random
 from typing import Any
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
 from mesh_attention.plan.build.head_group import ulysses_degrees
@@ -20,7 +21,6 @@ from mesh_attention.plan.build.setting import Option
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import Method
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 from support.listed import stretches_for
 
 __all__ = ["Setting", "deal", "every_setting", "listed", "manners", "refusal", "shapes"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.bounds import least_bytes, unit_bytes
 from mesh_attention.plan.build.head_group import ulysses_degrees
@@ -17,7 +18,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEADS = ((4, 4), (6, 6), (8, 2), (8, 1))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Kind
 from mesh_attention.plan.build.head_group import ulysses_degrees
@@ -17,7 +18,6 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Communication, Program, SendRecv
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.verify import verify
 
 CAUSAL = Mask(causal=True)

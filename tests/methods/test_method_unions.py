@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, verify
+from mesh_attention.choose.ask import ask
 from mesh_attention.context_arguments import layer_of_batches
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Plan
-from mesh_attention.choose.ask import ask
 from mesh_attention.runtime.prepared_call import CallOptions
 from mesh_attention.testing import run_local
 from support.cases import Case

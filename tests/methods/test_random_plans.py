@@ -16,10 +16,10 @@ import pytest
 from method_settings import listed, manners, shapes
 
 from mesh_attention import Mask, Problem
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.plan import Plan
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.verify.order import order_fault
 

@@ -16,15 +16,15 @@ from method_cases import cases
 from method_settings import Setting
 
 from mesh_attention import Mask, Plan, Problem, count, make_plan, verify
+from mesh_attention.choose.ask import ask
+from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Kind, Piece
 from mesh_attention.plan.build.exchange import TO_HEADS, TO_TOKENS
 from mesh_attention.plan.build.head_group import head_shares
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.plan.plan import Direction, Pass
 from mesh_attention.plan.program import AllToAll, Merge
-from mesh_attention.choose.ask import ask
 from mesh_attention.plan.text import digest, parse_plan, plan_text
 from mesh_attention.plan.traffic import TrafficMeter
 from mesh_attention.testing import run_local

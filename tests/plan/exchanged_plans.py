@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 
 
 def exchanged_plan(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
-from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.choose.pack import Layer, Packer
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction
 from support.property import for_all
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
 

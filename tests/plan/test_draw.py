@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost.machine.rates import usual_costs
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import Tile, factorisations
@@ -27,7 +28,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.runs import Run
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph

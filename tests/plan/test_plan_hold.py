@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.build.assemble import Assembler
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Attention, Free
-from mesh_attention.choose.ask import make_plan
 
 
 @pytest.mark.parametrize("hold", [0, 1, 2])

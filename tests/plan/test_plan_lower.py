@@ -10,6 +10,7 @@ import pytest
 from dense_oracle import dense_mask, padded_to, pairs_of_calls
 from plan_cases import random_layouts, random_mask, random_sizes
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.build.chunks import chunks_between, whole_rows
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
@@ -17,7 +18,6 @@ from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.rectangles import rectangles
 from mesh_attention.plan.row_list import RowList
 from mesh_attention.plan.spans import Spans

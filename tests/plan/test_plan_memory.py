@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from plan_cases import random_problem, random_setting
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.buffers import Role
 from mesh_attention.plan.build.reduce import Combine
@@ -19,7 +20,6 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, reads, writes
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.schedule.memory import MemoryCapError
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.workspace import peak_buffer_bytes

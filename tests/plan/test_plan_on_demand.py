@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
+from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.cli.main import main
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.plan import Direction, Programs
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Program
-from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from plan_cases import random_plan
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import MeshAttentionError, PlanTextError
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.operation_text import operation_text, parse_operation
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Free, Operation, SendRecv, Task
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import digest, parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 

@@ -19,6 +19,7 @@ from dense_oracle import (
 from plan_cases import random_layouts, random_sizes, random_slices
 from test_plan_lower import calls_of, overlap, random_task_side
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.lower import MAX_CALLS
@@ -27,7 +28,6 @@ from mesh_attention.plan.mask_slices import SliceKind
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Attend, Call, CallKind
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.row_ranges import RowRanges
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.text import digest, parse_plan, plan_text

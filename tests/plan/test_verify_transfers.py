@@ -18,6 +18,7 @@ from mutants import (
     random_places,
 )
 
+from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.buffers import Piece
 from mesh_attention.plan.build.reduce import Combine
 from mesh_attention.plan.layout import LayoutKind
@@ -32,7 +33,6 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     Task,
 )
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.plan.verify import verify
 from mesh_attention.plan.verify.structure import _group_fault

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from plan_cases import random_cuts, random_layouts, random_window
 
+from mesh_attention.choose.ask import make_plan
+from mesh_attention.choose.document_costs import LayerCosts, pairs_of_ranks
+from mesh_attention.choose.documents import Chosen, choose_ways
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.cost.machine.rates import usual_rates
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import Layout, LayoutKind
 from mesh_attention.plan.mask import Mask
-from mesh_attention.choose.documents import Chosen, choose_ways
-from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.runs import visible_pairs
-from mesh_attention.choose.document_costs import LayerCosts, pairs_of_ranks
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(4095, 0))
 FEW_HEADS, MANY_HEADS = (32, 8), (64, 8)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Plan, Problem
-from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.choose.ask import ask
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.testing import run_local
 
 __all__ = ["WAYS", "check_apart", "plan_of_batch"]

@@ -34,19 +34,21 @@ Progress = Callable[[int, int], None]
 
 SEARCH = Effort(
     shapes=10_000,
-    in_three_cuts=6,
+    in_four_cuts=6,
     in_all_cuts=3,
-    cuts=10,
-    varied=4,
-    simulated=10,
-    simulated_operations=20_000,
+    cuts=12,
+    varied=6,
+    varied_cuts=2,
+    simulated=40,
+    simulated_operations=12_000,
 )
 DEFAULT = Effort(
     shapes=5,
-    in_three_cuts=2,
+    in_four_cuts=2,
     in_all_cuts=1,
     cuts=5,
-    varied=1,
+    varied=2,
+    varied_cuts=1,
     simulated=2,
     simulated_operations=400,
     every_name=False,
@@ -54,9 +56,8 @@ DEFAULT = Effort(
     tolerance=0.02,
 )
 # Settings of many ranks take longer to look at.
-DEFAULT_OF_MANY = DEFAULT._replace(in_three_cuts=1, cuts=4, simulated=1)
+DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1, cuts=4)
 _FEW_RANKS = 64
-_OPERATIONS_OF_METHODS = 3000  # each method's best is simulated where it has no more
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
@@ -80,7 +81,7 @@ class Choice:
     @property
     def place(self) -> dict[str, Any]:
         """Options that say where tokens lie, if not where they are by default."""
-        if self.unmoved == self.chosen:
+        if all(one.stays for one in self.chosen.values()):
             return {}
         options = next(iter(self.chosen.values())).options
         where = {name: options[name] for name in PLACES if options.get(name) is not None}
@@ -149,7 +150,9 @@ def find_best(
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
     given = _read({name: x for name, x in (options or {}).items() if x is not None})
     cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
-    if method is not None and method not in METHODS:
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(given) if method is None else (method,)
     if not effort.every_name:
@@ -177,7 +180,8 @@ def find_best(
         one.run(moves_tokens=moves_tokens)
     if not all(one.scored for one in passes):
         refusals = passes[0].refusals
-        raise refusals.get(names[0]) or next(iter(refusals.values()))
+        # A method that is given nothing but the caller's options says best what is wrong.
+        raise refusals.get(names[0]) or next(iter(refusals.values()), _nothing_fits(given))
     unmoved = [one.best([s for s in one.scored if s.stays]) for one in passes]
     chosen = _in_one_place(passes) if moves_tokens else [one for one in unmoved if one]
     kept = [one for one in unmoved if one is not None]
@@ -215,6 +219,11 @@ def find_default(
         effort=DEFAULT if number("ranks", num_ranks) <= _FEW_RANKS else DEFAULT_OF_MANY,
         moves_tokens=False,
     )
+
+
+def _nothing_fits(given: Mapping[str, Any]) -> PlanError:
+    said = ", ".join(f"{name}={value}" for name, value in given.items())
+    return PlanError(f"no setting of any method takes {said}; leave something out")
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,11 +285,6 @@ class _Pass:
     def best(self, scored: Sequence[Scored]) -> Scored | None:
         return self._searches[0].best_of(scored)
 
-    def simulated(self, one: Scored) -> Scored:
-        """Where that takes no time."""
-        few = one.operations <= _OPERATIONS_OF_METHODS
-        return self._searches[0].simulate(one) if few else one
-
     def add(self, method: str, options: Mapping[str, Any]) -> None:
         self._searches[0].attempt(method, dict(options))
 
@@ -312,7 +316,7 @@ def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
 
 
 def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
-    """Each method at its best: passes in a common place, simulated where that can be afforded."""
+    """Each method at its best, as far as it was simulated; passes in a common place."""
     rows: dict[str, list[Scored]] = {}
     names = dict.fromkeys(one.method for each in passes for one in each.scored)
     for name in names:
@@ -321,9 +325,7 @@ def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
         if not common:
             continue
         place = min(common, key=lambda place: _sum([each[place][0] for each in by_place]))
-        rows[name] = [
-            one.simulated(each[place][0]) for one, each in zip(passes, by_place, strict=True)
-        ]
+        rows[name] = [each[place][0] for each in by_place]
     order = sorted(rows, key=lambda name: _sum(rows[name]))
     return {name: {one.direction: one for one in rows[name]} for name in order}
 

@@ -23,10 +23,11 @@ from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
 _GLANCE = Effort(
     shapes=1,
-    in_three_cuts=0,
+    in_four_cuts=0,
     in_all_cuts=0,
     cuts=0,
     varied=0,
+    varied_cuts=0,
     simulated=0,
     simulated_operations=0,
     every_name=False,

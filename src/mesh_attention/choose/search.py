@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
@@ -42,15 +43,16 @@ Score = tuple[bool, float]  # whether it needs more memory than there is, and se
 
 
 class Effort(NamedTuple):
-    """How many shapes are tried in one cut, how many of them in three, how many in `cuts`; settings
-    that are varied; settings that are simulated, of so many operations of all ranks together at
-    most."""
+    """How many shapes are tried in one cut, how many of them in four, how many in `cuts`; of how
+    many shapes how many cuts are varied; how many settings are simulated, of so many operations of
+    all ranks together at most."""
 
     shapes: int
-    in_three_cuts: int
+    in_four_cuts: int
     in_all_cuts: int
     cuts: int
     varied: int
+    varied_cuts: int
     simulated: int
     simulated_operations: int
     every_name: bool = True  # of shapes that several methods have
@@ -173,8 +175,8 @@ class PassSearch:
             if found is not None:
                 taken.append((found.score, number))
         for how_many, which in (
-            (effort.in_three_cuts, slice(0, 3)),
-            (effort.in_all_cuts, slice(3, effort.cuts)),
+            (effort.in_four_cuts, slice(0, 4)),
+            (effort.in_all_cuts, slice(4, effort.cuts)),
         ):
             taken.sort()
             for at, (score, number) in enumerate(taken[:how_many]):
@@ -210,7 +212,13 @@ class PassSearch:
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         by_words = {(shape.method, str(shape.options)): shape for shape in shapes}
-        for one in self.scored[: self._asked.effort.varied]:
+        of_shape: dict[str, list[Scored]] = {}
+        for one in self.scored:
+            of_shape.setdefault(_shape_words(one), []).append(one)
+        effort = self._asked.effort
+        even = self._may_be_even and effort.every_name
+        best = [every[: effort.varied_cuts] for every in of_shape.values()]
+        for one in chain(*best[: effort.varied]):
             cut = ("chunks", "head_slices", "even_chunks", "short_start")
             words = {
                 k: v for k, v in one.options.items() if k not in cut or k in self._asked.options
@@ -218,7 +226,9 @@ class PassSearch:
             shape = by_words.get((one.method, str(words)))
             if shape is None:
                 continue
-            for setting in variants_of(one.options, shape, even=self._may_be_even):
+            if self._direction is Direction.BACKWARD and shape.held > 1 and not effort.every_name:
+                continue  # attention of a slice outlasts its first transfers
+            for setting in variants_of(one.options, shape, even=even):
                 self.attempt(one.method, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:

@@ -21,7 +21,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.build.seen_rows import seen_keys, seen_queries
 from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.seen import usual_layout
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.plan import Direction, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.runs import Run, visible_pairs
@@ -170,8 +170,18 @@ class _Bounds:
             )
         if method.by_stretches:
             moving *= self._seen
-        bound = moving if self._all_travels and method.is_plain_box else 0.0
+        bound = 0.0
+        if self._all_travels and n > 1:
+            # A ring of rings has most of its hops inside nodes.
+            bound = moving if method.is_plain_box else self._inner_ring(degree, tile, method)
         return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
+
+    def _inner_ring(self, degree: int, tile: tuple[int, int], method: Method) -> float:
+        if not method.rotates:
+            return 0.0
+        _, _, kv = self._sides(degree)
+        rate = self._cluster.node.peer.gb_per_second * 1e9
+        return (tile[1] - 1) * degree * kv / rate
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
         """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""

@@ -97,7 +97,7 @@ def _is_alike(gib: float, other: float) -> bool:
 def with_node(cluster: Cluster, ranks: int) -> Cluster:
     if ranks == cluster.node.ranks:
         return cluster
-    nics = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= cluster.network.nics)
+    nics = max(n for n in range(1, cluster.network.nics + 1) if ranks % n == 0)
     return replace(
         cluster,
         name=f"{cluster.name} with {ranks} ranks a node",
