@@ -20,7 +20,7 @@ from typing import Any
 
 from provenance import taken
 
-from mesh_attention.choose.auto import Choice, find_best, find_default
+from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.search import Scored
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import load_cluster
@@ -62,7 +62,7 @@ class Judge:
         found["yardstick"] = self.yardstick()
         if search:
             begun = time.process_time()
-            best: Choice = find_best(self.problem, self.asked["ranks"], self.cluster)
+            best: PlanChoice = find_best(self.problem, self.asked["ranks"], self.cluster)
             cpu = time.process_time() - begun
             found["search"] = self.facts(best.chosen) | {"cpu_seconds": cpu, "tried": best.tried}
             found["unmoved"] = self.facts(best.unmoved)

@@ -57,7 +57,7 @@ _OWN = (
 
 def read_arguments(
     group: dist.ProcessGroup, given: Mapping[str, Any]
-) -> tuple[Asked | Plan, CallOptions]:
+) -> tuple[AskedPlan | Plan, CallOptions]:
     """By name; None is not given. What no name here fits is an option of the method."""
     fault = fault_of_unsupported(**given)
     if fault is not None:
@@ -89,13 +89,13 @@ def read_arguments(
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    asked = Asked(_problem(**given), dist.get_world_size(group), options, cluster, tuned)
+    asked = AskedPlan(_problem(**given), dist.get_world_size(group), options, cluster, tuned)
     asked.check()
     return asked, calls
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPlan:
     """What arguments ask for, before a method is chosen."""
 
     problem: Problem
@@ -135,7 +135,9 @@ class Asked:
         return choice.question(self.problem, self.num_ranks)
 
 
-def layer_of_batches(asked: Asked | Plan, given: Mapping[str, Any], options: CallOptions) -> Layer:
+def layer_of_batches(
+    asked: AskedPlan | Plan, given: Mapping[str, Any], options: CallOptions
+) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
     if isinstance(asked, Plan):
         raise MeshAttentionError(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mesh_attention.choose.ask import choose as choose_on
 from mesh_attention.choose.ask import enough_nodes, usual_machine
-from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.tuned import Tuned, read_tuned
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_driver, nic_gbits
 from mesh_attention.cost.machine.cluster import Cluster
@@ -54,7 +54,7 @@ class AutoChoice:
         return AutoChoice(line, answer.ranks_per_node, answer.costs, passes)
 
     @staticmethod
-    def of(choice: Choice, machine: str) -> AutoChoice:
+    def of(choice: PlanChoice, machine: str) -> AutoChoice:
         asked = choice.asked
         passes = {d.value: (one.method, one.options) for d, one in choice.chosen.items()}
         seconds = " + ".join(f"{one.seconds * 1e3:.3g}" for one in choice.chosen.values())

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.compiled_attention import CONTEXT_PARALLELS, traced_attention
-from mesh_attention.context_arguments import Asked, process_group, read_arguments
+from mesh_attention.context_arguments import AskedPlan, process_group, read_arguments
 from mesh_attention.context_auto import AutoChoice, told_of_calls
 from mesh_attention.context_batches import Batches
 from mesh_attention.context_sizes import has_sizes, usual_sizes, with_lengths
@@ -150,7 +150,7 @@ class ContextParallel(Batches, Training):
         try:
             by = None if choice is None else choice.text
             followed = context.agree_on_plan(mine, self._options, error, by)
-            if followed is not None and isinstance(asked, Asked):
+            if followed is not None and isinstance(asked, AskedPlan):
                 try:
                     self._fix(asked, AutoChoice.follow(followed))
                 except Exception as found:
@@ -160,7 +160,7 @@ class ContextParallel(Batches, Training):
             self._share.close()
             raise
 
-    def _fix(self, asked: Asked, choice: AutoChoice | None) -> None:
+    def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
         """One plan for all calls."""
         self._fixed = self._share.context.source(asked.question(choice))
         self._chosen_by = None if choice is None else choice.line

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import Choice, find_default
+from mesh_attention.choose.auto import PlanChoice, find_default
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, with_node
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
@@ -73,7 +73,7 @@ def choose(
     cluster: Cluster | str | Path | None = None,
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
-) -> Choice:
+) -> PlanChoice:
     """What `auto` takes, and why. Remembered: objects of one model ask the same."""
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
@@ -97,7 +97,7 @@ def _chosen(
     cluster: Cluster,
     directions: tuple[Direction, ...],
     given: tuple[tuple[str, Any], ...],
-) -> Choice:
+) -> PlanChoice:
     return find_default(problem, num_ranks, cluster, dict(given), directions=directions)
 
 

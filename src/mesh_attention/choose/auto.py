@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.search import Asked, Effort, PassSearch, Place, Score, Scored
+from mesh_attention.choose.search import (
+    PassSearch,
+    Place,
+    Score,
+    Scored,
+    SearchEffort,
+    SearchQuestion,
+)
 from mesh_attention.choose.shapes import default_layout, shows_little
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
@@ -32,7 +39,7 @@ from mesh_attention.plan.question import BOTH, Question, joined
 
 Progress = Callable[[int, int], None]
 
-SEARCH = Effort(
+SEARCH = SearchEffort(
     shapes=10_000,
     in_four_cuts=6,
     in_all_cuts=3,
@@ -42,7 +49,7 @@ SEARCH = Effort(
     simulated=40,
     simulated_operations=12_000,
 )
-DEFAULT = Effort(
+DEFAULT = SearchEffort(
     shapes=5,
     in_four_cuts=2,
     in_all_cuts=1,
@@ -62,12 +69,12 @@ _PLACES = 3  # in which both passes are simulated, where the best of each want o
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """`chosen` for each pass. `unmoved`: the best with tokens where they are by default, which is
     `chosen` unless another place is faster. `methods`: each method at its best, passes in a common
     place, the best first. `refused`: methods that took no setting, with the reason."""
 
-    asked: Asked
+    asked: SearchQuestion
     chosen: dict[Direction, Scored]
     unmoved: dict[Direction, Scored]
     methods: dict[str, dict[Direction, Scored]]
@@ -140,10 +147,10 @@ def find_best(
     method: str | None = None,
     overlap: Overlap | str = Overlap.EVENTS,
     kernel: str | None = None,
-    effort: Effort = SEARCH,
+    effort: SearchEffort = SEARCH,
     moves_tokens: bool = True,
     progress: Progress | None = None,
-) -> Choice:
+) -> PlanChoice:
     """Over all methods that have the options given, or of one method. Pure: same question, same
     answer. `moves_tokens`: layouts and places are searched too, where they are not given."""
     if options is not None and not isinstance(options, Mapping):
@@ -169,7 +176,7 @@ def find_best(
 
     layouts = _layouts(problem, given, moves_tokens=moves_tokens and kernel is None)
     expected = 60 * len(directions) * len(layouts)
-    asked = Asked(
+    asked = SearchQuestion(
         *(problem, num_ranks, cluster, given, names, effort),
         overlap=choice(Overlap, "overlap", overlap),
         kernel=kernel,
@@ -189,7 +196,7 @@ def find_best(
         kept = chosen = chosen if len(chosen) == len(passes) else _in_one_place(passes)
     if _sum(kept) <= _sum(chosen):
         chosen = kept
-    return Choice(
+    return PlanChoice(
         asked,
         {one.direction: one for one in chosen},
         {one.direction: one for one in kept},
@@ -210,7 +217,7 @@ def find_default(
     options: Mapping[str, Any] | None = None,
     *,
     directions: Sequence[Direction | str] = BOTH,
-) -> Choice:
+) -> PlanChoice:
     """What every door takes where nobody says a method."""
     return find_best(
         *(problem, num_ranks, cluster),
@@ -256,7 +263,7 @@ class _Pass:
     """The searches of one pass, one in each layout."""
 
     def __init__(
-        self, asked: Asked, direction: Direction, layouts: Sequence[LayoutKind | None]
+        self, asked: SearchQuestion, direction: Direction, layouts: Sequence[LayoutKind | None]
     ) -> None:
         self.direction = direction
         self._searches = [PassSearch(asked, direction, layout) for layout in layouts]

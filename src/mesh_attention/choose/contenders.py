@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.auto import SEARCH
-from mesh_attention.choose.search import Asked, PassSearch, Scored
+from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
 from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
@@ -37,11 +37,13 @@ def contenders(
     """By pass, the best predicted first, without timelines; none that needs more memory than there
     is, unless all do. Settings that make the same programs in other words are one."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
-    asked = Asked(problem, num_ranks, a_cluster(cluster), given, methods_with(given), _EFFORT)
+    asked = SearchQuestion(
+        problem, num_ranks, a_cluster(cluster), given, methods_with(given), _EFFORT
+    )
     return {direction: _of_pass(asked, direction) for direction in Direction}
 
 
-def _of_pass(asked: Asked, direction: Direction) -> list[Scored]:
+def _of_pass(asked: SearchQuestion, direction: Direction) -> list[Scored]:
     said = any(asked.options.get(name) for name in ("layout", "relayout"))
     layout = None if said else default_layout(asked.problem)
     found: list[Scored] = []
@@ -60,7 +62,7 @@ def _of_pass(asked: Asked, direction: Direction) -> list[Scored]:
     return _simulated(PassSearch(asked, direction, layout), different)
 
 
-def _best_few(asked: Asked, scored: Sequence[Scored]) -> list[Scored]:
+def _best_few(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
     few = _different(asked, scored[: 2 * _OF_METHOD])[:_OF_METHOD]
     uncut = [one for one in scored if _is_uncut(one)]
     return [*few, *(one for one in uncut[:1] if one not in few)]
@@ -70,7 +72,7 @@ def _is_uncut(one: Scored) -> bool:
     return one.options.get("chunks", (1, 1)) == (1, 1) and "head_slices" not in one.options
 
 
-def _different(asked: Asked, scored: Sequence[Scored]) -> list[Scored]:
+def _different(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
     """Of those that make the same programs the first, which has the fewest words."""
     found: list[Scored] = []
     for one in scored:

@@ -73,6 +73,9 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
         parts = tuple(sorted(parts, key=_num_parts))
     if shape.least_seconds < TINY:
         parts = (((1, 1), 1, 1),)
+    # Forward the whole of one head is exchanged before there is something to compute.
+    starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
+    starts_short = starts_short and "short_start" in known and "short_start" not in given
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
@@ -81,6 +84,8 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
             if most < 1:
                 continue
             cut["head_slices"] = (max(1, most // first), most)
+        if starts_short and chunks[1] > 1:
+            cut["short_start"] = True
         if cut not in seen:
             seen.append(cut)
             yield cut

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.plan_file import short_digest
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
@@ -17,7 +17,7 @@ from mesh_attention.plan.question import ask
 PLAN_FILE = "plan.json"
 
 
-def python_line(choice: Choice, file: Path | None = None) -> str:
+def python_line(choice: PlanChoice, file: Path | None = None) -> str:
     """The options themselves, where they make the plan that was chosen; otherwise the file of the
     plan, which `plan_file.py` writes. `file`: where it is written already."""
     options = one_setting(choice)
@@ -28,7 +28,7 @@ def python_line(choice: Choice, file: Path | None = None) -> str:
     return f"cp = ContextParallel(group, {_sizes(choice.asked.problem)}, {how})"
 
 
-def one_setting(choice: Choice) -> dict[str, Any] | None:
+def one_setting(choice: PlanChoice) -> dict[str, Any] | None:
     """Options of one method that make the chosen plan without the cluster, whose costs may decide
     on an order of tasks; None where there are none."""
     question, passes = choice.question, [*choice.chosen.values()]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.choose.auto import SEARCH, Choice, find_best
+from mesh_attention.choose.auto import SEARCH, PlanChoice, find_best
 from mesh_attention.choose.explain import USUAL, explain, is_tie, seconds_of
-from mesh_attention.choose.search import Asked, Effort, PassSearch, Scored
+from mesh_attention.choose.search import PassSearch, Scored, SearchEffort, SearchQuestion
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import PlanError
@@ -21,7 +21,7 @@ from mesh_attention.plan.program import Communication
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
-_GLANCE = Effort(
+_GLANCE = SearchEffort(
     shapes=1,
     in_four_cuts=0,
     in_all_cuts=0,
@@ -40,7 +40,7 @@ class RankedMethod:
     """A method at its best in every pass asked for, or a choice of one for each."""
 
     passes: Passes
-    asked: Asked
+    asked: SearchQuestion
 
     @property
     def name(self) -> str:
@@ -150,7 +150,7 @@ class Ranking:
     """`rows`: the choice first, then the methods that it is not, the best first. `default`: where
     it was given."""
 
-    choice: Choice
+    choice: PlanChoice
     rows: list[RankedMethod]
     refused: dict[str, str]
     default: RankedMethod | None
@@ -170,7 +170,7 @@ class Ranking:
 
 
 @collector_paused()
-def ranked(choice: Choice, default: Choice | None = None) -> Ranking:
+def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
     """Of all methods that the search was about. What people use and what seems as fast is simulated
     where that does not take long. No row is before the choice: what seems to be is simulated, and
     where that is so it is the choice. `default`: what doors take."""
@@ -199,7 +199,7 @@ def ranked(choice: Choice, default: Choice | None = None) -> Ranking:
     return Ranking(choice, [best, *sorted(rest, key=lambda row: row.score)], refused, usual)
 
 
-def glance(asked: Asked, method: str, directions: Sequence[Direction]) -> RankedMethod:
+def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) -> RankedMethod:
     """What one rank sees of the most promising shape of a method."""
     found = find_best(
         *(asked.problem, asked.num_ranks, asked.cluster),

@@ -7,7 +7,7 @@
 3. The best settings simulated with all ranks, in the order of their estimates, until the next
    estimate is no shorter than the best simulation.
 
-`Effort` says how many in each step. A search tries all shapes; the default of every door
+`SearchEffort` says how many in each step. A search tries all shapes; the default of every door
 (`auto.py`) is the same with less effort. Nothing here looks at a clock: ranks choose alike.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
@@ -42,7 +41,7 @@ Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical ra
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
 
 
-class Effort(NamedTuple):
+class SearchEffort(NamedTuple):
     """How many shapes are tried in one cut, how many of them in four, how many in `cuts`; of how
     many shapes how many cuts are varied; how many settings are simulated, of so many operations of
     all ranks together at most."""
@@ -102,7 +101,7 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchQuestion:
     """What all passes and layouts of a search have in common."""
 
     problem: Problem
@@ -110,7 +109,7 @@ class Asked:
     cluster: Cluster
     options: Mapping[str, Any]
     methods: Sequence[str]
-    effort: Effort
+    effort: SearchEffort
     overlap: Overlap = Overlap.EVENTS
     kernel: str | None = None
     tell: Callable[[], None] = lambda: None  # a setting was tried
@@ -124,7 +123,9 @@ class PassSearch:
     """One pass in one layout. `scored` has every setting that a method took, the best first after
     `run`; `refusals` the first refusal of each method."""
 
-    def __init__(self, asked: Asked, direction: Direction, layout: LayoutKind | None) -> None:
+    def __init__(
+        self, asked: SearchQuestion, direction: Direction, layout: LayoutKind | None
+    ) -> None:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._known: dict[str, Scored | None] = {}
         self._best: Score | None = None
@@ -211,25 +212,20 @@ class PassSearch:
         )
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
-        by_words = {(shape.method, str(shape.options)): shape for shape in shapes}
-        of_shape: dict[str, list[Scored]] = {}
+        """Of the best cuts of the best of these shapes."""
+        effort, of_shape = self._asked.effort, {_words(x.method, x.options): x for x in shapes}
+        cuts: dict[str, list[Scored]] = {}
         for one in self.scored:
-            of_shape.setdefault(_shape_words(one), []).append(one)
-        effort = self._asked.effort
+            if _words(one.method, one.options) in of_shape:
+                cuts.setdefault(_words(one.method, one.options), []).append(one)
         even = self._may_be_even and effort.every_name
-        best = [every[: effort.varied_cuts] for every in of_shape.values()]
-        for one in chain(*best[: effort.varied]):
-            cut = ("chunks", "head_slices", "even_chunks", "short_start")
-            words = {
-                k: v for k, v in one.options.items() if k not in cut or k in self._asked.options
-            }
-            shape = by_words.get((one.method, str(words)))
-            if shape is None:
-                continue
+        for words in [*cuts][: effort.varied]:
+            shape = of_shape[words]
             if self._direction is Direction.BACKWARD and shape.held > 1 and not effort.every_name:
                 continue  # attention of a slice outlasts its first transfers
-            for setting in variants_of(one.options, shape, even=even):
-                self.attempt(one.method, setting)
+            for one in cuts[words][: effort.varied_cuts]:
+                for setting in variants_of(one.options, shape, even=even):
+                    self.attempt(one.method, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
@@ -305,7 +301,7 @@ class PassSearch:
             scored = [one for one in scored if not one.may_wait] or scored
         firsts: dict[str, Scored] = {}
         for one in scored:
-            firsts.setdefault(_shape_words(one), one)
+            firsts.setdefault(_words(one.method, one.options), one)
         rest = [one for one in scored if one not in firsts.values()]
         for one in (*firsts.values(), *rest):
             if best is not None and best.score <= one.score:
@@ -333,8 +329,9 @@ _CUTS = (
 )
 
 
-def _shape_words(one: Scored) -> str:
-    return f"{one.method} {sorted((k, str(v)) for k, v in one.options.items() if k not in _CUTS)}"
+def _words(method: str, options: Mapping[str, Any]) -> str:
+    """Of a shape: all that is not about cuts."""
+    return f"{method} {sorted((k, str(v)) for k, v in options.items() if k not in _CUTS)}"
 
 
 def place_of(plan: Plan) -> Place:

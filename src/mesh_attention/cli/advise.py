@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import Choice, find_best, find_default
+from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import write_choice
 from mesh_attention.choose.python_line import python_line
@@ -42,7 +42,7 @@ from mesh_attention.plan.problem import Problem
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedOfAll:
     """What a command line asks of all methods. `found_by` says which cluster was taken, and why."""
 
     problem: Problem
@@ -53,7 +53,7 @@ class Asked:
     options: dict[str, Any]
     kernel: str | None
 
-    def search(self, tell: Progress | None) -> Choice:
+    def search(self, tell: Progress | None) -> PlanChoice:
         return find_best(
             *(self.problem, self.ranks, self.cluster),
             directions=self.directions,
@@ -62,7 +62,7 @@ class Asked:
             progress=tell,
         )
 
-    def default(self) -> Choice | None:
+    def default(self) -> PlanChoice | None:
         """What `auto` takes, which knows of no kernel that is asked for."""
         if self.kernel is not None:
             return None
@@ -70,7 +70,7 @@ class Asked:
         return find_default(*how, directions=self.directions)
 
 
-def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
+def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
     if args.method is not None:
         raise UsageError(
             f"{command} compares all methods; leave --method out, or see simulate --best"
@@ -82,7 +82,7 @@ def asked_of_all(args: argparse.Namespace, command: str) -> Asked:
     else:
         cluster = load_cluster(args.cluster)
         line = f"{cluster.name}, as given"
-    return Asked(problem, ranks, cluster, line, directions_of(args), options, args.kernel)
+    return AskedOfAll(problem, ranks, cluster, line, directions_of(args), options, args.kernel)
 
 
 @collector_paused()
@@ -180,7 +180,7 @@ def _bound_note(problem: Problem) -> list[str]:
     ]
 
 
-def _moved_note(choice: Choice) -> list[str]:
+def _moved_note(choice: PlanChoice) -> list[str]:
     """Where the best has tokens elsewhere than objects have them by default."""
     if not choice.place:
         return []

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mesh_attention.cli.advise import FLAGS, Asked, asked_of_all
+from mesh_attention.cli.advise import FLAGS, AskedOfAll, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels_note
 from mesh_attention.cli.options import add_plan_flags
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return show(args, facts.to_json, lambda: "\n".join(told))
 
 
-def facts_of(asked: Asked, tell: Progress | None, most_ranks: int) -> ReportFacts:
+def facts_of(asked: AskedOfAll, tell: Progress | None, most_ranks: int) -> ReportFacts:
     found = asked.search(_part(tell, 0.0, _SEARCH_PART))
     return report_facts(
         found,

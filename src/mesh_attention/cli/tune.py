@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.advise import Asked, asked_of_all
+from mesh_attention.cli.advise import AskedOfAll, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_question_flags
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if args.ranks not in (None, ranks.size):
             raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")
         args.ranks = ranks.size
-        asked: Asked = ranks.of_first(lambda: asked_of_all(args, "tune"))
+        asked: AskedOfAll = ranks.of_first(lambda: asked_of_all(args, "tune"))
         here, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))
         cluster = here if args.cluster is None else asked.cluster
         with progress("measuring", shown=ranks.rank == 0) as tell:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh_attention.choose.auto import Choice
+from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.python_line import python_line
 from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, ranked
 from mesh_attention.choose.search import PassSearch, Scored
@@ -119,7 +119,7 @@ class ReportFacts:
 
 
 def report_facts(
-    found: Choice,
+    found: PlanChoice,
     *,
     cluster_found: str,
     most_ranks: int = 1024,

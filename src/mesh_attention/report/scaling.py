@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mesh_attention.choose.ranking import RankedMethod, glance
-from mesh_attention.choose.search import Asked
+from mesh_attention.choose.search import SearchQuestion
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.plan.plan import Direction
@@ -51,7 +51,7 @@ def points_of_scaling(ranks: int, cluster: Cluster, most: int = RANKS[-1]) -> li
 
 
 def scaling_lines(
-    asked: Asked,
+    asked: SearchQuestion,
     directions: Sequence[Direction],
     scaling: Scaling,
     at: Iterable[int],

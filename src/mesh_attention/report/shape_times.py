@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.choose.search import Asked
+from mesh_attention.choose.search import SearchQuestion
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.assignment import factorisations
@@ -54,7 +54,7 @@ def methods_with_shapes(given: Mapping[str, Any]) -> list[str]:
 
 
 def shape_times(
-    asked: Asked, direction: Direction, method: str, told: Callable[[], None]
+    asked: SearchQuestion, direction: Direction, method: str, told: Callable[[], None]
 ) -> ShapeTimes | None:
     """None where the method takes no shape at all."""
     rows: list[tuple[float, dict[str, Any], dict[int, TimedShape]]] = []
@@ -92,7 +92,7 @@ def shape_times(
     )
 
 
-def _shapes(asked: Asked, method: str) -> list[dict[str, Any]]:
+def _shapes(asked: SearchQuestion, method: str) -> list[dict[str, Any]]:
     """All tiles, with each Ulysses degree that the method would try; without node patches."""
     problem, ranks, given = asked.problem, asked.num_ranks, asked.options
     found: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ def _shapes(asked: Asked, method: str) -> list[dict[str, Any]]:
 
 
 def _timed(
-    asked: Asked, direction: Direction, method: str, setting: Mapping[str, Any]
+    asked: SearchQuestion, direction: Direction, method: str, setting: Mapping[str, Any]
 ) -> TimedShape | None:
     middle = (asked.num_ranks // 2,)
     try:
