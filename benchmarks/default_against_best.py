@@ -69,7 +69,7 @@ class Judge:
         return found
 
     def facts(self, chosen: dict[Direction, Scored]) -> dict[str, Any]:
-        seconds = {d.value: self.seconds(d, one.method, one.options) for d, one in chosen.items()}
+        seconds = {d.value: self.seconds(d, one.name, one.options) for d, one in chosen.items()}
         return {
             "seconds": sum(seconds.values()),
             "passes": seconds,

@@ -56,7 +56,7 @@ class AutoChoice:
     @staticmethod
     def of(choice: PlanChoice, machine: str) -> AutoChoice:
         asked = choice.asked
-        passes = {d.value: (one.method, one.options) for d, one in choice.chosen.items()}
+        passes = {d.value: (one.name, one.options) for d, one in choice.chosen.items()}
         seconds = " + ".join(f"{one.seconds * 1e3:.3g}" for one in choice.chosen.values())
         line = (
             f"{AUTO}: {seconds} ms modelled forward and backward on {asked.num_ranks} ranks of "

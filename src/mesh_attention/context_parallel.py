@@ -93,7 +93,7 @@ class ContextParallel(Batches, Training):
         self,
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Plan | str | Path | None = None,
         seq_len: int | None = None,
         num_heads: int | None = None,
         head_dim: int | None = None,

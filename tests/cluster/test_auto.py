@@ -105,7 +105,7 @@ def test_layouts_are_searched_and_the_best_that_leaves_tokens_is_known_too() -> 
     assert found.place == {"layout": "contiguous"}
     assert found.plan().q_layout.kind == "contiguous"
     for one in found.unmoved.values():
-        plan = found.asked.plan(one.direction, one.method, one.options)
+        plan = found.asked.plan(one.direction, one.name, one.options)
         assert plan.q_layout.kind == "zigzag"
         assert plan.devices == tuple(range(4))
     assert found.seconds < sum(one.seconds for one in found.unmoved.values())
@@ -119,7 +119,7 @@ def test_both_passes_of_a_method_are_told_of_one_place() -> None:
     found = find_best(problem, 5, "a100-roce")
     assert {*found.methods} | {*found.refused} <= {*METHODS}
     for row in found.methods.values():
-        plans = [found.asked.plan(at, one.method, one.options) for at, one in row.items()]
+        plans = [found.asked.plan(at, one.name, one.options) for at, one in row.items()]
         assert len({(plan.q_layout, plan.devices) for plan in plans}) == 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_cases import problem_of
 
-from mesh_attention.choose.auto import Choice, find_best, find_default
+from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.explain import explain, seconds_of
 from mesh_attention.choose.ranking import ranked, received_bytes
 from mesh_attention.choose.search import Scored
@@ -22,7 +22,7 @@ FORWARD = Direction.FORWARD
 
 
 @pytest.fixture(scope="module")
-def found() -> Choice:
+def found() -> PlanChoice:
     return find_best(Problem(65536, 8, 64, mask=Mask(causal=True)), 8, "paper")
 
 
@@ -31,7 +31,9 @@ def scored(method: str, seconds: float) -> dict[Direction, Scored]:
     return {FORWARD: Scored(FORWARD, method, {}, seconds, **how, may_wait=False)}  # type: ignore[arg-type]
 
 
-def test_every_method_has_a_row_or_a_refusal_and_none_is_before_the_choice(found: Choice) -> None:
+def test_every_method_has_a_row_or_a_refusal_and_none_is_before_the_choice(
+    found: PlanChoice,
+) -> None:
     ranking = ranked(found)
     assert {row.name for row in ranking.rows} | {*ranking.refused} >= {*METHODS}
     assert ranking.chosen.passes == ranking.choice.chosen
@@ -39,7 +41,7 @@ def test_every_method_has_a_row_or_a_refusal_and_none_is_before_the_choice(found
     assert seconds == sorted(seconds)
 
 
-def test_what_seems_faster_than_the_choice_is_simulated(found: Choice) -> None:
+def test_what_seems_faster_than_the_choice_is_simulated(found: PlanChoice) -> None:
     mesh = {
         d: replace(one, seconds=one.seconds / 100, timeline=None)
         for d, one in found.methods["mesh"].items()
@@ -55,7 +57,7 @@ def test_what_seems_faster_than_the_choice_is_simulated(found: Choice) -> None:
     assert ranking.choice.seconds == ranking.rows[0].seconds
 
 
-def test_the_choice_is_never_behind_the_default(found: Choice) -> None:
+def test_the_choice_is_never_behind_the_default(found: PlanChoice) -> None:
     default = find_default(*(found.asked.problem, 8, "paper"))
     slow = {d: replace(one, seconds=10 * one.seconds) for d, one in found.chosen.items()}
     ranking = ranked(replace(found, chosen=slow, unmoved=slow, methods={}), default)

@@ -88,7 +88,7 @@ def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_
     tuning.measured |= {x.key: 3.0 for x in pair}  # three times as long as predicted
     pair = tuning.next()
     assert pair is not None
-    assert [x.method for x in pair] == ["b", "b"]
+    assert [x.name for x in pair] == ["b", "b"]
     assert tuning.ratio(every[Direction.FORWARD][1]) == pytest.approx((3.0, True))
     assert tuning.ratio(pair[0]) == pytest.approx((3.0, False))
     tuning.measured |= {x.key: 1.1 for x in pair}
@@ -99,12 +99,12 @@ def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_
 
 def test_what_cannot_run_is_passed_over_and_places_are_not_mixed() -> None:
     every = {d: [setting(d, "a", 1.0), setting(d, "b", 2.0, THERE)] for d in Direction}
-    truth = {one.key: inf if one.method == "a" else 2.0 for x in every.values() for one in x}
+    truth = {one.key: inf if one.name == "a" else 2.0 for x in every.values() for one in x}
     tuning, made = tuned(every, truth)
     assert made == 2
     best = tuning.best()
     assert best is not None
-    assert [one.method for one in best] == ["b", "b"]
+    assert [one.name for one in best] == ["b", "b"]
     nothing, _ = tuned(every, dict.fromkeys(truth, inf))
     assert nothing.best() is None
 
@@ -126,22 +126,22 @@ def test_a_refusal_is_noted_of_two_settings_that_only_together_cannot_run() -> N
         d: [setting(d, name, x) for name, x in (("a", 1.0), ("b", 1.2), ("c", 1.3))]
         for d in Direction
     }
-    together, _ = refusing(every, lambda *pair: all(one.method == "a" for one in pair))
+    together, _ = refusing(every, lambda *pair: all(one.name == "a" for one in pair))
     best = together.best()
     assert best is not None
-    assert sorted(one.method for one in best) == ["a", "b"]
+    assert sorted(one.name for one in best) == ["a", "b"]
     assert [*together.refused] == [
         key_of((every[Direction.FORWARD][0], every[Direction.BACKWARD][0]))
     ]
     assert inf not in together.measured.values()
     # One of the two alone is found by settings that have run, and nothing else is left out.
-    alone, _ = refusing(every, lambda forward, backward: forward.method == "a")
+    alone, _ = refusing(every, lambda forward, backward: forward.name == "a")
     assert [key for key, x in alone.measured.items() if x == inf] == [
         every[Direction.FORWARD][0].key
     ]
     best = alone.best()
     assert best is not None
-    assert [one.method for one in best] == ["b", "a"]
+    assert [one.name for one in best] == ["b", "a"]
     # Where nothing runs it ends, without a try of all pairs.
     many = {d: [setting(d, f"m{i}", 1.0) for i in range(20)] for d in Direction}
     nothing, tried = refusing(many, lambda *pair: True)
@@ -155,7 +155,7 @@ def test_contenders_hold_what_the_search_finds_and_more() -> None:
     best = find_best(problem, 3, "hgx-h100", moves_tokens=False)
     for direction, found in every.items():
         assert len({one.key for one in found}) == len(found) >= 6
-        assert len({one.method for one in found}) >= 4
+        assert len({one.name for one in found}) >= 4
         assert found == sorted(found, key=lambda one: one.seconds)
         assert found[0].seconds <= best.unmoved[direction].seconds * (1 + 1e-9)
         assert len({one.place for one in found}) == 1  # tokens stay where objects have them

@@ -104,7 +104,7 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["known"] = (lambda x: (x.before, x.taken, x.stays))(tuned(4))
     answer = read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
     plan = answer.question(PROBLEM, world_size).plan()
-    chosen = {x.direction: (x.method, x.options) for x in one.best}
+    chosen = {x.direction: (x.name, x.options) for x in one.best}
     measured = question_of(cluster, PROBLEM, world_size, chosen).plan()
     found["same plan"] = digest(plan) == digest(measured)
     with ContextParallel(plan=plan) as cp:

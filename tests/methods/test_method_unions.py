@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, verify
-from mesh_attention.choose.ask import ask
-from mesh_attention.context_arguments import layer_of_batches
+from mesh_attention.context_arguments import AskedPlan, layer_of_batches
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.draw.work import pairs_of_tasks
 from mesh_attention.plan.layout import LayoutKind
@@ -175,7 +174,7 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity() -> None:
 
 
 def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
-    asked = ask(Problem(38, 4, 4, mask=UNIONS["video"].mask), 2, method="mesh")
+    asked = AskedPlan(Problem(38, 4, 4, mask=UNIONS["video"].mask), 2, {"method": "mesh"})
     with pytest.raises(
         MeshAttentionError, match="make an object with the slices and the seq_len of each batch"
     ):

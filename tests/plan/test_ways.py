@@ -12,10 +12,11 @@ import pytest
 from plan_cases import random_cuts, random_layouts, random_window
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.choose.document_costs import LayerCosts, pairs_of_ranks
+from mesh_attention.choose.document_costs import LayerCosts
 from mesh_attention.choose.documents import Chosen, choose_ways
 from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.cost.machine.rates import usual_rates
+from mesh_attention.plan.build.seen_rows import pairs_of_ranks
 from mesh_attention.plan.count import count
 from mesh_attention.plan.draw.work import balance
 from mesh_attention.plan.layout import Layout, LayoutKind
@@ -45,7 +46,7 @@ def choose(layers: list[Problem], ranks: int, starts: tuple[int, ...]) -> Chosen
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_windows_choose_a_halo_on_contiguous_shards(ranks: int) -> None:
     found = choose([layer(FEW_HEADS, WINDOW)], ranks, (0, 16384 * ranks))
-    assert (found.layout, found.ways[0].method) == (LayoutKind.CONTIGUOUS, "seen")
+    assert (found.layout, found.ways[0].name) == (LayoutKind.CONTIGUOUS, "seen")
     halo = 4095 * 8 * 256 * 2 / 2**20
     assert f"a rank receives up to {halo:.3g} MiB" in found.reason
 
@@ -53,20 +54,20 @@ def test_windows_choose_a_halo_on_contiguous_shards(ranks: int) -> None:
 @pytest.mark.parametrize(("count", "ranks"), [(256, 8), (128, 64)])
 def test_many_short_documents_stay_at_home_on_balanced_shards(count: int, ranks: int) -> None:
     found = choose([layer(MANY_HEADS)], ranks, documents(count, 8192 * ranks))
-    assert (found.layout, found.ways[0].method) == (LayoutKind.LISTED, "seen")
+    assert (found.layout, found.ways[0].name) == (LayoutKind.LISTED, "seen")
     assert found.stretches is not None
     assert found.reason.startswith("only what is seen on balanced shards: ")
 
 
 def test_one_long_document_with_enough_heads_has_heads_first() -> None:
     found = choose([layer(FEW_HEADS)], 8, (0, 1 << 19))
-    assert (found.layout, found.ways[0].method) == (LayoutKind.CONTIGUOUS, "ulysses")
+    assert (found.layout, found.ways[0].name) == (LayoutKind.CONTIGUOUS, "ulysses")
     assert found.stretches is None
 
 
 def test_one_long_document_on_more_ranks_than_heads_is_a_mesh_of_the_given_tile() -> None:
     found = choose([layer(FEW_HEADS)], 64, (0, 1 << 17))
-    assert (found.layout, found.ways[0].method) == (LayoutKind.ZIGZAG, "mesh")
+    assert (found.layout, found.ways[0].name) == (LayoutKind.ZIGZAG, "mesh")
     assert found.ways[0].options == (("tile", (4, 16)),)
     starts = (0, 1 << 17)
     given = choose_ways([layer(FEW_HEADS)], 64, starts, starts, tile=(8, 8))
@@ -76,7 +77,7 @@ def test_one_long_document_on_more_ranks_than_heads_is_a_mesh_of_the_given_tile(
 def test_layers_share_a_layout_and_each_has_its_own_method() -> None:
     found = choose([layer(FEW_HEADS), layer(FEW_HEADS, WINDOW)], 8, (0, 1 << 17))
     assert found.layout is LayoutKind.CONTIGUOUS
-    assert [way.method for way in found.ways] == ["ulysses", "seen"]
+    assert [way.name for way in found.ways] == ["ulysses", "seen"]
     assert found.reason.startswith("heads first and only what is seen on contiguous shards: ")
     assert "of 2 layers" in found.reason
 
@@ -127,7 +128,7 @@ def test_tiny_packs_have_a_choice_too(starts: tuple[int, ...], ranks: int) -> No
 def test_queries_and_keys_of_different_numbers_have_no_list() -> None:
     found = choose_ways([layer(FEW_HEADS, Mask())], 8, (0, 512, 8192), (0, 64, 1024))
     assert found.layout is not LayoutKind.LISTED
-    assert found.ways[0].method in ("ulysses", "seen", "mesh")
+    assert found.ways[0].name in ("ulysses", "seen", "mesh")
 
 
 def test_pairs_of_ranks_are_those_of_the_rows_of_the_mask() -> None:

@@ -103,7 +103,7 @@ class PlanChoice:
         """What makes the plan of all passes."""
         return question_of(
             *(self.asked.cluster, self.asked.problem, self.asked.num_ranks),
-            {d: (one.method, one.options) for d, one in self.chosen.items()},
+            {d: (one.name, one.options) for d, one in self.chosen.items()},
         )
 
     def plan(self) -> Plan:
@@ -114,7 +114,7 @@ class PlanChoice:
         one, asked = self.chosen[direction], self.asked
         if one.timeline is not None:
             return one.timeline
-        plan = asked.plan(direction, one.method, one.options)
+        plan = asked.plan(direction, one.name, one.options)
         how: dict[str, Any] = {"overlap": asked.overlap, "kernel": asked.kernel}
         return simulate(plan, asked.cluster, direction, **how)
 
@@ -204,7 +204,7 @@ def find_best(
         {
             name: str(error)
             for name, error in passes[0].refusals.items()
-            if not any(one.method == name for one in passes[0].scored)
+            if not any(one.name == name for one in passes[0].scored)
         },
         sum(one.tried for one in passes),
     )
@@ -304,7 +304,7 @@ def _in_one_place(passes: Sequence[_Pass]) -> list[Scored]:
     if len({one.place for one in found}) <= 1:
         return found
     for mine, other in ((0, 1), (1, 0)):  # the setting of one pass may do for the other
-        passes[other].add(found[mine].method, found[mine].options)
+        passes[other].add(found[mine].name, found[mine].options)
     by_place = [_by_place(one.scored) for one in passes]
     common = [place for place in by_place[0] if place in by_place[1]]
     common.sort(key=lambda place: _sum([each[place][0] for each in by_place]))
@@ -325,9 +325,9 @@ def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
 def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
     """Each method at its best, as far as it was simulated; passes in a common place."""
     rows: dict[str, list[Scored]] = {}
-    names = dict.fromkeys(one.method for each in passes for one in each.scored)
+    names = dict.fromkeys(one.name for each in passes for one in each.scored)
     for name in names:
-        by_place = [_by_place([s for s in one.scored if s.method == name]) for one in passes]
+        by_place = [_by_place([s for s in one.scored if s.name == name]) for one in passes]
         common = [place for place in by_place[0] if all(place in each for each in by_place)]
         if not common:
             continue

@@ -78,7 +78,7 @@ def _different(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
     for one in scored:
         alike = [other for other in found if _looks(other) == _looks(one)]
         programs = [
-            asked.plan(x.direction, x.method, x.options).direction(x.direction).programs[0]
+            asked.plan(x.direction, x.name, x.options).direction(x.direction).programs[0]
             for x in (one, *alike)
             if alike
         ]

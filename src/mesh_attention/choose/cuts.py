@@ -54,12 +54,12 @@ def _num_parts(parts: _Parts) -> int:
 def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
     """As options; what the caller said about cuts stays, and then there is one cut. `sparse`: the
     mask shows little, so that chunks of keys are of unlike work."""
-    known, given = METHODS[shape.method].options(), shape.options
+    known, given = METHODS[shape.name].options(), shape.options
     free = [name for name in _NAMES if name in known]
     if not free or any(name.removeprefix("backward_") in _NAMES for name in given):
         yield {}
         return
-    rotates = METHODS[shape.method].rotates and shape.tile != (1, 1)
+    rotates = METHODS[shape.name].rotates and shape.tile != (1, 1)
     if "chunks" not in free:
         parts = _WHOLE_ROWS
     elif shape.held == 1:
@@ -96,7 +96,7 @@ def variants_of(
 ) -> Iterator[dict[str, Any]]:
     """The same setting with a short first chunk of keys, and with chunks of even work (`even`:
     where the mask gives ranks chunks of unlike work)."""
-    known = METHODS[shape.method].options()
+    known = METHODS[shape.name].options()
     kq, kkv = setting.get("chunks") or (1, 1)
     if shape.degree == 1:  # both are about what is exchanged for heads
         return

@@ -46,11 +46,11 @@ _LAYOUTS = {kind: str(kind) for kind in LayoutKind} | {LayoutKind.LISTED: "balan
 class Way:
     """A method with its options, as `ask` takes them, but for the layout."""
 
-    method: str
+    name: str  # of the method
     options: tuple[tuple[str, Any], ...] = ()
 
     def ask(self, problem: Problem, num_ranks: int, **layout: Any) -> Question:
-        return ask(problem, num_ranks, method=self.method, **dict(self.options), **layout)
+        return ask(problem, num_ranks, method=self.name, **dict(self.options), **layout)
 
 
 @dataclass(frozen=True)
@@ -148,22 +148,22 @@ class _Board:
                 if WORTH_A_PLAN * (cost.mesh_at_best(tile) + around) < rest:
                     found[MESH] = cost.mesh(layout, kv_layout, tile).longer_by(around)
 
-    def method(self, problem: Problem) -> str:
+    def best_method(self, problem: Problem) -> str:
         found = self._found[problem]
         return min(found, key=lambda method: _score(method, found[method]))
 
     def cost(self, problem: Problem) -> Cost:
-        return self._found[problem][self.method(problem)]
+        return self._found[problem][self.best_method(problem)]
 
     def way(self, problem: Problem) -> Way:
-        method = self.method(problem)
+        method = self.best_method(problem)
         return Way(method, (("tile", self._tile),) if method == MESH else ())
 
     @property
     def score(self) -> float:
         if not all(self._found.values()):
             return math.inf
-        return sum(_score(self.method(one), self.cost(one)) for one in self._asked)
+        return sum(_score(self.best_method(one), self.cost(one)) for one in self._asked)
 
     def words(self, method: str) -> str:
         """Where heads come first the layout makes no difference."""
@@ -189,7 +189,7 @@ def _score(method: str, cost: Cost) -> float:
 def _reason(best: _Board, asked: Sequence[Problem], seconds: Mapping[str, float]) -> str:
     """Such as: heads first, 3.1 ms forward and backward of 2 layers (mesh ... 4.2 ms); work
     max/mean 1.00, a rank receives up to 12.0 MiB."""
-    chosen = list(dict.fromkeys(best.words(best.method(one)) for one in asked))
+    chosen = list(dict.fromkeys(best.words(best.best_method(one)) for one in asked))
     costs = [best.cost(one) for one in asked]
     total = sum(cost.seconds for cost in costs)
     others = [f"{words} {s * 1e3:.3g} ms" for words, s in seconds.items() if chosen != [words]]

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from mesh_attention.choose.search import Scored
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.methods.table import USUAL
 from mesh_attention.plan.plan import Direction
 
 TIE = 0.03
 TIE_TEXT = f"within {TIE:.0%}, which the model cannot tell apart".replace("%", " %")
-USUAL = ("ulysses", "usp", "ring")  # what people use
 _LITTLE = 0.01  # of the time: not worth a word
 
 Passes = Mapping[Direction, Scored]
@@ -27,12 +27,12 @@ def explain(
 ) -> str:
     """Such as: mesh-usp takes 401 ms forward and backward: 12 % less than usp (456 ms), 60 % less
     than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
-    seconds, names = seconds_of(chosen), [one.method for one in chosen.values()]
+    seconds, names = seconds_of(chosen), [one.name for one in chosen.values()]
     said = " and ".join(chosen)
     if len({*names}) == 1:
         text = f"{names[0]} takes {about(chosen)} {said}"
     else:
-        each = " and ".join(f"{one.method} {direction}" for direction, one in chosen.items())
+        each = " and ".join(f"{one.name} {direction}" for direction, one in chosen.items())
         text = f"{each} take {about(chosen)} together"
     others = {n: methods[n] for n in USUAL if n in methods and {*names} != {n}}
     compared = [_compared(seconds, name, passes) for name, passes in others.items()]
@@ -78,7 +78,7 @@ def behind(seconds: float, other: float) -> str:
 
 def time_text(seconds: float) -> str:
     """
-    >>> time_text(0.40134), time_text(1.0134), time_text(0.00002345)
+    >>> time_text(0.40134), time_text(1.0134), time_text(0.0000234)
     ('401 ms', '1.01 s', '0.0234 ms')
     """
     return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from mesh_attention.choose.auto import SEARCH, PlanChoice, find_best
-from mesh_attention.choose.explain import USUAL, explain, is_tie, seconds_of
+from mesh_attention.choose.explain import explain, is_tie, seconds_of
 from mesh_attention.choose.search import PassSearch, Scored, SearchEffort, SearchQuestion
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.draw.summary import bytes_text
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, USUAL
 from mesh_attention.plan.plan import Direction, Pass, Plan
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.program import Communication
@@ -58,7 +58,7 @@ class RankedMethod:
     @cached_property
     def plans(self) -> dict[Direction, Plan]:
         return {
-            direction: self.asked.plan(direction, one.method, one.options)
+            direction: self.asked.plan(direction, one.name, one.options)
             if one.timeline is None
             else one.timeline.plan
             for direction, one in self.passes.items()
@@ -118,7 +118,7 @@ class RankedMethod:
         words = {name: _short(x) for name, x in one.options.items()}
         chosen = self.plans[direction].direction(direction).setting
         for name in ("ulysses", "tile", "team"):
-            if name in chosen and name in METHODS[one.method].options():
+            if name in chosen and name in METHODS[one.name].options():
                 words.setdefault(name, _short(chosen[name]))
         return " ".join(f"{name}={value}" for name, value in words.items()) or "-"
 
@@ -132,7 +132,7 @@ class RankedMethod:
             "fits_gpu": self.fits_gpu,
             "passes": {
                 direction.value: {
-                    "method": one.method,
+                    "method": one.name,
                     "seconds": one.seconds,
                     "simulated": one.is_simulated,
                     "options": one.options,
@@ -220,7 +220,7 @@ def _simulated(row: RankedMethod) -> RankedMethod:
 
 
 def name_of(passes: Mapping[Direction, Scored]) -> str:
-    return "/".join(dict.fromkeys(one.method for one in passes.values()))
+    return "/".join(dict.fromkeys(one.name for one in passes.values()))
 
 
 def gpu_bytes(cluster: Cluster) -> int:

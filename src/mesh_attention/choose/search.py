@@ -65,7 +65,7 @@ class Scored:
     one rank sees, to which waiting for other ranks may come."""
 
     direction: Direction
-    method: str
+    name: str  # of the method
     options: dict[str, Any]
     seconds: float
     peak_bytes: int
@@ -87,13 +87,13 @@ class Scored:
     @property
     def text(self) -> str:
         words = [f"{name}={_word(value)}" for name, value in self.options.items()]
-        return " ".join([self.method, *words])
+        return " ".join([self.name, *words])
 
     @cached_property
     def key(self) -> str:
         """For files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
-        return f"{self.direction.value} {self.method} {options}"
+        return f"{self.direction.value} {self.name} {options}"
 
 
 def _word(value: object) -> str:
@@ -196,7 +196,7 @@ class PassSearch:
             setting = {**shape.options, **cut}
             if even and self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
-            found = self.attempt(shape.method, setting)
+            found = self.attempt(shape.name, setting)
             if found is not None and (best is None or found.score < best.score):
                 best = found
         return best
@@ -213,11 +213,11 @@ class PassSearch:
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         """Of the best cuts of the best of these shapes."""
-        effort, of_shape = self._asked.effort, {_words(x.method, x.options): x for x in shapes}
+        effort, of_shape = self._asked.effort, {_words(x.name, x.options): x for x in shapes}
         cuts: dict[str, list[Scored]] = {}
         for one in self.scored:
-            if _words(one.method, one.options) in of_shape:
-                cuts.setdefault(_words(one.method, one.options), []).append(one)
+            if _words(one.name, one.options) in of_shape:
+                cuts.setdefault(_words(one.name, one.options), []).append(one)
         even = self._may_be_even and effort.every_name
         for words in [*cuts][: effort.varied]:
             shape = of_shape[words]
@@ -225,7 +225,7 @@ class PassSearch:
                 continue  # attention of a slice outlasts its first transfers
             for one in cuts[words][: effort.varied_cuts]:
                 for setting in variants_of(one.options, shape, even=even):
-                    self.attempt(one.method, setting)
+                    self.attempt(one.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
@@ -274,12 +274,12 @@ class PassSearch:
         if one.timeline is not None:
             return one
         asked = self._asked
-        plan = asked.plan(one.direction, one.method, one.options)
+        plan = asked.plan(one.direction, one.name, one.options)
         timeline = simulate(
             plan, asked.cluster, one.direction, overlap=asked.overlap, kernel=asked.kernel
         )
         found = Scored(
-            *(one.direction, one.method, one.options, timeline.runtime_seconds),
+            *(one.direction, one.name, one.options, timeline.runtime_seconds),
             peak_bytes=timeline.peak_bytes,
             fits=timeline.peak_bytes <= asked.cluster.gpu.memory_gib * 2**30,
             place=one.place,
@@ -288,7 +288,7 @@ class PassSearch:
             may_wait=False,
             timeline=timeline,
         )
-        self._known[f"{one.method} {sorted(one.options.items(), key=str)}"] = found
+        self._known[f"{one.name} {sorted(one.options.items(), key=str)}"] = found
         return found
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
@@ -301,7 +301,7 @@ class PassSearch:
             scored = [one for one in scored if not one.may_wait] or scored
         firsts: dict[str, Scored] = {}
         for one in scored:
-            firsts.setdefault(_words(one.method, one.options), one)
+            firsts.setdefault(_words(one.name, one.options), one)
         rest = [one for one in scored if one not in firsts.values()]
         for one in (*firsts.values(), *rest):
             if best is not None and best.score <= one.score:

@@ -32,7 +32,7 @@ from mesh_attention.plan.tile_work import pairs_of_tiles
 class Shape:
     """A method and the options that are not about cuts. `held`: KV heads that a rank has."""
 
-    method: str
+    name: str  # of the method
     options: dict[str, Any]
     degree: int
     tile: tuple[int, int]
@@ -43,9 +43,9 @@ class Shape:
     @property
     def box(self) -> str:
         """Shapes with the same programs in other words have the same."""
-        method = METHODS[self.method]
+        method = METHODS[self.name]
         if not (method.is_plain_box or method.by_stretches):
-            return f"{self.method} {sorted(self.options.items(), key=str)}"
+            return f"{self.name} {sorted(self.options.items(), key=str)}"
         names = ("tile", "ulysses")
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)

@@ -91,7 +91,7 @@ class Tuning:
             method_only: [
                 log(self.measured[other.key] / other.seconds)
                 for other in self.contenders[one.direction]
-                if self._is_known(other) and (not method_only or other.method == one.method)
+                if self._is_known(other) and (not method_only or other.name == one.name)
             ]
             for method_only in (True, False)
         }

@@ -20,6 +20,7 @@ from mesh_attention.demo import CASES, NUM_RANKS, Outcome, run_cases
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
 from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.methods.table import TILES
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plots import pyplot
@@ -108,7 +109,7 @@ def _draw(folder: Path) -> list[str]:
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
     options: dict[str, Any] = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
     plan = plan_on(
-        *(CLUSTER, problem, NUM_RANKS), method="mesh", directions=(Direction.FORWARD,), **options
+        *(CLUSTER, problem, NUM_RANKS), method=TILES, directions=(Direction.FORWARD,), **options
     )
     draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     return [str(assignments), str(schedule)]

@@ -139,7 +139,7 @@ def simulated(
     for direction, one in best.chosen.items():
         timeline = one.timeline
         if timeline is None:  # too long for a search
-            plan = best.asked.plan(direction, one.method, one.options)
+            plan = best.asked.plan(direction, one.name, one.options)
             timeline = simulate(plan, cluster, direction, overlap=overlap, kernel=args.kernel)
         found.append(Simulated(timeline, one.options, best.tried))
     return found

@@ -86,7 +86,7 @@ def _rows(tuned: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
     known = [one for one in tuned.tuning.contenders[direction] if one.key in measured]
     return [
         {
-            "method": one.method,
+            "method": one.name,
             "options": one.options,
             "text": one.text,
             "predicted_seconds": one.seconds,
@@ -103,7 +103,7 @@ def _to_json(tuned: TuningOutcome, file: Path, cluster: Cluster, line: str) -> d
         "cluster_found": line,
         "chosen": {
             one.direction.value: {
-                "method": one.method,
+                "method": one.name,
                 "options": one.options,
                 "seconds": tuned.tuning.measured[one.key],
             }

@@ -179,7 +179,7 @@ def answer_of(
     tuning: Tuning, best: Pair, cluster: Cluster, num_ranks: int, measured_on: str
 ) -> Answer:
     return Answer(
-        {one.direction: (one.method, one.options) for one in best},
+        {one.direction: (one.name, one.options) for one in best},
         {one.direction: tuning.measured[one.key] for one in best},
         cluster.node.ranks,
         costs_of(cluster, num_ranks),
@@ -190,7 +190,7 @@ def answer_of(
 def measure_pair(
     ranks: Ranks, problem: Problem, cluster: Cluster, pair: Pair, lasting: float
 ) -> dict[Direction, float]:
-    chosen = {one.direction: (one.method, one.options) for one in pair}
+    chosen = {one.direction: (one.name, one.options) for one in pair}
     plan = question_of(cluster, problem, ranks.size, chosen).plan()
     return plan_seconds(ranks, plan, lasting=lasting)
 

@@ -155,7 +155,7 @@ def report_facts(
         gpu_bytes=gpu_bytes(cluster),
         directions=directions,
         given=", ".join(f"{name}={value}" for name, value in asked.options.items()),
-        chosen={d: one.method for d, one in choice.chosen.items()},
+        chosen={d: one.name for d, one in choice.chosen.items()},
         settings={d: chosen.setting(d) for d in directions},
         seconds=chosen.seconds,
         mfu_percent=chosen.mfu_percent,

@@ -141,6 +141,7 @@ _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
 _BY_STRETCHES = ("seen",)
 _PLAIN_BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
+USUAL = ("ulysses", "usp", "ring")  # what people would use otherwise
 HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # what batches of documents choose from
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", box.MeshSetting, box.plan_mesh, _tiles),
