@@ -6,8 +6,9 @@
     python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
 
 Every cell is a simulation at the best setting that `find_best` finds, each pass for itself. USP
-keeps the degree people use, 8 or as many as there are ranks. `auto` is the best over all methods
-and settings, and its cells name what that is. Rings and searches of 256 take longest.
+keeps the degree people use, 8 or as many as there are ranks. `search` is the best over all methods
+and settings, `default` what `method="auto"` takes, and their cells name the method. Rings of 256
+take longest.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mesh_attention.choose.auto import find_best
+from mesh_attention.choose.auto import find_best, find_default
 from mesh_attention.cli.output import progress
-from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost import load_cluster
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.startrail import team_sizes
-from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plots import pyplot
 
 PAGE = Path(__file__).with_name("scaling.md")
 PICTURE = Path(__file__).with_name("pictures") / "scaling.png"
-METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", AUTO)
-LONG = ("ring", AUTO)  # as many steps as ranks, or a search of all methods: these begin first
+DEFAULT, SEARCH = "default", "search"
+CHOSEN = (DEFAULT, SEARCH)
+METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", *CHOSEN)
+LONG = ("ring", SEARCH)  # as many steps as ranks, or a search of all methods: these begin first
 # What a column stands for, where that is not the best of everything the method has.
 FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
     "usp": lambda ranks: [{"ulysses": min(8, ranks)}],
@@ -55,9 +57,10 @@ whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ri
 
 {HEADS} heads of {HEAD_DIM}, bf16, batch 1. A cell is the runtime of one pass and its MFU, each
 method at the best setting found for that pass: USP with Ulysses degree 8 (or the number of
-ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). `auto` is the best over all
-methods and settings, named in its cells. The fastest of a row is bold. Any cell can be asked for
-again, for instance
+ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). The last two columns choose
+among all methods, and name the method: `default` is what `ContextParallel` takes by itself, which
+leaves tokens where they are; `search` is what `advise` and `simulate --best` find. The fastest of a
+row is bold. Any cell can be asked for again, for instance
 
 ```bash
 mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 524288 --heads 64 --best
@@ -91,17 +94,15 @@ def simulate_point(point: Point) -> Found:
     problem = Problem(point.tokens, HEADS, HEAD_DIM, mask=Mask(causal=point.causal))
     cluster, direction = load_cluster(point.cluster), Direction(point.direction)
     found = []
+    place, only = (problem, point.ranks, cluster), (direction,)
     for fixed in fixed_settings(point):
-        best = find_best(
-            *(problem, point.ranks, cluster),
-            method=None if point.method == AUTO else point.method,
-            directions=(direction,),
-            options=fixed,
-        )
-        one = best.chosen[direction]
-        plan = best.asked.plan(direction, one.method, one.options)
-        timeline = one.timeline or simulate(plan, cluster, direction)
-        name = one.method if point.method == AUTO else ""
+        if point.method == DEFAULT:
+            best = find_default(*place, directions=only)
+        else:
+            method = None if point.method == SEARCH else point.method
+            best = find_best(*place, method=method, directions=only, options=fixed)
+        timeline = best.timeline(direction)
+        name = best.chosen[direction].name if point.method in CHOSEN else ""
         found.append(Found(timeline.runtime_seconds, timeline.mfu_percent, name))
     return min(found, key=lambda one: one.seconds)
 
@@ -186,7 +187,9 @@ def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str,
                 ]
                 mfu = [found[point].mfu_percent for point in points]
                 how = (
-                    {"color": "black", "lw": 2.2, "ls": "--"} if method == AUTO else {"marker": "o"}
+                    {"color": "black", "lw": 2.2, "ls": "--" if method == SEARCH else ":"}
+                    if method in CHOSEN
+                    else {"marker": "o"}
                 )
                 axis.plot([*strong], mfu, label=method, **how)
             axis.set_xscale("log", base=2)
