@@ -1,6 +1,6 @@
 """Is the default ever slower than it need be? 140 questions, by our own simulator.
 
-    python benchmarks/default_against_best.py --parts parts.jsonl --json RESULT.json
+    python benchmarks/default_against_best.py --parts parts.jsonl --jobs 2 --json RESULT.json
 
 The questions are those of `results/best_of_0.2.json`. For each: the default (what `auto` takes) and
 its CPU seconds, the full search, and the best that version 0.2 found, whose settings are simulated
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,10 @@ class Judge:
         return {"seconds": sum(seconds.values()), "passes": seconds, "stays": stays}
 
 
+def answer_of(asked: dict[str, Any], search: bool) -> dict[str, Any]:
+    return Judge(asked).answer(search=search)
+
+
 def judged(one: dict[str, Any]) -> dict[str, float]:
     """The default over the best, and over the best that leaves tokens where they are."""
     known = [one["yardstick"], *(one[name] for name in ("search", "unmoved") if name in one)]
@@ -136,6 +142,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result")
     parser.add_argument("--only", help="questions whose name contains this")
     parser.add_argument("--most-ranks", type=int, default=4096)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--no-search", action="store_true", help="the default alone")
     args = parser.parse_args()
     asked = {one["name"]: one for one in json.loads(YARDSTICK.read_text())["questions"]}
@@ -149,25 +156,27 @@ def main() -> int:
         for line in args.parts.read_text().splitlines():
             one = json.loads(line)
             found[one["name"]] = one
-    with args.parts.open("a") as parts:
-        for at, one in enumerate(wanted):
-            if one["name"] in found:
-                continue
-            answer = Judge(one).answer(search=not args.no_search)
-            found[one["name"]] = answer
+    missing = [one for one in wanted if one["name"] not in found]
+    missing.sort(key=lambda one: -one["ranks"])  # the longest first
+    search = not args.no_search
+    with args.parts.open("a") as parts, ProcessPoolExecutor(args.jobs) as pool:
+        waiting = [pool.submit(answer_of, one, search) for one in missing]
+        for at, done in enumerate(as_completed(waiting), 1):
+            answer = done.result()
+            found[answer["name"]] = answer
             parts.write(json.dumps(answer) + "\n")
             parts.flush()
             told = " ".join(f"{name} {x:.3f}" for name, x in judged(answer).items())
             cpu = answer["default"]["cpu_seconds"]
             settings = " | ".join(answer["default"]["settings"].values())
-            line = f"{at + 1}/{len(wanted)} {one['name']} {told}, {cpu:.2f} CPU s: {settings}"
+            line = f"{at}/{len(missing)} {answer['name']} {told}, {cpu:.2f} CPU s: {settings}"
             print(line, file=sys.stderr, flush=True)
     every = [found[one["name"]] for one in wanted]
     print(table(every, asked))
     if args.json:
         result = {
             **taken(),
-            "machine": "2 ARM cores",
+            "machine": platform.machine(),
             "questions": [one | judged(one) for one in every],
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -60,6 +60,7 @@ DEFAULT = SearchEffort(
     simulated_operations=400,
     every_name=False,
     ranks_of_even_chunks=1024,
+    ranks_of_even_variants=64,
     tolerance=0.02,
 )
 # Settings of many ranks take longer to look at.

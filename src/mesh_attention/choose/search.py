@@ -56,6 +56,7 @@ class SearchEffort(NamedTuple):
     simulated_operations: int
     every_name: bool = True  # of shapes that several methods have
     ranks_of_even_chunks: int = 4096  # of more they are not tried
+    ranks_of_even_variants: int = 4096  # of more not beside chunks of unlike work
     tolerance: float = 0.0  # what is so near to the bound of all shapes is good enough
 
 
@@ -218,7 +219,7 @@ class PassSearch:
         for one in self.scored:
             if _words(one.name, one.options) in of_shape:
                 cuts.setdefault(_words(one.name, one.options), []).append(one)
-        even = self._may_be_even and effort.every_name
+        even = self._may_be_even and self._asked.num_ranks <= effort.ranks_of_even_variants
         for words in [*cuts][: effort.varied]:
             shape = of_shape[words]
             if self._direction is Direction.BACKWARD and shape.held > 1 and not effort.every_name:
