@@ -25,7 +25,7 @@ from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.machine.rates import Costs, costs_of
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.question import Question, ask, joined
@@ -40,6 +40,7 @@ class AutoChoice:
     ranks_per_node: int
     costs: Costs
     passes: dict[str, tuple[str, dict[str, Any]]]
+    given: str  # options of the caller, which must be the same on all ranks
 
     @staticmethod
     def tuned(tuned: Tuned, problem: Problem, size: int, options: Mapping[str, Any]) -> AutoChoice:
@@ -51,7 +52,7 @@ class AutoChoice:
             f"{answer.measured_on}"
         )
         passes = {direction.value: one for direction, one in answer.chosen.items()}
-        return AutoChoice(line, answer.ranks_per_node, answer.costs, passes)
+        return AutoChoice(line, answer.ranks_per_node, answer.costs, passes, _said(options))
 
     @staticmethod
     def of(choice: PlanChoice, machine: str) -> AutoChoice:
@@ -63,22 +64,27 @@ class AutoChoice:
             f"{machine}; the best of {choice.tried} settings"
         )
         costs = costs_of(asked.cluster, asked.num_ranks)
-        return AutoChoice(line, asked.cluster.node.ranks, costs, passes)
+        return AutoChoice(line, asked.cluster.node.ranks, costs, passes, _said(asked.options))
 
     @property
     def text(self) -> str:
         """For other ranks."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    @staticmethod
-    def follow(text: str) -> AutoChoice:
-        """What another rank chose."""
+    def follow(self, text: str) -> AutoChoice:
+        """What another rank chose, for the same options."""
         told = json.loads(text)
+        if told["given"] != self.given:
+            raise MeshAttentionError(
+                f"options must be the same on all ranks: here {self.given}, on the first rank "
+                f"{told['given']}"
+            )
         return AutoChoice(
             f"{told['line']} (by the first rank; others found something else)",
             told["ranks_per_node"],
             Costs(**told["costs"]),
             {name: (method, options) for name, (method, options) in told["passes"].items()},
+            self.given,
         )
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
@@ -89,6 +95,10 @@ class AutoChoice:
             how = {"ranks_per_node": self.ranks_per_node, **costs, **options}
             questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
         return joined(*questions)
+
+
+def _said(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(options.items())) or "none"
 
 
 def choose(
@@ -110,7 +120,9 @@ def choose(
 
 
 def is_auto(given: Mapping[str, Any]) -> bool:
-    return given.get("plan") is None and (given.get("method") or DEFAULT_METHOD) == AUTO
+    method = given.get("method")
+    named = AUTO if method is None else method
+    return given.get("plan") is None and isinstance(named, str) and named == AUTO
 
 
 def told_of_calls(given: Mapping[str, Any]) -> str | None:
@@ -124,7 +136,7 @@ def cluster_for(method: Any, cluster: Any) -> Cluster | None:
     """The cluster that was given, where something is chosen by it."""
     if cluster is None:
         return None
-    if (method or DEFAULT_METHOD) != AUTO:
+    if not is_auto({"method": method}):
         raise MeshAttentionError(
             f"cluster={cluster if isinstance(cluster, str) else type(cluster).__name__}: only "
             f"method={AUTO!r} chooses by it; leave it out"
@@ -136,7 +148,7 @@ def tuned_for(method: Any, tuned: Any) -> Tuned | None:
     """The file of `tune` that was given, where something is chosen by it."""
     if tuned is None:
         return None
-    if (method or DEFAULT_METHOD) != AUTO:
+    if not is_auto({"method": method}):
         raise MeshAttentionError(
             f"tuned={str(tuned)!r}: the file says the method; leave one of it and method out"
         )

@@ -150,9 +150,9 @@ class ContextParallel(Batches, Training):
         try:
             by = None if choice is None else choice.text
             followed = context.agree_on_plan(mine, self._options, error, by)
-            if followed is not None and isinstance(asked, AskedPlan):
+            if followed is not None and choice is not None and isinstance(asked, AskedPlan):
                 try:
-                    self._fix(asked, AutoChoice.follow(followed))
+                    self._fix(asked, choice.follow(followed))
                 except Exception as found:
                     error = found
                 context.agree_on_plan(self._mine, self._options, error)

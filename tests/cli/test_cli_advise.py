@@ -166,7 +166,7 @@ def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
-    one = SimpleNamespace(method="ring", seconds=0.002, is_simulated=True)
+    one = SimpleNamespace(name="ring", seconds=0.002, is_simulated=True)
     found: Any = SimpleNamespace(
         place={"units_per_node": 4}, unmoved={Direction.FORWARD: one}, seconds=0.001
     )

@@ -44,19 +44,19 @@ def kept(rank: int, world_size: int) -> dict[str, Any]:
     made.clear()
     outputs, plans = [], []
     for _ in range(3):
-        out = attend(*inputs, causal=True)
+        out = attend(*inputs, causal=True, method="mesh")
         assert isinstance(out, Tensor)
         torch.autograd.backward(out.sum())
         outputs.append(torch.equal(out, wanted))  # type: ignore[arg-type]
         plans.append(len(made))
-    attend(*[x[:1] for x in inputs], causal=True)
+    attend(*[x[:1] for x in inputs], causal=True, method="mesh")
     plans.append(len(made))
-    attend(*inputs, causal=False, layout="zigzag")
+    attend(*inputs, causal=False, layout="zigzag", method="mesh")
     plans.append(len(made))
     during = num_groups() - before
     release()
     left = num_groups() - before
-    attend(*inputs, causal=True)
+    attend(*inputs, causal=True, method="mesh")
     plans.append(len(made))
     release()
     release()

@@ -10,7 +10,7 @@ import pytest
 from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD
+from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
@@ -49,25 +49,30 @@ def test_few_tokens_and_other_keys_have_an_answer(tokens: int, kv_tokens: int) -
         assert plan.shards == make_plan(problem, 5, method="mesh").shards
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "a tile": ({"tile": "2x2"}, "mesh"),
-    "a tile of units": ({"tile": (1, 2)}, "mesh-usp"),
-    "slices": ({"head_slices": (1, 1)}, "ulysses"),
-    "a cap": ({"max_memory_bytes": 1 << 20}, "mesh"),
-    "a way to combine": ({"combine": "exchange"}, "mesh-usp"),
-    "a team": ({"team": 2}, "startrail"),
-    "a layout": ({"layout": "striped"}, "ulysses"),
-    "positions": ({"layout": "listed", "stretches": [[(0, 12)], [(12, 24)], [(24, 40)],
-                                                      [(40, 48)]]}, "ulysses"),
-    "contiguous shards": ({"relayout": True}, "ulysses"),
-}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a tile": {"tile": "2x2"},
+    "a tile of units": {"tile": (1, 2)},
+    "slices": {"head_slices": (1, 1)},
+    "a cap": {"max_memory_bytes": 1 << 20},
+    "a way to combine": {"combine": "exchange"},
+    "a team": {"team": 2},
+    "a layout": {"layout": "striped"},
+    "positions": {
+        "layout": "listed",
+        "stretches": [[(0, 12)], [(12, 24)], [(24, 40)], [(40, 48)]],
+    },
+    "contiguous shards": {"relayout": True},
+}
 
 
-@pytest.mark.parametrize(("options", "method"), OPTIONS.values(), ids=OPTIONS)
-def test_options_given_without_a_method_are_used(options: dict[str, Any], method: str) -> None:
-    plan = make_plan(Problem(48, 4, 8, mask=CAUSAL), 4, **options)
-    assert plan.method == method
-    assert verify(plan) == []
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_given_without_a_method_are_used(options: dict[str, Any]) -> None:
+    asked = ask(Problem(48, 4, 8, mask=CAUSAL), 4, **options)
+    for one in (asked, asked.backward or asked):
+        known = METHODS[one.method].options()
+        for name, value in options.items():
+            assert getattr(one.setting, name) == known[name].read(value)
+    assert verify(asked.plan()) == []
 
 
 def test_where_the_best_method_refuses_an_option_the_next_that_takes_it_is_used() -> None:

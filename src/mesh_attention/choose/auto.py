@@ -187,9 +187,9 @@ def find_best(
     for one in passes:
         one.run(moves_tokens=moves_tokens)
     if not all(one.scored for one in passes):
-        refusals = passes[0].refusals
-        # A method that is given nothing but the caller's options says best what is wrong.
-        raise refusals.get(names[0]) or next(iter(refusals.values()), _nothing_fits(given))
+        for one in passes:  # with nothing but the caller's options, a method says what is wrong
+            asked.plan(one.direction, names[0], given)
+        raise next(iter(passes[0].refusals.values()), _nothing_fits(given))
     unmoved = [one.best([s for s in one.scored if s.stays]) for one in passes]
     chosen = _in_one_place(passes) if moves_tokens else [one for one in unmoved if one]
     kept = [one for one in unmoved if one is not None]

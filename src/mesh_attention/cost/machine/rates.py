@@ -1,4 +1,4 @@
-"""A machine in a few numbers, for choices that must take no time: orders of tasks, first answers,
+"""A machine in a few numbers, for choices that must take no time: orders of tasks,
 documents of a batch, and how long a transfer in flight lasts. All of them are read off a cluster.
 """
 

@@ -135,7 +135,7 @@ def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> S
     return [{"tile": tile} for tile in tiles]
 
 
-AUTO = "auto"  # not in the table: the first answer is one of those that are
+AUTO = "auto"  # not in the table: a search chooses one of those that are
 DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
