@@ -308,13 +308,12 @@ class PassSearch:
             if best is not None and best.score <= one.score:
                 continue
             if one.timeline is None and (one.may_wait or effort.every_name):
-                if (
-                    count >= effort.simulated
-                    or operations + one.operations > effort.simulated_operations
-                ):
-                    continue
-                operations, count = operations + one.operations, count + 1
-                one = self.simulate(one)
+                more = operations + one.operations
+                if count < effort.simulated and more <= effort.simulated_operations:
+                    operations, count = more, count + 1
+                    one = self.simulate(one)
+                elif one.may_wait:
+                    continue  # its estimate says too little
             if best is None or one.score < best.score:
                 best = one
         return best or next(iter(scored), None)
