@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mesh_attention.choose.auto import find_default
+from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
@@ -52,6 +53,12 @@ def seconds(plan: Plan, cluster: str) -> float:
     return sum(simulate(plan, machine, one).runtime_seconds for one in Direction)
 
 
+def least_seconds(plan: Plan, cluster: str) -> float:
+    """A bound that no simulation is below."""
+    machine = load_cluster(cluster)
+    return sum(estimate(plan, machine, one, ranks=(0,)).least_seconds for one in Direction)
+
+
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_the_default_is_as_fast_as_any_method(
     question: tuple[str, int, int, int, int, Mask],
@@ -67,6 +74,7 @@ def test_the_default_is_as_fast_as_any_method(
         except PlanError:
             continue
         assert tokens_stay(plan, {})
-        others[method] = seconds(plan, cluster)
-    best = min(others, key=lambda method: others[method])
-    assert default <= 1.03 * others[best], f"{best}: {default / others[best]:.3f} times as long"
+        if default > 1.03 * least_seconds(plan, cluster):
+            others[method] = seconds(plan, cluster)
+    for method, other in others.items():
+        assert default <= 1.03 * other, f"{method}: {default / other:.3f} times as long"
