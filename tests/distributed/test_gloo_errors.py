@@ -217,7 +217,7 @@ def test_negated_views_are_read_as_what_they_mean(pool: WorkerPool) -> None:
 def test_two_odd_ranks_are_both_named(pool: WorkerPool) -> None:
     raised = pool.run(call_wrongly_once, 5, without_grad, [1, 3])
     all_raised(raised)
-    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagrees" in h.error for h in raised)
+    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagree" in h.error for h in raised)
 
 
 def call_wrongly_once(

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mesh_attention.choose.ask import ask, make_plan
+from mesh_attention.choose.auto import find_default
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
+from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
 from mesh_attention.plan.text import digest
 from mesh_attention.plan.verify import verify
@@ -73,6 +75,20 @@ def test_options_given_without_a_method_are_used(options: dict[str, Any]) -> Non
         for name, value in options.items():
             assert getattr(one.setting, name) == known[name].read(value)
     assert verify(asked.plan()) == []
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
+def test_passes_behind_contiguous_shards_have_one_layout(mask: Mask) -> None:
+    """Each pass alone would take another method, which lays out tokens otherwise."""
+    problem = Problem(100, 4, 16, num_kv_heads=2, element_bytes=4, mask=mask)
+    assert verify(make_plan(problem, 4, relayout=True)) == []
+
+
+def test_a_rank_without_tokens_is_not_what_an_estimate_looks_at() -> None:
+    problem = Problem(1, 64, 32, num_kv_heads=8, mask=CAUSAL)
+    choice = find_default(problem, 24, "paper")
+    told = [choice.timeline(direction).runtime_seconds for direction in Direction]
+    assert choice.seconds == pytest.approx(sum(told), rel=0.05)
 
 
 def test_where_the_best_method_refuses_an_option_the_next_that_takes_it_is_used() -> None:

@@ -199,7 +199,7 @@ def test_half_against_half_says_that_either_may_be_right() -> None:
         for rank, tokens in ((0, 4), (1, 4), (2, 6), (3, 6))
     }
     assert verdict_on(halves, complete=True) == (
-        "ranks [2, 3] (or [0, 1]) of the group [0, 1, 2, 3] disagrees: "
+        "ranks [2, 3] (or [0, 1]) of the group [0, 1, 2, 3] disagree: "
         "tokens is 6 there, 4 elsewhere"
     )
 
@@ -210,7 +210,7 @@ def test_three_values_are_told_with_the_ranks_that_have_them() -> None:
         for rank, seconds in ((0, 4.0), (1, 5.0), (2, 6.0), (3, 4.0), (4, 5.0))
     }
     assert verdict_on(times, complete=True) == (
-        "ranks [1, 2, 4] of the group [0, 1, 2, 3, 4] disagrees: "
+        "ranks [1, 2, 4] of the group [0, 1, 2, 3, 4] disagree: "
         "timeout is 5.0 on ranks [1, 4], 6.0 on ranks [2], 4.0 elsewhere"
     )
 
@@ -236,6 +236,6 @@ def test_ranks_that_chose_by_something_else_follow_the_first() -> None:
     assert verdict_on(alike, complete=True) == ""
     named = {RANKS[0]: {"statement": {"plan": "p"}, "error": None}}
     assert verdict_on(alike | named, complete=True) == ""  # another way to the same plan
-    assert "disagrees: plan is" in verdict_on(chose | named, complete=True)
+    assert "disagree: plan is" in verdict_on(chose | named, complete=True)
     chose[RANKS[1]]["statement"]["softcap"] = 1.0
     assert "disagrees: softcap" in verdict_on(chose, complete=True)

@@ -164,9 +164,8 @@ def find_best(
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(given) if method is None else (method,)
     if not effort.every_name:
-        names = (
-            _likely(names, rows=shows_little(problem) or num_ranks <= cluster.node.ranks) or names
-        )
+        few = num_ranks <= cluster.node.ranks or problem.q_tokens < 2 * num_ranks
+        names = _likely(names, rows=few or shows_little(problem)) or names
     count = 0
 
     def tell() -> None:
@@ -190,17 +189,15 @@ def find_best(
         for one in passes:  # with nothing but the caller's options, a method says what is wrong
             asked.plan(one.direction, names[0], given)
         raise next(iter(passes[0].refusals.values()), _nothing_fits(given))
-    unmoved = [one.best([s for s in one.scored if s.stays]) for one in passes]
-    chosen = _in_one_place(passes) if moves_tokens else [one for one in unmoved if one]
-    kept = [one for one in unmoved if one is not None]
-    if len(kept) < len(passes):  # all that takes the options moves tokens
-        kept = chosen = chosen if len(chosen) == len(passes) else _in_one_place(passes)
-    if _sum(kept) <= _sum(chosen):
-        chosen = kept
+    stay = all(any(scored.stays for scored in one.scored) for one in passes)
+    unmoved = _in_one_place(passes, stays=stay)
+    chosen = _in_one_place(passes) if moves_tokens else unmoved
+    if _sum(unmoved) <= _sum(chosen):
+        chosen = unmoved
     return PlanChoice(
         asked,
         {one.direction: one for one in chosen},
-        {one.direction: one for one in kept},
+        {one.direction: one for one in unmoved},
         _methods(passes) if effort.every_name else {},
         {
             name: str(error)
@@ -297,16 +294,21 @@ class _Pass:
         self._searches[0].attempt(method, dict(options))
 
 
-def _in_one_place(passes: Sequence[_Pass]) -> list[Scored]:
+def _in_one_place(passes: Sequence[_Pass], *, stays: bool = False) -> list[Scored]:
     """The best of each pass where both have the same shards on the same devices; otherwise the two
-    of a common place that take the least time together."""
-    best = [one.best(one.scored) for one in passes]
+    of a common place that take the least time together. `stays`: of settings that leave tokens
+    where they are."""
+
+    def scored(one: _Pass) -> list[Scored]:
+        return [each for each in one.scored if each.stays or not stays]
+
+    best = [one.best(scored(one)) for one in passes]
     found = [one for one in best if one is not None]
     if len({one.place for one in found}) <= 1:
         return found
     for mine, other in ((0, 1), (1, 0)):  # the setting of one pass may do for the other
         passes[other].add(found[mine].name, found[mine].options)
-    by_place = [_by_place(one.scored) for one in passes]
+    by_place = [_by_place(scored(one)) for one in passes]
     common = [place for place in by_place[0] if place in by_place[1]]
     common.sort(key=lambda place: _sum([each[place][0] for each in by_place]))
     pairs = []

@@ -252,6 +252,8 @@ class PassSearch:
             ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
         if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
             ranks.add(0)  # shares of heads differ, and the first is a large one
+        if asked.problem.q_tokens < 2 * asked.num_ranks:
+            ranks.add(0)  # others may have no token
         seen = estimate(
             *(plan, asked.cluster, self._direction),
             overlap=asked.overlap,

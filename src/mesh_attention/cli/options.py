@@ -84,7 +84,7 @@ def add_question_flags(parser: argparse.ArgumentParser) -> None:
         help = f"{flag.help} (default {usual})" if usual else flag.help
         flag._replace(help=help).add_to(problem)
     plan = parser.add_argument_group("plan")
-    methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by closed forms"
+    methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
     Flag("--method", methods_text, str, "NAME").add_to(plan)
     ranks_text = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
     Flag("--ranks", ranks_text, size, "N").add_to(plan)

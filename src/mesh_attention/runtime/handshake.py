@@ -235,7 +235,8 @@ def _odd_statement(said: dict[int, Statement]) -> str:
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if 2 * len(odd) == len(said):  # no majority says who is right
         who += f" (or {[rank for rank in said if rank not in odd]})"
-    return f"{who} of the group {sorted(said)} disagrees: {differ}"
+    verb = "disagrees" if len(odd) == 1 else "disagree"
+    return f"{who} of the group {sorted(said)} {verb}: {differ}"
 
 
 def _by_ranks(name: str, odd: dict[int, Statement], expected: Statement) -> str:
