@@ -2,7 +2,7 @@
 
 1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of
    it (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
-2. The best of them in two more cuts, the best of these in all cuts of their list (`cuts.py`), and
+2. The best of them in three more cuts, the best of these in more of their list (`cuts.py`), and
    the best settings with a short start and with even chunks.
 3. The best settings simulated with all ranks, in the order of their estimates, until the next
    estimate is no shorter than the best simulation.
@@ -130,6 +130,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._known: dict[str, Scored | None] = {}
         self._best: Score | None = None
+        self._sure: Score | None = None  # the best without waits that one rank does not see
         self.refusals: dict[str, PlanError] = {}
         zigzag = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
         self._ranks_wait = zigzag  # for each other, where chunks are of unlike work
@@ -171,7 +172,7 @@ class PassSearch:
             boxes.add(shape.box)
             if self._best is not None and self._best < (False, shape.least_seconds):
                 continue
-            if self._best is not None and self._best <= enough:
+            if self._sure is not None and self._sure <= enough:
                 break
             found = self._try_cuts(shape, slice(0, 1), even=False)
             if found is not None:
@@ -182,7 +183,7 @@ class PassSearch:
         ):
             taken.sort()
             for at, (score, number) in enumerate(taken[:how_many]):
-                if self._best is not None and self._best <= enough:
+                if self._sure is not None and self._sure <= enough:
                     break
                 found = self._try_cuts(shapes[number], which)
                 if found is not None:
@@ -242,6 +243,8 @@ class PassSearch:
         self._known[key] = found
         if found is not None and (self._best is None or found.score < self._best):
             self._best = found.score
+        if found is not None and not found.may_wait:
+            self._sure = found.score if self._sure is None else min(self._sure, found.score)
         asked.tell()
         return found
 
