@@ -25,10 +25,10 @@ from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.machine.rates import Costs, costs_of
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask, joined
+from mesh_attention.plan.question import Question, ask_passes
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,9 @@ class AutoChoice:
         )
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
-        questions = []
-        for direction in Direction:
-            method, options = self.passes[direction.value]
-            costs = {"costs": self.costs} if "costs" in METHODS[method].options() else {}
-            how = {"ranks_per_node": self.ranks_per_node, **costs, **options}
-            questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
-        return joined(*questions)
+        chosen = {one: self.passes[one.value] for one in Direction}
+        how: dict[str, Any] = {"ranks_per_node": self.ranks_per_node, "costs": self.costs}
+        return ask_passes(problem, num_ranks, chosen, **how)
 
 
 def _said(options: Mapping[str, Any]) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.effort import DEFAULT, DEFAULT_OF_MANY, SEARCH, SearchEffort
 from mesh_attention.choose.search import (
     PassSearch,
     Place,
     Score,
     Scored,
-    SearchEffort,
     SearchQuestion,
 )
 from mesh_attention.choose.shapes import default_layout, shows_little
@@ -25,7 +25,6 @@ from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import PLACES, ask_on
-from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
@@ -39,32 +38,6 @@ from mesh_attention.plan.question import BOTH, Question, joined
 
 Progress = Callable[[int, int], None]
 
-SEARCH = SearchEffort(
-    shapes=10_000,
-    in_four_cuts=6,
-    in_all_cuts=3,
-    cuts=12,
-    varied=6,
-    varied_cuts=2,
-    simulated=40,
-    simulated_operations=12_000,
-)
-DEFAULT = SearchEffort(
-    shapes=5,
-    in_four_cuts=2,
-    in_all_cuts=1,
-    cuts=5,
-    varied=2,
-    varied_cuts=1,
-    simulated=2,
-    simulated_operations=400,
-    every_name=False,
-    ranks_of_even_chunks=1024,
-    ranks_of_even_variants=64,
-    tolerance=0.02,
-)
-# Settings of many ranks take longer to look at.
-DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1, cuts=4)
 _FEW_RANKS = 64
 _PLACES = 3  # in which both passes are simulated, where the best of each want others
 
@@ -112,12 +85,8 @@ class PlanChoice:
 
     def timeline(self, direction: Direction) -> Timeline:
         """Of what was chosen for a pass; simulated now where an estimate was enough to choose."""
-        one, asked = self.chosen[direction], self.asked
-        if one.timeline is not None:
-            return one.timeline
-        plan = asked.plan(direction, one.name, one.options)
-        how: dict[str, Any] = {"overlap": asked.overlap, "kernel": asked.kernel}
-        return simulate(plan, asked.cluster, direction, **how)
+        one = self.chosen[direction]
+        return one.timeline or self.asked.simulate(direction, one.name, one.options)
 
 
 def question_of(

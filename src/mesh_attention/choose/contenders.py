@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.auto import SEARCH
+from mesh_attention.choose.effort import SEARCH
 from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
 from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.collector import collector_paused

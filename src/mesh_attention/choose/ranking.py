@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.choose.auto import SEARCH, PlanChoice, find_best
+from mesh_attention.choose.auto import PlanChoice, find_best
+from mesh_attention.choose.effort import GLANCE, SEARCH
 from mesh_attention.choose.explain import explain, is_tie, seconds_of
-from mesh_attention.choose.search import PassSearch, Scored, SearchEffort, SearchQuestion
+from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import PlanError
@@ -21,17 +22,6 @@ from mesh_attention.plan.program import Communication
 from mesh_attention.plan.runs import Run, visible_pairs
 from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
 
-_GLANCE = SearchEffort(
-    shapes=1,
-    in_four_cuts=0,
-    in_all_cuts=0,
-    cuts=0,
-    varied=0,
-    varied_cuts=0,
-    simulated=0,
-    simulated_operations=0,
-    every_name=False,
-)
 Passes = dict[Direction, Scored]
 
 
@@ -208,7 +198,7 @@ def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) 
         method=method,
         overlap=asked.overlap,
         kernel=asked.kernel,
-        effort=_GLANCE,
+        effort=GLANCE,
         moves_tokens=False,
     )
     return RankedMethod(found.chosen, found.asked)

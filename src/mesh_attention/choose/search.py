@@ -14,11 +14,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
+from mesh_attention.choose.effort import SearchEffort
 from mesh_attention.choose.shapes import (
     Shape,
     busiest_ranks,
@@ -39,25 +40,6 @@ from mesh_attention.plan.problem import Problem
 
 Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
-
-
-class SearchEffort(NamedTuple):
-    """How many shapes are tried in one cut, how many of them in four, how many in `cuts`; of how
-    many shapes how many cuts are varied; how many settings are simulated, of so many operations of
-    all ranks together at most."""
-
-    shapes: int
-    in_four_cuts: int
-    in_all_cuts: int
-    cuts: int
-    varied: int
-    varied_cuts: int
-    simulated: int
-    simulated_operations: int
-    every_name: bool = True  # of shapes that several methods have
-    ranks_of_even_chunks: int = 4096  # of more they are not tried
-    ranks_of_even_variants: int = 4096  # of more not beside chunks of unlike work
-    tolerance: float = 0.0  # what is so near to the bound of all shapes is good enough
 
 
 @dataclass(frozen=True)
@@ -118,6 +100,11 @@ class SearchQuestion:
     def plan(self, direction: Direction, method: str, options: Mapping[str, Any]) -> Plan:
         how: dict[str, Any] = {"method": method, "directions": (direction,), **options}
         return plan_on(self.cluster, self.problem, self.num_ranks, **how)
+
+    def simulate(self, direction: Direction, method: str, options: Mapping[str, Any]) -> Timeline:
+        plan = self.plan(direction, method, options)
+        how: dict[str, Any] = {"overlap": self.overlap, "kernel": self.kernel}
+        return simulate(plan, self.cluster, direction, **how)
 
 
 class PassSearch:
@@ -231,7 +218,7 @@ class PassSearch:
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
-        key = f"{method} {sorted(setting.items(), key=str)}"
+        key = _key(method, setting)
         if key in self._known:
             return self._known[key]
         asked, found = self._asked, None
@@ -280,21 +267,16 @@ class PassSearch:
         if one.timeline is not None:
             return one
         asked = self._asked
-        plan = asked.plan(one.direction, one.name, one.options)
-        timeline = simulate(
-            plan, asked.cluster, one.direction, overlap=asked.overlap, kernel=asked.kernel
-        )
-        found = Scored(
-            *(one.direction, one.name, one.options, timeline.runtime_seconds),
+        timeline = asked.simulate(one.direction, one.name, one.options)
+        found = replace(
+            one,
+            seconds=timeline.runtime_seconds,
             peak_bytes=timeline.peak_bytes,
             fits=timeline.peak_bytes <= asked.cluster.gpu.memory_gib * 2**30,
-            place=one.place,
-            stays=one.stays,
-            operations=one.operations,
             may_wait=False,
             timeline=timeline,
         )
-        self._known[f"{one.name} {sorted(one.options.items(), key=str)}"] = found
+        self._known[_key(one.name, one.options)] = found
         return found
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
@@ -322,6 +304,10 @@ class PassSearch:
             if best is None or one.score < best.score:
                 best = one
         return best or next(iter(scored), None)
+
+
+def _key(method: str, options: Mapping[str, Any]) -> str:
+    return f"{method} {sorted(options.items(), key=str)}"
 
 
 _CUTS = (

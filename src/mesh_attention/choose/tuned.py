@@ -31,7 +31,7 @@ from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.table import METHODS, all_options
 from mesh_attention.plan.plan import Direction
 from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask, joined
+from mesh_attention.plan.question import Question, ask_passes
 
 VERSION = 1
 _MOST_BYTES = 1 << 26
@@ -96,13 +96,8 @@ class Answer:
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
         """What makes the plan that was measured."""
-        questions = []
-        for direction, (method, options) in self.chosen.items():
-            known = METHODS[method].options()
-            how: dict[str, Any] = {"costs": self.costs} if "costs" in known else {}
-            how |= {"ranks_per_node": self.ranks_per_node, **options}
-            questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
-        return joined(*questions)
+        how: dict[str, Any] = {"ranks_per_node": self.ranks_per_node, "costs": self.costs}
+        return ask_passes(problem, num_ranks, self.chosen, **how)
 
     def to_json(self) -> dict[str, Any]:
         passes = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.arguments import flag, number
 from mesh_attention.plan.build.setting import Setting
@@ -104,6 +105,25 @@ def ask(
     options = {name: value for name, value in options.items() if value is not None}
     setting = _setting(method, options)
     return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
+
+
+def ask_passes(
+    problem: Problem,
+    num_ranks: int,
+    chosen: Mapping[Direction, tuple[str, Mapping[str, Any]]],
+    *,
+    ranks_per_node: int,
+    costs: Costs,
+) -> Question:
+    """One question from a method and its options for each pass, with the costs that its scheduler
+    reckons with, where it has one."""
+    questions = []
+    for direction, (method, options) in chosen.items():
+        how: dict[str, Any] = {"ranks_per_node": ranks_per_node, **options}
+        if "costs" in METHODS[method].options():
+            how.setdefault("costs", costs)
+        questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
+    return joined(*questions)
 
 
 def _setting(method: str, options: Mapping[str, Any]) -> Setting:
