@@ -154,7 +154,7 @@ def main() -> None:
     if args.fit:
         cluster = fit(cluster, args.rounds, tell)
         if args.write:
-            folder = resources.files("mesh_attention.cost.machine") / "clusters"
+            folder = resources.files("mesh_attention.machine") / "clusters"
             write(cluster, Path(str(folder / "paper.toml")))
     found = run_all(cluster)
     print("\nMFU in percent: simulated / published (ratio)\n")

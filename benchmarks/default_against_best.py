@@ -24,13 +24,13 @@ from provenance import taken
 
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.search import Scored
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 YARDSTICK = Path(__file__).parent / "results" / "best_of_0.2.json"
 

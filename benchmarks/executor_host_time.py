@@ -37,13 +37,13 @@ from mesh_attention.kernels import (
     register,
     unregister,
 )
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Free
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Free
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
-from mesh_attention.runtime.workspace import Workspace
 
 GOAL = 15.0  # microseconds an operation
 CUTS: dict[str, dict[str, Any]] = {

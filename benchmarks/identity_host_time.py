@@ -33,9 +33,9 @@ from provenance import taken
 from torch.multiprocessing.spawn import spawn
 
 from mesh_attention import ContextParallel
-from mesh_attention.runtime.guard import Guard
-from mesh_attention.runtime.identity import AgreedKind, DeviceComparison, Identity
-from mesh_attention.runtime.watch import Watch
+from mesh_attention.runtime.agreement.guard import Guard
+from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.agreement.watch import Watch
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 2, 4096, 16, 128
 CALLS = 100

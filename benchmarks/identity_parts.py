@@ -25,13 +25,13 @@ from mps import MpsDaemon
 from provenance import taken
 from torch.multiprocessing.spawn import spawn
 
-from mesh_attention.runtime.identity import (
+from mesh_attention.runtime.agreement.identity import (
     AgreedKind,
     DeviceComparison,
     Identity,
     current_stream,
 )
-from mesh_attention.runtime.watch import Watch
+from mesh_attention.runtime.agreement.watch import Watch
 
 ROWS, CALLS = 10, 50
 Parts = dict[str, Callable[[], object]]

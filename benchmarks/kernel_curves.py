@@ -34,7 +34,6 @@ from kernels_on_masks import log_normal_pack
 from provenance import taken
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.cost.machine.kernel_facts import PassRates
 from mesh_attention.kernels import (
     BlockMask,
     Causal,
@@ -45,12 +44,13 @@ from mesh_attention.kernels import (
     RowRange,
 )
 from mesh_attention.kernels.registry import choose, kernel_names
+from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.measure.curve_fit import Point, fit, pass_section
 from mesh_attention.measure.kernel_call import KernelCall
 from mesh_attention.measure.ranks import Work
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attend, CallKind
-from mesh_attention.runtime.call_masks import row_range
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, CallKind
+from mesh_attention.runtime.execute.call_masks import row_range
 
 K = 1024
 DIM = 128

@@ -34,13 +34,13 @@ from torch import Tensor
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.kernels import BackwardInputs, Block, BlockMask, Causal, Full
 from mesh_attention.kernels.torch_ops import Cudnn
-from mesh_attention.plan.buffers import Buffer, Kind, Role
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend, AttendBackward, CallKind
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, AttendBackward, CallKind
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
-from mesh_attention.runtime.workspace import Workspace
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, by its datasheet
 CUTS: dict[str, dict[str, Any]] = {

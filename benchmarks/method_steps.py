@@ -26,9 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel
 from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import parse_plan
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.text import parse_plan
+from mesh_attention.plan.problem.problem import Problem
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
 LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of relative errors

@@ -15,10 +15,10 @@ from prediction_report import AUTO, UNCUT, Predicted
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cost import Cluster, simulate
+from mesh_attention.plan.language.text import plan_text
+from mesh_attention.plan.methods.question import BOTH, Question
 from mesh_attention.plan.methods.table import METHODS as METHOD_TABLE
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question
-from mesh_attention.plan.text import plan_text
+from mesh_attention.plan.problem.problem import Problem
 
 METHODS = ("ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp")
 WHOLE: Mapping[str, Any] = {"chunks": (1, 1), "head_slices": None}  # one chunk, one slice

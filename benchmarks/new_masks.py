@@ -31,15 +31,15 @@ from mesh_attention import Mask, Problem
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.kernels import RowRange
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.question import Question
-from mesh_attention.runtime.call_masks import KnownRanges
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.plan_on_rank import PlanOnRank
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.call_masks import KnownRanges
+from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
-from mesh_attention.runtime.workspace import Workspace
 
 K = 1024
 DIM = 128

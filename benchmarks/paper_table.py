@@ -19,9 +19,9 @@ from typing import Any
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Cluster, simulate
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 __all__ = ["METHODS", "Cell", "Found", "cells", "run_all", "summary", "table"]
 

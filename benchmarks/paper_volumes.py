@@ -17,10 +17,10 @@ from typing import Any
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cli.output import table
-from mesh_attention.plan.count import count
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
 
 GIB = 2**30
 

@@ -40,13 +40,13 @@ from provenance import taken
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.agreement import meetings, question_digest
-from mesh_attention.plan.count import count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.agreement import meetings, question_digest
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.verify import verify
 
 TABLES = ("ready", "ranks", "methods", "readers")
 ALLOWED_GROWTH = 1.2

@@ -57,9 +57,9 @@ from sockets import Sockets
 
 from mesh_attention.cost import load_cluster
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import plan_text
+from mesh_attention.plan.language.text import plan_text
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 HERE = Path(__file__).parent
 RANKS_OVER_SOCKETS = 8

@@ -18,13 +18,13 @@ from typing import Any
 from replay.rank import RankToReplay, may_be_slowest, rank_to_replay
 
 from mesh_attention.choose.auto import find_best, find_default
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on, setting_of
 from mesh_attention.cost.simulator import simulate
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import AUTO, METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 __all__ = ["TABLES", "Cell", "cells", "load", "prepare"]
 

@@ -19,8 +19,9 @@ from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import show, table
 from mesh_attention.cli.simulate import CLUSTER_FLAGS, Simulated, simulated
 from mesh_attention.cli.values import count, size
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.plan.draw.summary import bytes_text, problem_text
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.problem import problem_text
 
 PROGRAM = "python benchmarks/replay_rank.py"
 DEFAULT_SMS = 16  # NCCL's rings take one for each of their 16 to 24 channels

@@ -28,13 +28,13 @@ from mesh_attention import Mask, Problem
 from mesh_attention.choose.contenders import contenders
 from mesh_attention.choose.search import Scored
 from mesh_attention.choose.tuning import Pair, Tuning
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import load_cluster
 from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
 from mesh_attention.measure.tune import MEASUREMENTS, measure_pair, tune_ranks
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 Every = dict[Direction, list[Scored]]
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 import mesh_attention
 from mesh_attention import ContextParallel
-from mesh_attention.plan.program import Free
+from mesh_attention.plan.language.program import Free
 
 RANKS = 4
 WARM_CALLS = 3

@@ -18,12 +18,12 @@ from typing import Any
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.count import count
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.table import METHODS, Method, all_options
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.verify import verify
 
 PAGE = Path(__file__).with_name("methods.md")
 BEGIN = "<!-- Made by docs/make_methods.py from the table of methods; edit that instead. -->"

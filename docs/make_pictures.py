@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.count import count
-from mesh_attention.plan.draw.matrix import computed_cells
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.draw.matrix import computed_cells
 from mesh_attention.plots import pyplot
 
 PICTURE = Path(__file__).with_name("pictures") / "methods.png"

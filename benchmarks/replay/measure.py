@@ -17,14 +17,14 @@ from dataclasses import replace
 
 import torch
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
-from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
-from mesh_attention.runtime.workspace import Workspace
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from replay.rank import RankToReplay, Replayed
 from replay.stand_in_data import inputs_of
 from replay.transport import ReplayTransport

@@ -10,11 +10,11 @@ from typing import Any
 
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Communication, Program
-from mesh_attention.plan.text import parse_plan, plan_text
-from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Communication, Program
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.language.workspace import workspace_map
 
 SLOWEST = "slowest"
 _NUMBERS = ("rank", "flops", "peak_tflops", "predicted")

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Buffer, Kind, Role
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import Program
-from mesh_attention.runtime.binding import CallShape
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import Program
+from mesh_attention.runtime.execute.binding import CallShape
 
 STOCK_BYTES = 1 << 20  # of each kind of number; small enough to stay in the L2 cache
 BLOCK_WORDS = 16384  # written by a program at a time; 16 words for each of its threads

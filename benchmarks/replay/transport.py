@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.program import Communication, Program, writes
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.program import Communication, Program, writes
 from mesh_attention.runtime.transport.interface import Start, View
 
 Landing = tuple[Buffer, Tensor]  # where a message lands: (rows, batch, heads, width)

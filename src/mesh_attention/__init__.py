@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
-    from mesh_attention.attention_module import ContextParallelAttention
+    from mesh_attention.api.attention_module import ContextParallelAttention
+    from mesh_attention.api.context_parallel import ContextParallel
+    from mesh_attention.api.functional import mesh_attention, release
     from mesh_attention.choose.ask import make_plan
-    from mesh_attention.context_parallel import ContextParallel
     from mesh_attention.errors import MeshAttentionError
-    from mesh_attention.functional import mesh_attention, release
     from mesh_attention.kernels import register as register_kernel
     from mesh_attention.kernels import unregister as unregister_kernel
-    from mesh_attention.plan.count import count
-    from mesh_attention.plan.mask import Mask
-    from mesh_attention.plan.plan import Plan
-    from mesh_attention.plan.problem import Problem
-    from mesh_attention.plan.verify import verify
+    from mesh_attention.plan.language.plan import Plan
+    from mesh_attention.plan.problem.mask import Mask
+    from mesh_attention.plan.problem.problem import Problem
+    from mesh_attention.plan.read.count import count
+    from mesh_attention.plan.read.verify import verify
 
 _HOMES = {
-    "ContextParallel": ("mesh_attention.context_parallel", "ContextParallel"),
-    "ContextParallelAttention": ("mesh_attention.attention_module", "ContextParallelAttention"),
-    "Mask": ("mesh_attention.plan.mask", "Mask"),
+    "ContextParallel": ("mesh_attention.api.context_parallel", "ContextParallel"),
+    "ContextParallelAttention": ("mesh_attention.api.attention_module", "ContextParallelAttention"),
+    "Mask": ("mesh_attention.plan.problem.mask", "Mask"),
     "MeshAttentionError": ("mesh_attention.errors", "MeshAttentionError"),
-    "Plan": ("mesh_attention.plan.plan", "Plan"),
-    "Problem": ("mesh_attention.plan.problem", "Problem"),
-    "count": ("mesh_attention.plan.count", "count"),
+    "Plan": ("mesh_attention.plan.language.plan", "Plan"),
+    "Problem": ("mesh_attention.plan.problem.problem", "Problem"),
+    "count": ("mesh_attention.plan.read.count", "count"),
     "make_plan": ("mesh_attention.choose.ask", "make_plan"),
-    "mesh_attention": ("mesh_attention.functional", "mesh_attention"),
+    "mesh_attention": ("mesh_attention.api.functional", "mesh_attention"),
     "register_kernel": ("mesh_attention.kernels", "register"),
-    "release": ("mesh_attention.functional", "release"),
+    "release": ("mesh_attention.api.functional", "release"),
     "unregister_kernel": ("mesh_attention.kernels", "unregister"),
-    "verify": ("mesh_attention.plan.verify", "verify"),
+    "verify": ("mesh_attention.plan.read.verify", "verify"),
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 from executor_host_time import CUTS, host_microseconds
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 @pytest.mark.parametrize("direction", list(Direction))

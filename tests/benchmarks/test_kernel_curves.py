@@ -9,12 +9,12 @@ import pytest
 import torch
 from kernel_curves import Case, K, cases, range_mask
 
-from mesh_attention.cost.machine.kernel_facts import KernelRate, PassRates
-from mesh_attention.cost.machine.load import read_cluster
+from mesh_attention.machine.kernel_facts import KernelRate, PassRates
+from mesh_attention.machine.load import read_cluster
 from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, pass_section
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
+from mesh_attention.plan.problem.mask import Mask
 
 
 def measured(rate: KernelRate, kind: CallKind = CallKind.FULL) -> list[Point]:
@@ -53,7 +53,7 @@ def test_the_sections_are_those_of_a_cluster() -> None:
         )
         for direction in Direction
     ]
-    shipped = resources.files("mesh_attention.cost.machine") / "clusters" / "hgx-h200.toml"
+    shipped = resources.files("mesh_attention.machine") / "clusters" / "hgx-h200.toml"
     table = tomllib.loads(shipped.read_text(encoding="utf-8"))
     cluster = read_cluster(table | tomllib.loads("\n".join(texts)), "measured.toml")
     assert cluster.kernels["cudnn_ranges"].forward == rates

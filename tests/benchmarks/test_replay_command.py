@@ -11,7 +11,7 @@ from replay import measure as measuring
 from replay.rank import RankToReplay, Replayed
 from replay_rank import main
 
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 SMALL = "--cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
 

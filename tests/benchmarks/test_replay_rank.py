@@ -12,9 +12,9 @@ from mesh_attention import Mask, MeshAttentionError, Problem
 from mesh_attention.cost import Timeline, load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.timeline import Stream
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Communication
 
 
 def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:

@@ -13,17 +13,17 @@ from replay.transport import Landing, ReplayTransport
 
 from mesh_attention import Mask, Problem
 from mesh_attention.cost import load_cluster, simulate
-from mesh_attention.cost.machine.kernel_facts import library_kernels
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.buffers import Kind
+from mesh_attention.machine.kernel_facts import library_kernels
+from mesh_attention.plan.language.buffers import Kind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start
-from mesh_attention.runtime.workspace import Workspace
 
 
 class Done:

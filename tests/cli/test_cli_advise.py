@@ -20,13 +20,13 @@ from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import digest
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 SMALL = ["--ranks", "4", "--tokens", "8192"]
 
@@ -109,7 +109,7 @@ def test_where_the_default_differs_is_told() -> None:
 def test_what_does_not_fit_a_gpu_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.machine") / "clusters/hgx-h100.toml").read_text()
     file = tmp_path / "small.toml"
     file.write_text(text.replace("memory_gib = 80 ", "memory_gib = 0.0001 "))
     words = ["advise", "--cluster", str(file), "--ranks", "2", "--tokens", "512", "--heads", "4"]

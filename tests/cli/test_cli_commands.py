@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.plan.text import digest, parse_plan
+from mesh_attention.plan.language.text import digest, parse_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 PAPER = (

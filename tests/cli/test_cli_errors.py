@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.plan.build.setting import Setting, option
 from mesh_attention.plan.methods import table
+from mesh_attention.plan.methods.parts.setting import Setting, option
 
 PLANNING = ("plan", "volume", "verify", "simulate", "draw")
 IMPOSSIBLE = [

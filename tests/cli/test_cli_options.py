@@ -13,10 +13,10 @@ import pytest
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cli.main import main
 from mesh_attention.cli.options import add_question_flags
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods import table
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import digest
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 
 def test_an_option_means_the_same_wherever_it_stands() -> None:

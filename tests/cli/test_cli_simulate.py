@@ -14,10 +14,10 @@ from mesh_attention.cli.simulate import Simulated, for_people
 from mesh_attention.cost import cluster_names
 from mesh_attention.cost import simulate as simulate_plan
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 KEYS = {"runtime_seconds", "mfu_percent", "exposed_communication_seconds", "peak_bytes", "setting"}
 SMALL = "simulate --method mesh --cluster paper --ranks 16 --tokens 8192 --heads 16 --causal"
@@ -136,7 +136,7 @@ def test_a_cluster_of_ones_own_is_a_file(
 ) -> None:
     from importlib import resources
 
-    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.machine") / "clusters/hgx-h100.toml").read_text()
     file = tmp_path / "mine.toml"
     file.write_text(text.replace('name = "hgx-h100"', 'name = "mine"'))
     line = "simulate --ranks 16 --tokens 8192 --pass forward"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mesh_attention.cost import Cluster, load_cluster
-from mesh_attention.cost.machine.cluster import Disturbance
 from mesh_attention.cost.timed_call import TimedCall
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.program import Attend, AttendBackward, Operation
-from mesh_attention.plan.traffic import Flows
+from mesh_attention.machine.cluster import Disturbance
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.program import Attend, AttendBackward, Operation
+from mesh_attention.plan.language.traffic import Flows
 
 
 class FixedCosts:

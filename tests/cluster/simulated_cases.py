@@ -9,10 +9,10 @@ from mesh_attention.cost.compute_cost import ComputeCosts
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.target import compiled_on
 from mesh_attention.cost.timed_call import TimedCall
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attention, Program
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attention, Program
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 __all__ = ["compiled_rank", "problem_of", "timed_calls", "timeline_of"]
 

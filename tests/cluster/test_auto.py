@@ -13,15 +13,15 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best, find_default
 from mesh_attention.choose.explain import TIE
 from mesh_attention.cost import Cluster, load_cluster, simulate
-from mesh_attention.cost.machine.load import cluster_names
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.load import cluster_names
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import digest
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 PAPER = load_cluster("paper")
 # Two nodes are enough to have links of two kinds, and small ones enough to have two.

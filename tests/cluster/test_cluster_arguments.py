@@ -13,9 +13,9 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.gantt import draw_gantt
-from mesh_attention.cost.machine.load import parse_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.trace import trace_of
+from mesh_attention.machine.load import parse_cluster
 
 HGX = load_cluster("hgx-h100")
 PROBLEM = problem_of(4096)
@@ -64,7 +64,7 @@ def test_a_cluster_may_be_given_by_its_name() -> None:
 def test_kernels_faster_than_the_gpu_are_refused() -> None:
     from importlib import resources
 
-    text = (resources.files("mesh_attention.cost.machine") / "clusters/hgx-h100.toml").read_text()
+    text = (resources.files("mesh_attention.machine") / "clusters/hgx-h100.toml").read_text()
     with pytest.raises(MeshAttentionError, match="faster than"):
         parse_cluster(text.replace("peak_tflops = 989", "peak_tflops = 100"), "mine")
     with pytest.raises(MeshAttentionError, match="usual size"):

@@ -35,7 +35,7 @@ def test_every_command_of_the_page_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shipped = resources.files("mesh_attention.cost.machine") / "clusters" / "hgx-h100.toml"
+    shipped = resources.files("mesh_attention.machine") / "clusters" / "hgx-h100.toml"
     (tmp_path / "cluster.toml").write_text(shipped.read_text())
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mesh_attention.cost import cluster_names, load_cluster
-from mesh_attention.cost.machine.kernel_facts import library_facts, library_kernels
-from mesh_attention.cost.machine.load import ClusterError, parse_cluster, read_cluster
-from mesh_attention.cost.machine.rates import costs_of
-from mesh_attention.plan.plan import Direction
+from mesh_attention.machine.kernel_facts import library_facts, library_kernels
+from mesh_attention.machine.load import ClusterError, parse_cluster, read_cluster
+from mesh_attention.machine.rates import costs_of
+from mesh_attention.plan.language.plan import Direction
 
 PACKAGE = resources.files("mesh_attention")
 FOLDER = PACKAGE / "cost" / "machine" / "clusters"

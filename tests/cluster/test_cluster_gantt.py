@@ -12,7 +12,7 @@ from simulated_cases import timeline_of
 from mesh_attention.cost.gantt import _label, draw_gantt
 from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -9,12 +9,12 @@ import pytest
 from simulated_cases import problem_of, timeline_of
 
 from mesh_attention.cost import Overlap, cluster_names, load_cluster
-from mesh_attention.cost.machine.load import ClusterError
 from mesh_attention.cost.planning import plan_on, setting_of
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.count import count
+from mesh_attention.machine.load import ClusterError
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.read.count import count
 
 PAPER = load_cluster("paper")
 

@@ -12,8 +12,8 @@ from simulated_cases import timeline_of
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.trace import trace_of
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
 
 LANES = {0: "compute", 1: "communication"}
 

@@ -9,13 +9,13 @@ import pytest
 
 from mesh_attention.cost import load_cluster
 from mesh_attention.cost.copies import ranks_to_simulate
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.waits import Overlap
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 HGX = load_cluster("hgx-h100")
 CAUSAL, FULL = Mask(causal=True), Mask()

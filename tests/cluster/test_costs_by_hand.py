@@ -12,18 +12,18 @@ from simulated_cases import compiled_rank, timed_calls
 from mesh_attention import Mask
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Cluster
-from mesh_attention.cost.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
-from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
-from mesh_attention.cost.machine.rates import costs_of
-from mesh_attention.cost.machine.transfer_time import (
+from mesh_attention.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
+from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.machine.rates import costs_of
+from mesh_attention.machine.transfer_time import (
     GroupShape,
     all_to_all_seconds,
     flow_seconds,
     ring_seconds,
 )
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Merge
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Merge
+from mesh_attention.plan.problem.problem import Problem
 
 MICRO = 1e-6
 

@@ -9,14 +9,14 @@ import pytest
 
 from mesh_attention.choose.auto import find_default
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 K = 1024
 CAUSAL = Mask(causal=True)

@@ -16,18 +16,18 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.main import main
 from mesh_attention.cost import Cluster, load_cluster, simulate
-from mesh_attention.cost.machine.call_time import CallSize, kernel_seconds, lost_by_leaving
-from mesh_attention.cost.machine.kernel_facts import (
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
+from mesh_attention.machine.call_time import CallSize, kernel_seconds, lost_by_leaving
+from mesh_attention.machine.kernel_facts import (
     KernelRate,
     KernelRates,
     PassRates,
     library_kernels,
 )
-from mesh_attention.cost.machine.load import ClusterError, parse_cluster
-from mesh_attention.cost.planning import plan_on
-from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend
+from mesh_attention.machine.load import ClusterError, parse_cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend
 
 CAUSAL = Problem(1 << 16, 64, 128, mask=Mask(causal=True))
 PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 16)))
@@ -219,13 +219,13 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
     ],
 )  # fmt: skip
 def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:
-    text = files("mesh_attention.cost.machine").joinpath("clusters/hgx-h100.toml").read_text()
+    text = files("mesh_attention.machine").joinpath("clusters/hgx-h100.toml").read_text()
     with pytest.raises(ClusterError, match=told):
         parse_cluster(f"{text}\n{kernels}", "mine")
 
 
 def test_a_kernel_may_be_as_fast_as_the_gpu_and_no_faster() -> None:
-    text = files("mesh_attention.cost.machine").joinpath("clusters/a100-roce.toml").read_text()
+    text = files("mesh_attention.machine").joinpath("clusters/a100-roce.toml").read_text()
     assert parse_cluster(text.replace("tflops = 228 ", "tflops = 312 "), "mine")
     with pytest.raises(ClusterError, match=r"is faster than gpu\.peak_tflops = 312"):
         parse_cluster(text.replace("tflops = 228 ", "tflops = 313 "), "mine")

@@ -12,8 +12,8 @@ from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.waits import Overlap
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
 
 PAPER = load_cluster("paper")
 SMALL = replace(PAPER, node=replace(PAPER.node, ranks=2), network=replace(PAPER.network, nics=1))

@@ -15,11 +15,11 @@ from mesh_attention.choose.auto import find_best, question_of
 from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.python_line import python_line
 from mesh_attention.cli.main import main
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import digest
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 
 def pasted(line: str, ranks: int) -> tuple[Problem | None, Plan]:

@@ -10,13 +10,13 @@ import pytest
 
 from mesh_attention.choose.auto import question_of
 from mesh_attention.choose.plan_file import read_plan, write_choice
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question
-from mesh_attention.plan.text import digest, plan_text
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest, plan_text
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 SLICES = (((0, 64), (0, 64), "causal"), ((64, 96), (0, 32), "full"))
 PASSES: list[list[tuple[str, dict[str, Any]]]] = [

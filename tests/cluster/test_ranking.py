@@ -13,10 +13,10 @@ from mesh_attention.choose.ranking import ranked, received_bytes
 from mesh_attention.choose.search import Scored
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 FORWARD = Direction.FORWARD
 

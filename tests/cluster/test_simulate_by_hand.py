@@ -13,15 +13,15 @@ from mesh_attention import Mask
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Overlap, load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.machine.cluster import Disturbance
-from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.timeline import Stream
-from mesh_attention.plan.count import count
+from mesh_attention.machine.cluster import Disturbance
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import SendRecv
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import SendRecv
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
 
 FORWARD = (Direction.FORWARD,)
 

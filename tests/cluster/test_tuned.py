@@ -27,12 +27,12 @@ from mesh_attention.choose.tuned import (
 from mesh_attention.cli.command import Parser
 from mesh_attention.cli.options import options_of, problem_of
 from mesh_attention.cli.tune import COMMAND
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.text import digest
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.machine.rates import costs_of
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.problem.layout import LayoutKind
 
 CLUSTER = load_cluster("hgx-h100")
 PROBLEM = Problem(96, 4, 8, mask=Mask(causal=True))

@@ -17,7 +17,7 @@ from mesh_attention.choose.contenders import contenders
 from mesh_attention.choose.search import Place, Scored
 from mesh_attention.choose.tuning import Tuning, key_of
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 Every = dict[Direction, list[Scored]]
 HERE, THERE = ("zigzag", (0, 1)), ("striped", (0, 1))

@@ -13,8 +13,8 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import Cluster, Timeline, load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend, Call, CallKind
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, Call, CallKind
 
 FORWARD = (Direction.FORWARD,)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError, mesh_attention
-from mesh_attention.runtime import handshake
+from mesh_attention.runtime.agreement import handshake
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import WorkerPool

@@ -22,7 +22,7 @@ from mesh_attention import (
     MeshAttentionError,
     mesh_attention,
 )
-from mesh_attention.compiled_attention import attention_backward_op, attention_op
+from mesh_attention.train.compiled_attention import attention_backward_op, attention_op
 from support.pool import WorkerPool
 from support.transformer_block import HEAD_DIM, HEADS, Compiled, difference, gradients, steps
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
 from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
-from mesh_attention.runtime import context as contexts
-from mesh_attention.runtime.latest import Latest
+from mesh_attention.runtime.session import context as contexts
+from mesh_attention.runtime.session.lru_cache import Latest
 from support.cases import Case
 from support.gloo_case import attend, context, count_plans, whole
 from support.held import grown, resources

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel, mesh_attention
-from mesh_attention.runtime import identity
-from mesh_attention.runtime.share import Share
+from mesh_attention.runtime.agreement import identity
+from mesh_attention.runtime.session.share import Share
 from support.pool import WorkerPool
 
 RANKS, ODD = 2, 1

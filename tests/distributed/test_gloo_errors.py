@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from mesh_attention import ContextParallel, Mask
-from mesh_attention.plan.program import Attend, CallKind
-from mesh_attention.runtime import handshake
+from mesh_attention.plan.language.program import Attend, CallKind
+from mesh_attention.runtime.agreement import handshake
 from support.cases import Case
 from support.gloo_case import attend, context, whole
 from support.pool import WorkerPool

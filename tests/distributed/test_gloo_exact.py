@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.methods.parts.reduce import Combine
 from support.cases import Case, random_case, tiles
 from support.gloo_case import Part, attend, context, whole
 from support.gloo_check import check

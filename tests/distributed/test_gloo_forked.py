@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask, MeshAttentionError, mesh_attention
-from mesh_attention.runtime.executor import Executor
+from mesh_attention.runtime.execute.executor import Executor
 from mesh_attention.runtime.transport.groups import default_store
 from support.cases import Case
 from support.gloo_case import attend, context

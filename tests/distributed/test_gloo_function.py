@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, release
 from mesh_attention import mesh_attention as attend
-from mesh_attention.runtime import context as contexts
-from mesh_attention.runtime.executor import Executor
+from mesh_attention.runtime.execute.executor import Executor
+from mesh_attention.runtime.session import context as contexts
 from support.cases import Case
 from support.gloo_case import Part, context, count_plans, whole
 from support.pool import WorkerPool

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
-from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.runtime.transport.groups import _make_group, timeout_of
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole

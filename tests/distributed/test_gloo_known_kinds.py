@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask
-from mesh_attention.runtime.handshake import DisagreementError
+from mesh_attention.runtime.agreement.handshake import DisagreementError
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import WorkerPool

@@ -17,10 +17,10 @@ from mesh_attention import ContextParallel, Mask, Plan, make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.plan_file import write_choice
 from mesh_attention.cost.target import target_on
+from mesh_attention.plan.language.plan import Direction, Programs
+from mesh_attention.plan.language.program import AllGather, AllToAll, Attend, Program
+from mesh_attention.plan.language.text import digest, parse_plan, plan_text
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.plan import Direction, Programs
-from mesh_attention.plan.program import AllGather, AllToAll, Attend, Program
-from mesh_attention.plan.text import digest, parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole

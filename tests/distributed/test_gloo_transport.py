@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mesh_attention import Mask
+from mesh_attention.runtime.device.workspace import Workspace
 from mesh_attention.runtime.transport import shared_memory
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
-from mesh_attention.runtime.workspace import Workspace
 from support.cases import Case
 from support.gloo_case import attend, context
 from support.pool import WorkerPool

@@ -12,10 +12,10 @@ import torch
 from mesh_attention import ContextParallel, Mask, mesh_attention
 from mesh_attention.choose.auto import question_of
 from mesh_attention.choose.tuned import Answer, TunedEntry, wanted, write_entries
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.cost.machine.rates import costs_of
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.text import digest
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.machine.rates import costs_of
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
 from support.cases import Case
 from support.gloo_case import Part, attend, whole
 from support.pool import WorkerPool

@@ -31,7 +31,7 @@ from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
 from mesh_attention.kernels.triton_ranges import TritonRanges
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,9 +18,9 @@ from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.kernels import Block, Full
 from mesh_attention.kernels.torch_ops import Cudnn
-from mesh_attention.plan.buffers import Buffer, Kind, Precision
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Communication, writes
+from mesh_attention.plan.language.buffers import Buffer, Kind, Precision
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Communication, writes
 from mesh_attention.runtime.transport.interface import Start
 
 pytestmark = pytest.mark.gpu

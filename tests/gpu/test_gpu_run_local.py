@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.testing import LocalResult, run_local
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mesh_attention import Mask
-from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.methods.parts.reduce import Combine
 from support.cases import Case
 from support.gloo_case import Part, attend, context, whole
 from support.gpu_case import LIMIT, SECONDS, check, relative_errors, warm_call

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.plan.buffers import Kind, Role
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Communication, Program, reads, writes
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.plan.language.buffers import Kind, Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Communication, Program, reads, writes
+from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start, View
-from mesh_attention.runtime.workspace import Workspace
 
 pytestmark = pytest.mark.gpu
 

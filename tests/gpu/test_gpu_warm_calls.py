@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, make_plan
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.runtime.executor import CallShape, run_to_end
-from mesh_attention.runtime.prepare import make_executor
-from mesh_attention.runtime.prepared_call import CapturedCall
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.runtime.device.workspace import Workspace, WorkspaceBlock
+from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.session.prepared_call import CapturedCall
 from mesh_attention.runtime.transport.local import AloneTransport, LocalWorld
-from mesh_attention.runtime.workspace import Workspace, WorkspaceBlock
 from mesh_attention.testing import _in_turns
 
 pytestmark = pytest.mark.gpu

@@ -25,8 +25,8 @@ from mesh_attention.kernels import (
 from mesh_attention.kernels import Block as KernelBlock
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
-from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime.backward import Preparation, backward_needs
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.runtime.execute.backward import Preparation, backward_needs
 
 MaskMaker = Callable[[int, int], BlockMask]
 

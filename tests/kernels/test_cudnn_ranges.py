@@ -13,7 +13,7 @@ from mesh_attention.kernels import MaskKind, Request, RowRange, intervals
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges, _aligned
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 CPU = torch.device("cpu")
 HOPPER = Request(Direction.BACKWARD, "cuda", (9, 0), torch.bfloat16, 128, 128, 8, 2, MaskKind.RANGE)

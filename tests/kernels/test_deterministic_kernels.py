@@ -29,7 +29,7 @@ from mesh_attention.kernels.determinism import (
 )
 from mesh_attention.kernels.registry import _KERNELS, kernel_names
 from mesh_attention.kernels.torch_ops import CudaFlash, TorchOp
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.testing import run_local
 
 BACKWARD = Request(

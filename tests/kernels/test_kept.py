@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels import Causal, Full, RowRange
-from mesh_attention.kernels.kept import kept_bytes
+from mesh_attention.kernels.mask_bytes import kept_bytes
 from mesh_attention.kernels.range_blocks import range_blocks
 
 CPU = torch.device("cpu")

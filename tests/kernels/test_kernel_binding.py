@@ -15,13 +15,13 @@ import torch
 from block_cases import Shape, assert_close, backward, causal, full, make_block, run, truth
 from torch import Tensor
 
-from mesh_attention.cost.machine.call_time import sms_left
 from mesh_attention.kernels import BackwardInputs, Block, Full, flash_attn, probe
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import Causal
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
+from mesh_attention.machine.call_time import sms_left
 
 
 @pytest.mark.parametrize("kernel", [Cudnn(), CudaFlash()], ids=lambda k: k.name)

@@ -33,7 +33,7 @@ from mesh_attention.kernels import (
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.flash_attn import FlashAttn3
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.testing import run_local
 
 ON_CPU = Request(Direction.BACKWARD, "cpu", None, torch.float32, 64, 64, 8, 2, MaskKind.FULL)

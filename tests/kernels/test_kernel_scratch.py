@@ -17,7 +17,7 @@ from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.torch_ops import CpuFlash
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

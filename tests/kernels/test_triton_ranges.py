@@ -46,7 +46,7 @@ from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
 from mesh_attention.kernels.triton_launch import KernelTile
 from mesh_attention.kernels.triton_ranges import KernelTiles, TritonRanges, tiles_for
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A block is more than a tile here and there, so that every way to cut it is run.

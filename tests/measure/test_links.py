@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention.measure.beside import _MOST_CALLS, _on_threads, done_by
+from mesh_attention.measure.interference import _MOST_CALLS, _on_threads, done_by
 from mesh_attention.measure.links import Sample, nics_of
 from mesh_attention.measure.ranks import Ranks, Work
 

@@ -18,12 +18,12 @@ import mesh_attention.measure.ranks as measure_ranks
 from mesh_attention import Mask, Problem
 from mesh_attention.cli.main import main
 from mesh_attention.cost import simulate
-from mesh_attention.cost.machine.load import parse_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.files import check_writable
+from mesh_attention.machine.load import parse_cluster
 from mesh_attention.measure.profile import Effort, profile_ranks
 from mesh_attention.measure.ranks import Ranks, ranks_of_group
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from support.pool import WorkerPool
 from support.raised import raised_by
 

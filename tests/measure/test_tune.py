@@ -18,17 +18,17 @@ from mesh_attention.choose.search import Scored, place_of
 from mesh_attention.choose.tuned import read_entries, read_tuned, wanted
 from mesh_attention.choose.tuning import Tuning
 from mesh_attention.cli.main import main
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import load_cluster
 from mesh_attention.measure.attempts import Attempts, Refusal, reason_of
 from mesh_attention.measure.ranks import ranks_of_group
 from mesh_attention.measure.tune import tune_ranks
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.text import digest
-from mesh_attention.runtime.handshake import DisagreementError
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
+from mesh_attention.runtime.agreement.handshake import DisagreementError
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.job_store import LostStoreError
 from support.pool import WorkerPool

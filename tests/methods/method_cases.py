@@ -8,7 +8,7 @@ from random import Random
 from method_settings import deal, listed
 
 from mesh_attention import Mask, Problem
-from mesh_attention.plan.build.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import Case
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.build.setting import Option
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.setting import Option
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import Method
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.problem import Problem
 from support.listed import stretches_for
 
 __all__ = ["Setting", "deal", "every_setting", "listed", "manners", "refusal", "shapes"]

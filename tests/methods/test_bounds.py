@@ -11,13 +11,13 @@ import pytest
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.bounds import least_bytes, unit_bytes
-from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.count import count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.bounds import least_bytes, unit_bytes
+from mesh_attention.plan.read.count import count
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEADS = ((4, 4), (6, 6), (8, 2), (8, 1))

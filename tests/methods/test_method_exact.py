@@ -15,8 +15,8 @@ from method_cases import RANKS, cases, heads_for, problem_of, ranks_in_turn
 from method_settings import refusal
 
 from mesh_attention import Mask, Plan, count, verify
-from mesh_attention.plan.layout import LayoutKind
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.testing import LocalResult, run_local
 from support.cases import Case, cuts
 from support.listed import stretches_for

@@ -14,10 +14,10 @@ from mesh_attention import Plan, Problem, make_plan
 from mesh_attention.choose.ask import ask
 from mesh_attention.cli.main import main
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.setting import option
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.box_methods import RingSetting
+from mesh_attention.plan.methods.parts.setting import option
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.plan import Direction
 
 GENERATOR = Path(__file__).parents[2] / "docs" / "make_methods.py"
 PROBLEM = Problem(64, 4, 8)

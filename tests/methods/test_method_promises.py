@@ -9,16 +9,16 @@ import pytest
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Kind
-from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.count import count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.buffers import Kind
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Attend, Communication, Program, SendRecv
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Communication, Program, SendRecv
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.verify import verify
 
 CAUSAL = Mask(causal=True)
 

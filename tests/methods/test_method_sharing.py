@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.language.program import AllGather, AllToAll, ReduceScatter, SendRecv
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter, SendRecv
 
 RANKS = 32
 

@@ -15,11 +15,11 @@ from method_settings import Setting, deal, every_setting, manners, shapes
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost.planning import PLACES
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import parse_plan, plan_text
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 NAMES = list(METHODS)
 ALL_SHAPES = 7

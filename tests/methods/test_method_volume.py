@@ -18,12 +18,12 @@ from method_settings import Setting, shapes
 from paper_volumes import CELLS, Cell, count_cell
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import PassCount, count
 
 GENERATOR = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_methods.py"))
 VOLUMES: dict[str, tuple[str, str]] = GENERATOR["VOLUMES"]

@@ -18,10 +18,10 @@ from method_settings import listed, manners, shapes
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.verify.order import order_fault
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.plan.read.verify.order import order_fault
 
 RANKS = (1, 2, 3, 4, 4, 5, 6, 6, 8, 8, 9, 12, 16)
 CHUNKS = (*[(1, 1)] * 6, (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (2, 3))

@@ -19,14 +19,14 @@ from mesh_attention import Mask, Plan, Problem, count, make_plan, verify
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Kind, Piece
-from mesh_attention.plan.build.exchange import TO_HEADS, TO_TOKENS
-from mesh_attention.plan.build.head_group import head_shares
+from mesh_attention.plan.language.buffers import Kind, Piece
+from mesh_attention.plan.language.plan import Direction, Pass
+from mesh_attention.plan.language.program import AllToAll, Merge
+from mesh_attention.plan.language.text import digest, parse_plan, plan_text
+from mesh_attention.plan.language.traffic import TrafficMeter
+from mesh_attention.plan.methods.parts.exchange import TO_HEADS, TO_TOKENS
+from mesh_attention.plan.methods.parts.head_group import head_shares
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Pass
-from mesh_attention.plan.program import AllToAll, Merge
-from mesh_attention.plan.text import digest, parse_plan, plan_text
-from mesh_attention.plan.traffic import TrafficMeter
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.listed import stretches_for

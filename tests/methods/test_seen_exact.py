@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mesh_attention import Mask, count, verify
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.testing import run_local
 from support.cases import HEADS, Case, random_heads, random_mask
 from support.gloo_check import check as check_gloo

@@ -10,9 +10,9 @@ import torch
 
 from mesh_attention import Mask, Plan, Problem, count, make_plan, verify
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import AllToAll, Communication, Merge
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AllToAll, Communication, Merge
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.testing import run_local
 from support.cases import Case
 

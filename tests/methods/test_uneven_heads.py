@@ -13,13 +13,13 @@ from test_method_exact import check, check_bytes
 
 from mesh_attention import Mask, Problem, count, make_plan, verify
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Kind
-from mesh_attention.plan.build.head_group import HeadGroup, head_shares, ulysses_degrees
-from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.draw.work import balance
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.program import AllToAll, Attend, Merge, MergeRule
-from mesh_attention.plan.text import parse_plan, plan_text
+from mesh_attention.plan.language.buffers import Kind
+from mesh_attention.plan.language.computed_pairs import balance
+from mesh_attention.plan.language.program import AllToAll, Attend, Merge, MergeRule
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, head_shares, ulysses_degrees
+from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_check import check as check_by_gloo

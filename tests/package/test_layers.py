@@ -19,41 +19,64 @@ import pytest
 
 import mesh_attention.choose
 import mesh_attention.cost
+import mesh_attention.machine
 import mesh_attention.plan
 
-# From the top down. Names of one row may import each other; every name at the top of the package
-# has its row, and a folder inside one may have another.
+# From the top down. A row is a file or a folder with all in it, unless a folder inside has a row of
+# its own. Names of one row may not import each other.
 LAYERS = (
-    ("__main__", "cli"),
-    ("demo",),
+    ("__main__",),
+    ("cli",),
     ("measure",),
     ("huggingface",),
-    ("__init__", "attention_module", "context_parallel", "functional", "testing"),
-    ("context_batches", "context_training"),
-    ("replaced_attention",),
-    (
-        *("batch_documents", "compiled_attention", "losses", "sharded_batch", "sharded_buffers"),
-        "whole_batch",
-    ),
-    ("context_arguments", "context_report", "context_sizes"),
-    ("context_auto",),
-    ("runtime",),
-    ("tensor_faults",),
+    ("__init__", "testing"),
+    ("api",),
+    ("train",),
+    ("runtime.session",),
+    ("runtime.agreement", "runtime.execute"),
+    ("runtime.transport",),
+    ("runtime.device", "runtime.__init__"),
+    ("kernels.__init__",),
     ("kernels",),
+    ("kernels.fused",),
+    ("kernels.rows",),
     ("report",),
     ("choose",),
     ("cost",),
-    ("plan",),
-    ("cost.machine",),
+    ("plan.read.draw",),
+    ("plan.read.verify",),
+    ("plan.read",),
+    ("plan.passes",),
+    ("plan.methods",),
+    ("plan.methods.parts",),
+    ("plan.schedule",),
+    ("plan.language",),
+    ("plan.problem", "plan.__init__"),
+    ("machine",),
     ("files", "plots"),
     ("errors", "version"),
 )
-WITHOUT_TORCH = ("report", "choose", "cost", "plan", "files", "plots", "errors", "version")
+WITHOUT_TORCH = (
+    "report",
+    "choose",
+    "cost",
+    "plan",
+    "machine",
+    "files",
+    "plots",
+    "errors",
+    "version",
+)
 ROOT = Path(mesh_attention.__path__[0])
 MODULES = sorted(
     info.name
-    for layer in (mesh_attention.plan, mesh_attention.cost, mesh_attention.choose)
-    for info in pkgutil.walk_packages(layer.__path__, f"{layer.__name__}.")
+    for package in (
+        mesh_attention.machine,
+        mesh_attention.plan,
+        mesh_attention.cost,
+        mesh_attention.choose,
+    )
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 )
 
 
@@ -70,27 +93,24 @@ def imports(file: Path, root: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def top(file: Path, root: Path) -> str:
-    first = file.relative_to(root).parts[0]
-    return first.removesuffix(".py")
-
-
-def layer(file: Path, root: Path, height: dict[str, int]) -> str:
-    """Its folder inside a folder, where that has a row of its own."""
-    inner = ".".join(file.relative_to(root).parts[:2])
-    return inner if inner in height else top(file, root)
-
-
-def layer_imported(module: str, root: Path, height: dict[str, int]) -> str | None:
-    package, _, path = module.partition(".")
+def file_of(module: str, root: Path) -> Path | None:
+    """The file of the package in which a module, or a name in a module, stands."""
+    package, *parts = module.split(".")
     if package != root.name:
         return None
-    inner = ".".join(path.split(".")[:2])
-    if inner in height:
-        return inner
-    name = path.partition(".")[0]
-    here = root / name
-    return name if name and (here.is_dir() or here.with_suffix(".py").exists()) else "__init__"
+    for end in (len(parts), len(parts) - 1):
+        path = root.joinpath(*parts[: max(end, 0)])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return file
+    return root / "__init__.py"
+
+
+def layer(file: Path, root: Path, height: dict[str, int]) -> str | None:
+    """The row of a file: its own, or that of the innermost folder which has one."""
+    parts = file.relative_to(root).with_suffix("").parts
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((name for name in names if name in height), None)
 
 
 def upward(root: Path, layers: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -99,20 +119,59 @@ def upward(root: Path, layers: tuple[tuple[str, ...], ...]) -> list[str]:
     wrong = []
     for file in sorted(root.rglob("*.py")):
         name, where = layer(file, root, height), file.relative_to(root).as_posix()
-        if name not in height:
+        if name is None:
             wrong.append(f"{where} is in no layer")
             continue
         for module in imports(file, root):
-            other = layer_imported(module, root, height)
-            if other is not None and height.get(other, 0) > height[name]:
-                wrong.append(f"{where} imports {module}, which is above it")
+            imported = file_of(module, root)
+            other = imported and layer(imported, root, height)
+            if other and other != name and height[other] >= height[name]:
+                wrong.append(f"{where} imports {module}, which is not below it")
     return wrong
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """Files that import each other, directly or through others."""
+    below = {file: {file_of(m, root) for m in imports(file, root)} for file in root.rglob("*.py")}
+
+    def reached(start: Path) -> set[Path]:
+        found: set[Path] = set()
+        waiting = [start]
+        while waiting:
+            for file in below[waiting.pop()]:
+                if file is not None and file not in found:
+                    found.add(file)
+                    waiting.append(file)
+        return found
+
+    reach = {file: reached(file) for file in below}
+    rings = {
+        tuple(sorted(str(other.relative_to(root)) for other in reach[file] if file in reach[other]))
+        for file in below
+        if file in reach[file]
+    }
+    return sorted(map(list, rings))
 
 
 def test_imports_point_down_only() -> None:
     assert upward(ROOT, LAYERS) == []
-    there = {top(file, ROOT) for file in ROOT.rglob("*.py")}
-    assert there == {name for names in LAYERS for name in names if "." not in name}
+    height = {name: 0 for names in LAYERS for name in names}
+    rooms = {layer(file, ROOT, height) for file in ROOT.rglob("*.py")}
+    assert rooms == set(height), "a row of LAYERS that has no file"
+
+
+def test_no_files_import_each_other() -> None:
+    assert cycles(ROOT) == []
+
+
+def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:
+    root = tmp_path / "house"
+    root.mkdir()
+    for name, text in {"a": "import house.b", "b": "from house import c", "c": "", "d": ""}.items():
+        (root / f"{name}.py").write_text(text)
+    assert cycles(root) == []
+    (root / "c.py").write_text("def f():\n    from house.a import x")
+    assert cycles(root) == [["a.py", "b.py", "c.py"]]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +190,15 @@ def test_a_lower_file_that_imports_a_higher_one_is_found(
     root, layers = tmp_path / "house", (("cli",), ("plan",), ("errors",))
     for file, text in {
         "cli/main.py": "from house.plan.mask import Mask\nimport torch",
-        "plan/mask.py": "from house.errors import Error\nfrom .runs import Run",
-        "plan/runs.py": "",
+        "plan/problem/mask.py": "from house.errors import Error\nfrom .runs import Run",
+        "plan/problem/runs.py": "",
         "errors.py": "",
     }.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
     assert upward(root, layers) == []
-    (root / "plan/mask.py").write_text(statement)
-    assert upward(root, layers) == [f"plan/mask.py imports {module}, which is above it"]
+    (root / "plan/problem/mask.py").write_text(statement)
+    assert upward(root, layers) == [f"plan/problem/mask.py imports {module}, which is not below it"]
 
 
 def test_a_file_that_has_no_layer_is_found(tmp_path: Path) -> None:
@@ -151,7 +210,7 @@ def test_a_file_that_has_no_layer_is_found(tmp_path: Path) -> None:
 
 def test_layers_without_torch_name_it_nowhere() -> None:
     for file in ROOT.rglob("*.py"):
-        if top(file, ROOT) in WITHOUT_TORCH:
+        if file.relative_to(ROOT).parts[0].removesuffix(".py") in WITHOUT_TORCH:
             packages = {module.partition(".")[0] for module in imports(file, ROOT)}
             assert "torch" not in packages, file
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.program import Call, CallKind
-from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run
+from mesh_attention.plan.language.program import Call, CallKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import Run
 
 Pairs = NDArray[np.bool_]
 Positions = NDArray[np.int64]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 
 def exchanged_plan(

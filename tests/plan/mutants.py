@@ -8,9 +8,8 @@ from random import Random
 
 from plan_cases import random_problem, random_setting
 
-from mesh_attention.plan.methods.box_methods import plan_mesh
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
     Attend,
@@ -19,7 +18,8 @@ from mesh_attention.plan.program import (
     Program,
     ReduceScatter,
 )
-from mesh_attention.plan.verify import Finding, verify
+from mesh_attention.plan.methods.box_methods import plan_mesh
+from mesh_attention.plan.read.verify import Finding, verify
 
 __all__ = [
     "MUTANTS",

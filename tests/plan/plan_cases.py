@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from random import Random
 
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.mask_slices import SliceKind
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.mask_slices import SliceKind
+from mesh_attention.plan.problem.problem import Problem
 from support.listed import RULES, stretches_for
 
 LAYOUTS = tuple(LayoutKind)

@@ -6,9 +6,9 @@ paths through the sets that can be reached; the heaviest task on the lightest pa
 
 from __future__ import annotations
 
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import TaskGraph
 from mesh_attention.plan.schedule.memory import MemoryModel
-from mesh_attention.plan.schedule.tasks import TaskGraph
 
 
 def least_peak_bytes(graph: TaskGraph, model: MemoryModel) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode, check_schedule
 from mesh_attention.plan.schedule.memory import MemoryModel
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode, check_schedule
 
 Cost = Callable[[str], float]
 ComputeCost = Callable[[int, int], float | None]

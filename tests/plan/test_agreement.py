@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.agreement import disagreements, meetings
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.agreement import disagreements, meetings
 
 
 def plan(*, head_dim: int = 8) -> Plan:

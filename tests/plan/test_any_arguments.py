@@ -12,8 +12,8 @@ import torch
 
 from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
 from mesh_attention.choose.pack import Layer, Packer
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
 from support.property import for_all
 
 NUMBERS: Sequence[Any] = (0, 1, 2, 3, 7, 7, 12, 12, np.int64(12), -1, None, 2.0, 1.5, True, "3")

@@ -11,12 +11,12 @@ import pytest
 from plan_cases import random_window
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.balance import TOKEN_SLACK, balanced_stretches
-from mesh_attention.plan.document_work import DocumentWork, pairs_before
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.spans import joined
+from mesh_attention.plan.problem.balance import TOKEN_SLACK, balanced_stretches
+from mesh_attention.plan.problem.document_work import DocumentWork, pairs_before
+from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.problem.spans import joined
 
 CAUSAL = Mask(causal=True)
 PACKS = [(16, 8), (64, 8), (256, 8), (16, 64), (64, 64), (256, 64)]

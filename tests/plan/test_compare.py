@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mesh_attention.plan.compare import Compared, compare
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.compare import Compared, compare
 
 PROBLEM = Problem(64, 4, 8)
 

@@ -10,12 +10,12 @@ import pytest
 from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.choose.auto import find_default
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.text import digest
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(causal=True, window=(3, 0))

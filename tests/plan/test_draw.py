@@ -13,25 +13,26 @@ import numpy as np
 import pytest
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.cost.machine.rates import usual_costs
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile, factorisations
-from mesh_attention.plan.build import tile_tasks
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.draw import schedule, summary
-from mesh_attention.plan.draw.matrix import computed_cells, draw_assignment
-from mesh_attention.plan.draw.schedule import compare_schedulers, draw_steps, task_graph
-from mesh_attention.plan.draw.summary import bytes_text, draw_summary, problem_text
-from mesh_attention.plan.draw.work import _join, balance
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Attend, Free, Operation, Program, Task
-from mesh_attention.plan.runs import Run
+from mesh_attention.machine.rates import usual_costs
+from mesh_attention.plan.language.computed_pairs import _join, balance
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import AllGather, Attend, Free, Operation, Program, Task
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.methods.parts import tile_tasks
+from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem, problem_text
+from mesh_attention.plan.problem.runs import Run
+from mesh_attention.plan.read.draw import schedule, summary
+from mesh_attention.plan.read.draw.matrix import computed_cells, draw_assignment
+from mesh_attention.plan.read.draw.schedule import compare_schedulers, draw_steps, task_graph
+from mesh_attention.plan.read.draw.summary import draw_summary
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
-from mesh_attention.plan.text import parse_plan, plan_text
 from support.listed import stretches_for
 
 CAUSAL = Mask(causal=True)

@@ -9,12 +9,12 @@ from exchanged_plans import exchanged_plan
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.chunks import chunk_slots
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attention
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import Attention
+from mesh_attention.plan.methods.parts.chunks import chunk_slots
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 # Ranks, Ulysses degree, tile, chunks, heads and KV heads.
 SHAPES = [

@@ -9,17 +9,17 @@ import pytest
 
 from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.slices import (
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward
+from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.methods.parts.slices import (
     slice_sizes,
     suggested_cut,
     suggested_ring_cut,
     usual_heads,
 )
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import AllGather, Attend, AttendBackward
+from mesh_attention.plan.read.verify import verify
 from mesh_attention.plan.schedule.slices import follow_each_other
-from mesh_attention.plan.schedule.tasks import Schedule
-from mesh_attention.plan.verify import verify
 
 LONG = Problem(1 << 19, 64, 128)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mesh_attention import Mask, MeshAttentionError, Problem, count, make_plan, verify
-from mesh_attention.plan.arguments import number
+from mesh_attention.plan.language.text import digest, plan_text
+from mesh_attention.plan.methods.question import attention_mask
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.question import attention_mask
-from mesh_attention.plan.text import digest, plan_text
+from mesh_attention.plan.problem.arguments import number
 
 PROBLEM = Problem(64, 2, 8)
 READERS: dict[str, Callable[[Any], object]] = {

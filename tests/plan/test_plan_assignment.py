@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import (
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.assignment import (
     Assignment,
     Tile,
     best_tile,
     factorisations,
     patch_devices,
 )
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import PassCount, count
 
 TILES = [(n, a, b) for n in (1, 2, 6, 7, 9, 12, 15, 16, 36) for a, b in factorisations(n)]
 

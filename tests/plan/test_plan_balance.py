@@ -8,13 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind, Program
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 from support.listed import stretches_for
 
 BLOCK = 3

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.plan.count import count
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, AttendBackward
 from mesh_attention.plan.methods.box_methods import RingSetting, plan_ring
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, AttendBackward
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
 
 
 def report(

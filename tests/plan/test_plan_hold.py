@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.build.assemble import Assembler
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Attention, Free
+from mesh_attention.plan.language.program import Attend, Attention, Free
+from mesh_attention.plan.methods.parts.assemble import Assembler
+from mesh_attention.plan.problem.problem import Problem
 
 
 @pytest.mark.parametrize("hold", [0, 1, 2])

@@ -12,10 +12,10 @@ from dense_oracle import dense_mask, padded_to, positions_of
 from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.chunks import chunks_between
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
-from mesh_attention.plan.runs import Run, clip_run, join_runs, visible_pairs
-from mesh_attention.plan.spans import joined
+from mesh_attention.plan.methods.parts.chunks import chunks_between
+from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.problem.runs import Run, clip_run, join_runs, visible_pairs
+from mesh_attention.plan.problem.spans import joined
 from support.listed import stretches_for
 
 CASES = [

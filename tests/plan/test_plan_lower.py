@@ -11,16 +11,16 @@ from dense_oracle import dense_mask, padded_to, pairs_of_calls
 from plan_cases import random_layouts, random_mask, random_sizes
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.build.chunks import chunks_between, whole_rows
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, AttendBackward, Call, CallKind
-from mesh_attention.plan.rectangles import rectangles
-from mesh_attention.plan.row_list import RowList
-from mesh_attention.plan.spans import Spans
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
+from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
+from mesh_attention.plan.methods.parts.rectangles import rectangles
+from mesh_attention.plan.methods.parts.row_list import RowList
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.spans import Spans
 
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
@@ -183,7 +183,7 @@ def test_token_stripes_are_one_call_and_not_looked_at_block_by_block(
     def unwanted(*_: object) -> None:
         raise AssertionError("looked at every pair of blocks")
 
-    monkeypatch.setattr("mesh_attention.plan.lower._lower_blocks", unwanted)
+    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower._lower_blocks", unwanted)
     problem = Problem(2048 * 4, 2, 8, mask=Mask(causal=True))
     plan = make_plan(problem, 4, method="ring", layout="striped")
     for one in plan.passes:

@@ -11,8 +11,8 @@ from dense_oracle import dense_mask
 from plan_cases import random_mask, random_sizes
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 
 def test_bounds_agree_with_the_definition_for_thousands_of_random_masks() -> None:

@@ -10,19 +10,26 @@ from plan_cases import random_problem, random_setting
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.build.tile_tasks import Scheduler
-from mesh_attention.plan.count import count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import (
+    Attend,
+    AttendBackward,
+    Free,
+    Program,
+    reads,
+    writes,
+)
+from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, AttendBackward, Free, Program, reads, writes
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.verify import verify
 from mesh_attention.plan.schedule.memory import MemoryCapError
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.workspace import peak_buffer_bytes
 
 
 def peak(plan: Plan) -> int:

@@ -11,13 +11,13 @@ import pytest
 
 from mesh_attention.choose.ask import ask, make_plan
 from mesh_attention.cli.main import main
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction, Programs
+from mesh_attention.plan.language.program import Program
+from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Programs
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Program
-from mesh_attention.plan.text import digest
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 RANKS = 8
 CASES = {

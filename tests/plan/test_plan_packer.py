@@ -12,8 +12,8 @@ from mesh_attention import Mask, Problem
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.pack import Layer, Packer, document_starts
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.read.verify import verify
 
 PROBLEM = Problem(64, 4, 8, num_kv_heads=2, mask=Mask(causal=True), element_bytes=4)
 

@@ -21,17 +21,17 @@ from test_plan_lower import calls_of, overlap, random_task_side
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.lower import MAX_CALLS
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.mask_slices import SliceKind
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attend, Call, CallKind
-from mesh_attention.plan.row_ranges import RowRanges
-from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.text import digest, parse_plan, plan_text
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, Call, CallKind
+from mesh_attention.plan.language.text import digest, parse_plan, plan_text
+from mesh_attention.plan.methods.parts.lower import MAX_CALLS
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.mask_slices import SliceKind
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.read.verify import verify
 
 
 def shown(mask: Mask, q_tokens: int, kv_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

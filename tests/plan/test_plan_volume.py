@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mesh_attention.cost.machine.rates import Costs
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AllGather, AllToAll, ReduceScatter
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, AllToAll, ReduceScatter
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import PassCount, count
 
 GIB = 2**30
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"

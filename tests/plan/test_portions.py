@@ -11,10 +11,10 @@ import pytest
 from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.cost import simulate
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import AllToAll, Attend
-from mesh_attention.plan.text import parse_plan, plan_text
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import AllToAll, Attend
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.read.verify import verify
 
 Options = dict[str, Any]
 WHOLE: Options = {"chunks": (1, 1)}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.dependencies import _History
-from mesh_attention.plan.program import Attend, AttendBackward, Task, reads, writes
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.dependencies import _History
+from mesh_attention.plan.language.program import Attend, AttendBackward, Task, reads, writes
 
 TASK = Task("C", (0, 0))
 

@@ -17,7 +17,8 @@ from schedule_graphs import (
     strict_makespan,
 )
 
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import TaskGraph, check_schedule
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.memory import (
     MemoryCapError,
@@ -26,7 +27,6 @@ from mesh_attention.plan.schedule.memory import (
     peak_bytes,
     smallest_cap,
 )
-from mesh_attention.plan.schedule.tasks import TaskGraph, check_schedule
 
 
 def test_every_cap_from_the_smallest_up_is_kept() -> None:

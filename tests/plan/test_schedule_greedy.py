@@ -17,8 +17,8 @@ from schedule_graphs import (
     tasks,
 )
 
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph, check_schedule
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, check_schedule
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"
 

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from schedule_graphs import communication, compute, golden_graph, random_graph, strict_makespan
 
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.makespan import (
     event_makespan,
@@ -15,7 +16,6 @@ from mesh_attention.plan.schedule.makespan import (
     lower_bound,
     one_machine_bound,
 )
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph
 
 
 def test_events_are_never_later_than_steps_over_500_random_graphs() -> None:

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 from schedule_graphs import backward_graph, forward_graph
 
+from mesh_attention.plan.language.tasks import TaskGraph
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.tasks import TaskGraph
 
 SHAPES = [(2, 2), (3, 3), (2, 4)]
 CASES = [

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from schedule_graphs import communication, compute, golden_graph, random_graph, tasks
 
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, check_schedule
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph, check_schedule
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mesh_attention import Mask
-from mesh_attention.plan.assignment import Tile, factorisations
-from mesh_attention.plan.build.seen_rows import (
+from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
+from mesh_attention.plan.methods.parts.needed_rows import (
     Rows,
     SeenRows,
     keys_seen,
@@ -19,10 +19,10 @@ from mesh_attention.plan.build.seen_rows import (
     seen_queries,
     stretches_of,
 )
-from mesh_attention.plan.build.seen_share import share_of
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.mask_slices import SliceKind
-from mesh_attention.plan.row_ranges import RowRanges
+from mesh_attention.plan.methods.parts.needed_share import share_of
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask_slices import SliceKind
+from mesh_attention.plan.problem.row_ranges import RowRanges
 from support.cases import random_mask
 from support.listed import stretches_for
 

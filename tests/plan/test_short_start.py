@@ -11,10 +11,10 @@ from exchanged_plans import exchanged_plan
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.build.chunks import chunk_slots
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import AllToAll, Attend
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import AllToAll, Attend
+from mesh_attention.plan.methods.parts.chunks import chunk_slots
+from mesh_attention.plan.read.verify import verify
 from mesh_attention.testing import run_local
 
 # Ranks, Ulysses degree, tile, chunks, heads and KV heads; what else is asked for.

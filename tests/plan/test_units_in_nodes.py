@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from mesh_attention.api.report import Reports
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.context_report import Reports
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify import verify
-from mesh_attention.runtime.plan_on_rank import PlanSource
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.runtime.session.plan_on_rank import PlanSource
 
 # Ranks, ranks of a node, Ulysses degree, tile, units in a node.
 SHAPES = [

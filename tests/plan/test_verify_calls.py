@@ -20,13 +20,9 @@ from mutants import (
     random_places,
 )
 
-from mesh_attention.plan.buffers import Piece, Role
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import (
     AllToAll,
     Attend,
     AttendBackward,
@@ -38,8 +34,12 @@ from mesh_attention.plan.program import (
     Program,
     Task,
 )
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.verify.calls import RowMap
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.plan.read.verify.calls import RowMap
 
 
 def computed(place: Place, op: Compute) -> bool:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from mesh_attention import Mask, Plan, Problem, make_plan
 from mesh_attention.errors import PlanError, PlanTextError
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.text import parse_plan, plan_text
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.read.verify import verify
 from mesh_attention.testing import run_local
 from support.reference import NAMES, Attention, attention, errors
 

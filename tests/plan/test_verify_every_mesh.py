@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 from support.listed import stretches_for
 
 ALL_MANNERS = 8  # up to so many ranks every layout and mask is proven for every tile

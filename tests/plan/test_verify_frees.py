@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutants import caught, places, random_places
 
+from mesh_attention.plan.language.program import AllGather, Free
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Free
+from mesh_attention.plan.problem.problem import Problem
 
 
 def test_a_buffer_freed_early_is_caught_at_that_rank_where_it_is_used_or_freed() -> None:

@@ -11,16 +11,16 @@ from mutants import (
     random_places,
 )
 
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.program import (
     Merge,
     MergeRule,
     Operation,
     ReduceScatter,
 )
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 
 def test_a_dropped_merge_is_caught_in_a_group_of_that_rank() -> None:

@@ -13,12 +13,9 @@ import pytest
 from mutants import Place, caught, places
 
 from mesh_attention import make_plan
-from mesh_attention.plan.buffers import Buffer, Piece, Precision, Role
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Buffer, Piece, Precision, Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
     Attend,
@@ -31,8 +28,11 @@ from mesh_attention.plan.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.verify.structure import overlap_fault
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.plan.read.verify.structure import overlap_fault
 
 
 def mesh(**options: Any) -> Plan:

@@ -21,13 +21,13 @@ from mutants import (
     random_places,
 )
 
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
 
 
 def test_a_dropped_compute_task_is_caught() -> None:

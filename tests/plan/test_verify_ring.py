@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_attention.plan.buffers import Buffer, Kind, Piece, Precision, Role
-from mesh_attention.plan.count import count
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import (
     Attend,
     Call,
     CallKind,
@@ -25,8 +20,13 @@ from mesh_attention.plan.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.schedule.tasks import Schedule, Step
-from mesh_attention.plan.verify import Finding, verify
+from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.verify import Finding, verify
 
 TOKENS, HEADS = 8, 2  # of one rank
 

@@ -19,13 +19,9 @@ from mutants import (
 )
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
     Move,
@@ -33,9 +29,13 @@ from mesh_attention.plan.program import (
     ReduceScatter,
     Task,
 )
-from mesh_attention.plan.text import parse_plan, plan_text
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.verify.structure import _group_fault
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.plan.read.verify.structure import _group_fault
 
 
 def test_pieces_sent_to_the_wrong_owner_are_caught_at_that_exchange() -> None:

@@ -15,15 +15,15 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.document_costs import LayerCosts
 from mesh_attention.choose.documents import Chosen, choose_ways
 from mesh_attention.choose.pack import Layer, Packer
-from mesh_attention.cost.machine.rates import usual_rates
-from mesh_attention.plan.build.seen_rows import pairs_of_ranks
-from mesh_attention.plan.count import count
-from mesh_attention.plan.draw.work import balance
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.runs import visible_pairs
+from mesh_attention.machine.rates import usual_rates
+from mesh_attention.plan.language.computed_pairs import balance
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.runs import visible_pairs
+from mesh_attention.plan.read.count import count
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(4095, 0))
 FEW_HEADS, MANY_HEADS = (32, 8), (64, 8)

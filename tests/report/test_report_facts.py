@@ -10,12 +10,12 @@ import pytest
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.plan.draw.matrix import visible_cells
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.draw.matrix import visible_cells
 from mesh_attention.report.assignment_facts import assignment_facts
 from mesh_attention.report.facts import CHOSEN, ReportFacts
 from mesh_attention.report.scaling import Scaling, points_of_scaling, scaling_lines

@@ -16,7 +16,7 @@ import pytest
 from mesh_attention.cli import advise, demo
 from mesh_attention.cli.main import main
 from mesh_attention.cost.gantt import WAIT
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.facts import ReportFacts
 from mesh_attention.report.page import page_of, pictures_of
 from mesh_attention.report.picture import log_axis

@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention import Mask, register_kernel, unregister_kernel
 from mesh_attention.kernels import BackwardInputs, Block, MaskKind, Request, RowRange
 from mesh_attention.kernels.reference import Reference
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.testing import run_local
 from support.cases import Case
 

@@ -14,12 +14,12 @@ import torch
 
 import mesh_attention
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime import guard, identity
-from mesh_attention.runtime.context import Context
-from mesh_attention.runtime.guard import Guard, _forget_locals
-from mesh_attention.runtime.handshake import DisagreementError
-from mesh_attention.runtime.identity import AgreedKind, DeviceComparison, Identity
-from mesh_attention.runtime.prepared_call import CallOptions
+from mesh_attention.runtime.agreement import guard, identity
+from mesh_attention.runtime.agreement.guard import Guard, _forget_locals
+from mesh_attention.runtime.agreement.handshake import DisagreementError
+from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.session.context import Context
+from mesh_attention.runtime.session.prepared_call import CallOptions
 from mesh_attention.runtime.transport import groups as groups_of_context
 from mesh_attention.runtime.transport.groups import Groups
 

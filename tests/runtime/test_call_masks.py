@@ -12,12 +12,12 @@ from mesh_attention import Mask, Problem
 from mesh_attention.kernels import RowRange
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.visibility import dense_mask
-from mesh_attention.plan.layout import Layout, LayoutKind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.passes.choose_calls import whole_call
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attention
-from mesh_attention.plan.runs import Run
-from mesh_attention.runtime.call_masks import _runs, masks_of, row_range
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.runs import Run
+from mesh_attention.runtime.execute.call_masks import _runs, masks_of, row_range
 from support.cases import Case
 from support.targets import SLOW_AND_ANY_MASK, with_calls
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mesh_attention import Problem, make_plan
-from mesh_attention.plan.program import Attention
-from mesh_attention.plan.workspace import workspace_map
-from mesh_attention.runtime.compute import _forward
-from mesh_attention.runtime.streams import ComputeStreams, must_follow
+from mesh_attention.plan.language.program import Attention
+from mesh_attention.plan.language.workspace import workspace_map
+from mesh_attention.runtime.device.streams import ComputeStreams, must_follow
+from mesh_attention.runtime.execute.compute import _forward
 
 
 class Noted:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from mesh_attention import MeshAttentionError, Problem, make_plan
-from mesh_attention.plan.plan import Direction
-from mesh_attention.runtime import prepared_call
-from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.plan_on_rank import PlanOnRank
-from mesh_attention.runtime.prepared_call import CallOptions, CapturedCall, PreparedCall
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session import prepared_call
+from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.prepared_call import CallOptions, CapturedCall, PreparedCall
+from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport import shared_memory
-from mesh_attention.runtime.transports import Transports
-from mesh_attention.runtime.workspace import Workspace
 
 CPU = torch.device("cpu")
 GROUPS: Any = SimpleNamespace(

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.kernels import Block
-from mesh_attention.plan.buffers import Buffer, Kind, Role
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Free, Merge, Operation
-from mesh_attention.runtime.binding import Views
-from mesh_attention.runtime.compute import ComputeOperations, Work
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Free, Merge, Operation
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.binding import Views
+from mesh_attention.runtime.execute.compute import ComputeOperations, Work
+from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
-from mesh_attention.runtime.workspace import Workspace
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 

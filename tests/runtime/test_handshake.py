@@ -12,9 +12,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime import handshake
-from mesh_attention.runtime.handshake import DisagreementError, Handshake, verdict_on
-from mesh_attention.runtime.plan_on_rank import AS_MADE
+from mesh_attention.plan.read.agreement import AS_MADE
+from mesh_attention.runtime.agreement import handshake
+from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake, verdict_on
 
 RANKS = (3, 5, 8)  # global ranks: a group need not begin at 0
 LONG = timedelta(seconds=30)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention import MeshAttentionError, Problem, make_plan
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.testing import run_local
 
 PROBLEM = Problem(16, 2, 8, element_bytes=4)

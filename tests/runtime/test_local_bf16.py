@@ -32,8 +32,8 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.testing import run_local
 from support.bf16 import TENSORS, Errors
 from support.cases import Case

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mesh_attention import Mask, Plan, count
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.testing import LocalResult, run_local
 from support.cases import Case, random_case, tiles
 from support.listed import stretches_for

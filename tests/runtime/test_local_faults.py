@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Plan, verify
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import AllGather, Attend, AttendBackward, Communication
-from mesh_attention.runtime.binding import Views
-from mesh_attention.runtime.compute import ComputeOperations, Work
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward, Communication
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.execute.binding import Views
+from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.kernels import MaskKind, Request, choose
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import AttendBackward
 from mesh_attention.testing import run_local
 from support.cases import Case
 

@@ -8,7 +8,7 @@ import pytest
 
 from mesh_attention import Problem, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.runtime.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
 
 PLAN = make_plan(Problem(64, 4, 8), 4, method="mesh")
 

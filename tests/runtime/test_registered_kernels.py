@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Plan, register_kernel
-from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.kernels import (
     BackwardInputs,
     BackwardNeeds,
@@ -27,12 +26,13 @@ from mesh_attention.kernels import (
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.visibility import dense_mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import AttendBackward
-from mesh_attention.runtime.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AttendBackward
+from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
-from mesh_attention.runtime.workspace import Workspace
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.reference import NAMES, attention, errors, tolerance

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mesh_attention import MeshAttentionError
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import Layout, LayoutKind
-from mesh_attention.sharded_batch import _refuse_local_length
-from mesh_attention.whole_batch import WholeBatch
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.train.sharded_batch import _refuse_local_length
+from mesh_attention.train.whole_batch import WholeBatch
 
 IDS = torch.arange(6).reshape(1, 6)
 

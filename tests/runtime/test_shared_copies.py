@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.build.reduce import Combine
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import Case, random_case
 from support.reference import attention, errors, tolerance

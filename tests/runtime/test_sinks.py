@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.runtime.sinks import add_sinks, gradient_of_sinks
+from mesh_attention.runtime.execute.sinks import add_sinks, gradient_of_sinks
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.sink_reference import NAMES, attention_with_sinks, distances

@@ -16,12 +16,10 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.passes.place import placed
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.dependencies import dependencies
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
     Attention,
@@ -31,9 +29,11 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.workspace import WorkspaceMap, workspace_map
-from mesh_attention.runtime.accumulate import Stretch, coverage
-from mesh_attention.runtime.streams import must_follow
+from mesh_attention.plan.language.workspace import WorkspaceMap, workspace_map
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.passes.place import placed
+from mesh_attention.runtime.device.streams import must_follow
+from mesh_attention.runtime.execute.accumulate import Stretch, coverage
 from support.cases import Case
 from support.targets import SLOW_AND_ANY_MASK, with_calls
 

@@ -14,10 +14,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllToAll, SendRecv, Task
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AllToAll, SendRecv, Task
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.transport import symmetric_memory
 from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport, _Ready

@@ -7,10 +7,9 @@ from itertools import product
 import pytest
 
 from mesh_attention import Mask, Plan
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Pass
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.plan import Pass
+from mesh_attention.plan.language.program import (
     AllGather,
     Communication,
     Move,
@@ -20,7 +19,8 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.traffic import TrafficMeter
+from mesh_attention.plan.language.traffic import TrafficMeter
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.runtime.transport.transfers import Transfers, transfers
 from support.cases import Case
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mesh_attention.runtime import watch
-from mesh_attention.runtime.identity import AgreedKind, Identity
-from mesh_attention.runtime.watch import Watch
+from mesh_attention.runtime.agreement import watch
+from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
+from mesh_attention.runtime.agreement.watch import Watch
 
 LIMIT = timedelta(seconds=60)
 SOON = 5.0

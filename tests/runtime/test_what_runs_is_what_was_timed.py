@@ -17,15 +17,15 @@ from torch import Tensor
 from mesh_attention import Mask, count, register_kernel, unregister_kernel, verify
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.compute_cost import ComputeCosts
-from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates
-from mesh_attention.cost.machine.target import Target, parse_target
 from mesh_attention.kernels import BackwardInputs, Block, kind_of
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
+from mesh_attention.machine.target import Target, parse_target
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attention, Free, Operation
+from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attention, Free, Operation
-from mesh_attention.plan.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.reference import NAMES, attention, errors, tolerance

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Plan, Problem, make_plan
-from mesh_attention.plan.assignment import factorisations
-from mesh_attention.plan.build.reduce import Combine
-from mesh_attention.plan.build.tile_tasks import Scheduler
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.plan.methods.parts.assignment import factorisations
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
+from mesh_attention.plan.problem.layout import LayoutKind
 from support.listed import stretches_for
 
 __all__ = ["HEADS", "Case", "cuts", "random_case", "tiles"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Plan, count, verify
-from mesh_attention.plan.text import parse_plan, plan_text
+from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 
 __all__ = ["DenseCall", "check", "drawn_call"]

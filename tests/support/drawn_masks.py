@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask
-from mesh_attention.plan.mask_slices import SliceKind
+from mesh_attention.plan.problem.mask_slices import SliceKind
 from support.reference import visible
 
 __all__ = ["DrawnMask", "drawn_mask", "drawn_starts", "drawn_within"]

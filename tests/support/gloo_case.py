@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention import ContextParallel, Plan, count
-from mesh_attention.plan.question import Question
+from mesh_attention.plan.methods.question import Question
 from support.cases import Case
 from support.reference import NAMES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from mesh_attention.plan.layout import LayoutKind, Stretches
+from mesh_attention.plan.problem.layout import LayoutKind, Stretches
 
 __all__ = ["RULES", "stretches_for"]
 

@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from mesh_attention.choose.auto import find_best
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.report.facts import ReportFacts, report_facts
 
 HOSTILE = '</script><script>alert(1)</script><img src=http://x.example/i onerror=alert(2)>&"'
@@ -18,7 +18,7 @@ RANKS = 4
 
 
 def write_cluster(path: Path) -> Path:
-    known = (files("mesh_attention.cost.machine") / "clusters" / "hgx-h100.toml").read_text()
+    known = (files("mesh_attention.machine") / "clusters" / "hgx-h100.toml").read_text()
     text = known.replace('name = "hgx-h100"', f"name = '''{HOSTILE}'''")
     text = text.replace('name = "H100 SXM"', f"name = '''{HOSTILE}'''")
     text = text.replace("ranks = 8 ", "ranks = 2 ").replace("nics = 8 ", "nics = 2 ")

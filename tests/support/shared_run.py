@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from mesh_attention import testing
-from mesh_attention.plan.buffers import Precision
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Communication
-from mesh_attention.runtime.compute import Scores
-from mesh_attention.runtime.executor import CallShape
-from mesh_attention.runtime.prepare import make_executor
+from mesh_attention.plan.language.buffers import Precision
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Communication
+from mesh_attention.runtime.execute.compute import Scores
+from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
 from mesh_attention.runtime.transport.interface import Start, View
 from mesh_attention.runtime.transport.regions import Owner

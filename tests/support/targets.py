@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mesh_attention.cost.machine.kernel_facts import KINDS, UNKNOWN, library_facts
-from mesh_attention.cost.machine.load import load_cluster
-from mesh_attention.cost.machine.rates import USUAL
-from mesh_attention.cost.machine.target import Target
+from mesh_attention.machine.kernel_facts import KINDS, UNKNOWN, library_facts
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.machine.rates import USUAL
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attention, Operation, Program
 
 __all__ = ["SLOW_AND_ANY_MASK", "target_with", "with_calls"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import ContextParallel, MeshAttentionError
-from mesh_attention.sharded_batch import ShardedBatch
+from mesh_attention.train.sharded_batch import ShardedBatch
 from support.tiny_gpt import WholeCase, make_model, one_process
 
 __all__ = [

@@ -59,8 +59,8 @@ def serve(address: str, store_port: int, *modules: str) -> None:
     import torch._dynamo  # gradients and checkpoints import it, for seconds
     import torch.distributed.device_mesh
 
-    import mesh_attention.context_parallel
-    import mesh_attention.functional
+    import mesh_attention.api.context_parallel
+    import mesh_attention.api.functional
     import mesh_attention.testing  # noqa: F401
 
     for name in modules:

@@ -14,16 +14,16 @@ from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice, find_default
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, with_node
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import ask_on
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import number
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import a_cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.question import BOTH, Question
+from mesh_attention.plan.methods.question import ask as ask_method
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question
-from mesh_attention.plan.question import ask as ask_method
+from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.problem import Problem
 
 
 def ask(

@@ -22,19 +22,19 @@ from mesh_attention.choose.search import (
 )
 from mesh_attention.choose.shapes import default_layout, shows_little
 from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.cost.planning import PLACES, ask_on
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import choice, number
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import a_cluster
+from mesh_attention.plan.language.plan import Direction, Plan, a_direction
 from mesh_attention.plan.methods.options import methods_with
+from mesh_attention.plan.methods.question import BOTH, Question, joined
 from mesh_attention.plan.methods.table import METHODS, all_options
-from mesh_attention.plan.plan import Direction, Plan, a_direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import BOTH, Question, joined
+from mesh_attention.plan.problem.arguments import choice, number
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.problem import Problem
 
 Progress = Callable[[int, int], None]
 

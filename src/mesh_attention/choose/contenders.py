@@ -16,12 +16,12 @@ from mesh_attention.choose.effort import SEARCH
 from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
 from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import a_cluster
 from mesh_attention.errors import PlanError
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import a_cluster
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.options import methods_with
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.problem import Problem
 
 _OF_METHOD = 3  # settings, beside the best that is not cut
 _EFFORT = SEARCH._replace(shapes=6, simulated_operations=300_000)  # of each method

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mesh_attention.choose.shapes import Shape
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction
 
 _NAMES = ("chunks", "head_slices")
 _Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.choose.document_costs import Cost, LayerCosts
-from mesh_attention.cost.machine.rates import Rates, usual_rates
-from mesh_attention.plan.assignment import best_tile
-from mesh_attention.plan.balance import balanced_stretches
-from mesh_attention.plan.build.exchanged_rows import can_relayout
-from mesh_attention.plan.build.seen_rows import num_stretches
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches
-from mesh_attention.plan.methods.seen import most_stretches
+from mesh_attention.machine.rates import Rates, usual_rates
+from mesh_attention.plan.methods.needed_rows import most_stretches
+from mesh_attention.plan.methods.parts.assignment import best_tile
+from mesh_attention.plan.methods.parts.exchanged_rows import can_relayout
+from mesh_attention.plan.methods.parts.needed_rows import num_stretches
+from mesh_attention.plan.methods.question import Question, ask
 from mesh_attention.plan.methods.table import HEADS_FIRST
 from mesh_attention.plan.methods.table import SEEN_ROWS as SEEN
 from mesh_attention.plan.methods.table import TILES as MESH
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask
+from mesh_attention.plan.problem.balance import balanced_stretches
+from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
+from mesh_attention.plan.problem.problem import Problem
 
 Starts = tuple[int, ...]
 

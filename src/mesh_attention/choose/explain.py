@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from mesh_attention.choose.search import Scored
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import USUAL
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem.arguments import bytes_text
 
 TIE = 0.03
 TIE_TEXT = f"within {TIE:.0%}, which the model cannot tell apart".replace("%", " %")

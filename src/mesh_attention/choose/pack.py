@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 from mesh_attention.choose.documents import Way, choose_ways
-from mesh_attention.cost.machine.rates import Rates, usual_rates
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.arguments import number
-from mesh_attention.plan.layout import Layout, LayoutKind, Stretches, contiguous_shards
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question
+from mesh_attention.machine.rates import Rates, usual_rates
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches, contiguous_shards
+from mesh_attention.plan.problem.problem import Problem
 
 Starts = tuple[int, ...]
 

@@ -14,15 +14,15 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.files import read_text, replacing
-from mesh_attention.plan.agreement import question_digest
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask, joined
-from mesh_attention.plan.text import HEADER, parse_plan, program_lines
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.text import HEADER, parse_plan, program_lines
+from mesh_attention.plan.methods.question import Question, ask, joined
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.agreement import question_digest
 
 FORMAT = "mesh-attention choice 1"
 _MOST_BYTES = 1 << 30  # a plan's own text is taken too

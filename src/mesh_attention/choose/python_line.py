@@ -10,9 +10,9 @@ from typing import Any
 from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.plan_file import short_digest
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import ask
+from mesh_attention.plan.methods.question import ask
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 PLAN_FILE = "plan.json"
 

@@ -12,15 +12,15 @@ from mesh_attention.choose.effort import GLANCE, SEARCH
 from mesh_attention.choose.explain import explain, is_tie, seconds_of
 from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
 from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Communication
+from mesh_attention.plan.language.traffic import TrafficMeter, far_bytes, traffic_of
 from mesh_attention.plan.methods.table import METHODS, USUAL
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Communication
-from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.traffic import TrafficMeter, far_bytes, traffic_of
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 Passes = dict[Direction, Scored]
 

@@ -27,16 +27,16 @@ from mesh_attention.choose.shapes import (
     shows_little,
 )
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES, plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.problem import Problem
 
 Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.planning import PLACES
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.build.seen_rows import seen_keys, seen_queries
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.methods.seen import usual_layout
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.needed_rows import usual_layout
+from mesh_attention.plan.methods.parts.assignment import Tile
+from mesh_attention.plan.methods.parts.needed_rows import seen_keys, seen_queries
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.runs import Run, visible_pairs
-from mesh_attention.plan.tile_work import pairs_of_tiles
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)

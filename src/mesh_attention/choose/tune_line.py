@@ -7,8 +7,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 _ONE_NODE = 8
 

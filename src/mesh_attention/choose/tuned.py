@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.tune_line import options_text, tune_line
-from mesh_attention.cost.machine.rates import Costs
 from mesh_attention.cost.planning import tokens_stay
 from mesh_attention.errors import PlanError
 from mesh_attention.files import FileError, read_text, replacing
-from mesh_attention.plan.arguments import number, real
-from mesh_attention.plan.draw.summary import problem_text
-from mesh_attention.plan.mask import Mask
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.options import methods_with
+from mesh_attention.plan.methods.question import Question, ask_passes
 from mesh_attention.plan.methods.table import METHODS, all_options
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask_passes
+from mesh_attention.plan.problem.arguments import number, real
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem, problem_text
 
 VERSION = 1
 _MOST_BYTES = 1 << 26

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 
 from mesh_attention.choose.search import Scored
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 # Of a corrected prediction: better than that is not hoped for.
 HOPE_OF_SETTING = 0.9  # where the method was measured in this pass

@@ -32,13 +32,13 @@ from mesh_attention.cost.detect_cluster import (
     gpu_of_driver,
     nic_gbits,
 )
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import cluster_names, load_cluster
 from mesh_attention.files import check_writable
-from mesh_attention.plan.bounds import least_bytes
-from mesh_attention.plan.draw.summary import bytes_text, problem_text
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names, load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.problem import Problem, problem_text
+from mesh_attention.plan.read.bounds import least_bytes
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from typing import Any
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.demo_ranks import CASES, NUM_RANKS, Outcome, run_cases
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cost.gantt import draw_gantt
-from mesh_attention.cost.machine.load import load_cluster
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
-from mesh_attention.demo import CASES, NUM_RANKS, Outcome, run_cases
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
-from mesh_attention.plan.assignment import Tile
+from mesh_attention.machine.load import load_cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.table import TILES
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page

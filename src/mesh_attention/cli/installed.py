@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from mesh_attention.cost.machine.kernel_facts import library_facts
 from mesh_attention.cost.timeline import Timeline
+from mesh_attention.machine.kernel_facts import library_facts
 
 
 def missing_kernels(timelines: Iterable[Timeline | None]) -> list[str]:

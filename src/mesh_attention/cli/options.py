@@ -28,12 +28,12 @@ from mesh_attention.cli.values import (
     starts,
     window,
 )
-from mesh_attention.plan.build.setting import Option
-from mesh_attention.plan.mask import Mask
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.parts.setting import Option
+from mesh_attention.plan.methods.question import Question
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 DEFAULT_RANKS = 16
 DEFAULT_SIZES = {"q_tokens": 65536, "num_heads": 32, "head_dim": 128}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from mesh_attention.plan.schedule.tasks import Schedule
+from mesh_attention.plan.language.tasks import Schedule
 
 Progress = Callable[[int, int], None]
 _PATIENCE_SECONDS = 1.0

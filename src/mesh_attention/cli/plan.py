@@ -15,12 +15,16 @@ from mesh_attention.cli.targets import TARGET_FLAG, compiled
 from mesh_attention.cli.values import count as count_of
 from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
-from mesh_attention.plan.count import count
-from mesh_attention.plan.draw.schedule import ScheduleComparison, compare_schedulers, draw_steps
-from mesh_attention.plan.draw.summary import draw_summary
-from mesh_attention.plan.draw.work import balance
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.text import digest, plan_lines, program_lines
+from mesh_attention.plan.language.computed_pairs import balance
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.text import digest, plan_lines, program_lines
+from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.draw.schedule import (
+    ScheduleComparison,
+    compare_schedulers,
+    draw_steps,
+)
+from mesh_attention.plan.read.draw.summary import draw_summary
 
 Comparisons = dict[Direction, ScheduleComparison]
 

@@ -10,8 +10,8 @@ from typing import Any
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.output import progress, show
 from mesh_attention.cli.values import one_of, size
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.files import check_writable, replacing
+from mesh_attention.machine.cluster import Cluster
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

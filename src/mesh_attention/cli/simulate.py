@@ -24,17 +24,18 @@ from mesh_attention.cli.options import (
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cost.gantt import check_gantt, draw_gantt
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import cluster_names, load_cluster
 from mesh_attention.cost.planning import setting_of
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.trace import trace_of
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.files import replacing
-from mesh_attention.plan.draw.summary import bytes_text, problem_text
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names, load_cluster
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import AUTO
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.problem import problem_text
 
 DEFAULT_CLUSTER = "hgx-h100"
 TRACE_RANKS, GANTT_RANKS = 16, 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesh_attention.cli.command import Flag, UsageError
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import cluster_names, load_cluster
 from mesh_attention.cost.target import target_on
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names, load_cluster
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.plan import Plan
 
 TARGET_FLAG = Flag(
     "--target",

@@ -14,10 +14,10 @@ from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_question_flags
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of, size
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import cluster_names
-from mesh_attention.plan.draw.summary import problem_text
-from mesh_attention.plan.plan import Direction
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.problem import problem_text
 
 if TYPE_CHECKING:
     from mesh_attention.measure.tune import TuningOutcome
@@ -27,8 +27,8 @@ USUAL_MEASUREMENTS = 10
 
 def run(args: argparse.Namespace) -> int:
     # Here, since this is a command of ranks: the others need no torch.
+    from mesh_attention.api.auto import cluster_here
     from mesh_attention.cli.on_ranks import on_ranks
-    from mesh_attention.context_auto import cluster_here
     from mesh_attention.measure.ranks import MeasureError, Ranks
     from mesh_attention.measure.tune import tune_ranks
 

@@ -12,9 +12,9 @@ from mesh_attention.cli.options import add_plan_flags, directions_of, given, pla
 from mesh_attention.cli.output import progress, show
 from mesh_attention.errors import PlanTextError
 from mesh_attention.files import read_text
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.text import HEADER, digest, parse_plan
-from mesh_attention.plan.verify import Finding, verify
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.text import HEADER, digest, parse_plan
+from mesh_attention.plan.read.verify import Finding, verify
 
 MOST_BYTES = 1 << 30  # the text of a mesh of 1,024 ranks has 40 MB
 

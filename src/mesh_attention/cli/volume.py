@@ -12,11 +12,11 @@ from typing import Any
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.plan.compare import Compared, compare
-from mesh_attention.plan.count import PassCount, count
-from mesh_attention.plan.draw.summary import bytes_text
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.read.compare import Compared, compare
+from mesh_attention.plan.read.count import PassCount, count
 
 
 def run(args: argparse.Namespace) -> int:

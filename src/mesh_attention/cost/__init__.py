@@ -4,11 +4,11 @@ Nothing here imports torch. `machine/` knows no plan; what is here stands on pla
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mesh_attention.cost.machine.cluster import Cluster
-    from mesh_attention.cost.machine.load import cluster_names, load_cluster
     from mesh_attention.cost.simulator import simulate
     from mesh_attention.cost.timeline import Timeline
     from mesh_attention.cost.waits import Overlap
+    from mesh_attention.machine.cluster import Cluster
+    from mesh_attention.machine.load import cluster_names, load_cluster
 
 __all__ = ["Cluster", "Overlap", "Timeline", "cluster_names", "load_cluster", "simulate"]
 

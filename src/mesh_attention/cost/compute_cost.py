@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.cost.machine.call_time import (
+from mesh_attention.cost.timed_call import TimedCall, joined
+from mesh_attention.machine.call_time import (
     CallSize,
     filled_rounds,
     late_pairs,
@@ -12,13 +13,11 @@ from mesh_attention.cost.machine.call_time import (
     memory_seconds,
     num_tiles,
 )
-from mesh_attention.cost.machine.kernel_facts import PassRates
-from mesh_attention.cost.machine.target import Target
-from mesh_attention.cost.timed_call import TimedCall, joined
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import (
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
     Attention,
@@ -28,6 +27,7 @@ from mesh_attention.plan.program import (
     Merge,
     Operation,
 )
+from mesh_attention.plan.passes.seconds import CallSeconds
 
 _ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
 

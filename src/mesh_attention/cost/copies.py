@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.waits import Overlap, transfers_at_once
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import SendRecv
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import SendRecv
 
 
 def ranks_to_simulate(plan: Plan, one: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import load_cluster
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import load_cluster
 
 NEAREST = "hgx-h100"  # for what is not known
 # A word in the name of a GPU, the cluster of such GPUs, and a word in the names of just those; the

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.places import Places
 from mesh_attention.cost.target import Compiled, compiled_on
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.build.seen_rows import pairs_of_ranks
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Collective, Free, SendRecv
-from mesh_attention.plan.traffic import TrafficMeter
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Collective, Free, SendRecv
+from mesh_attention.plan.language.traffic import TrafficMeter
+from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
 
 _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 

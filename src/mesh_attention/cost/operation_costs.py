@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mesh_attention.cost.compute_cost import ComputeCosts
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.timed_call import TimedCall
-from mesh_attention.plan.buffers import Buffer, Piece
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Attention, CallKind, Collective, Free, Operation
+from mesh_attention.plan.language.traffic import Flows, TrafficMeter
 from mesh_attention.plan.passes.alike import Alike
 from mesh_attention.plan.passes.seconds import CallSeconds
 from mesh_attention.plan.passes.transfers import TransferCosts
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Attention, CallKind, Collective, Free, Operation
-from mesh_attention.plan.traffic import Flows, TrafficMeter
+from mesh_attention.plan.problem.problem import Problem
 
 
 class OperationCosts(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.operation_costs import ClusterCosts
 from mesh_attention.cost.target import Compiled
+from mesh_attention.machine.cluster import Cluster
 
 
 class Places:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import ClusterError, a_cluster
-from mesh_attention.cost.machine.rates import costs_of
-from mesh_attention.plan.arguments import number
-from mesh_attention.plan.layout import LayoutKind
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.question import Question, ask
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import ClusterError, a_cluster
+from mesh_attention.machine.rates import costs_of
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.methods.question import Question, ask
+from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.problem import Problem
 
 
 def plan_on(

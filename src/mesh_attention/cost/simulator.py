@@ -18,8 +18,6 @@ from pathlib import Path
 from mesh_attention.cost.clock import Activity, Capacity, Clock
 from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.copies import ranks_to_simulate
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import ClusterError, a_cluster
 from mesh_attention.cost.operation_costs import (
     ClusterCosts,
     OperationCosts,
@@ -29,11 +27,13 @@ from mesh_attention.cost.state import Capacities, RankState, Transfer
 from mesh_attention.cost.target import compiled_on
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap, Waits, WaitsOfOps, transfers_at_once
-from mesh_attention.plan.arguments import choice
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import ClusterError, a_cluster
+from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.language.program import Collective, SendRecv
+from mesh_attention.plan.language.traffic import far_bytes, traffic_of
 from mesh_attention.plan.passes.alike import Alike
-from mesh_attention.plan.plan import Direction, Pass, Plan, a_plan
-from mesh_attention.plan.program import Collective, SendRecv
-from mesh_attention.plan.traffic import far_bytes, traffic_of
+from mesh_attention.plan.problem.arguments import choice
 
 
 def simulate(

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import chain
 
 from mesh_attention.cost.clock import Activity, Capacity
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.cost.timeline import RankTimes
 from mesh_attention.cost.waits import WaitsOfOps
-from mesh_attention.plan.program import Communication, Operation
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.program import Communication, Operation
 
 
 class Transfer:

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.kernel_facts import KINDS, PassRates
-from mesh_attention.cost.machine.load import a_cluster
-from mesh_attention.cost.machine.tables import ClusterError
-from mesh_attention.cost.machine.target import Target
-from mesh_attention.plan.layout import LayoutKind
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.kernel_facts import KINDS, PassRates
+from mesh_attention.machine.load import a_cluster
+from mesh_attention.machine.tables import ClusterError
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.passes.compile import PassCompiler
 from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.plan import Direction, Pass, Plan
+from mesh_attention.plan.problem.layout import LayoutKind
 
 
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:

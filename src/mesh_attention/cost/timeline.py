@@ -12,14 +12,14 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.target import Target
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.buffers import Role
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.program import Communication, Free
-from mesh_attention.plan.runs import Run, visible_pairs
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Communication, Free
+from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 
 class Stream(StrEnum):

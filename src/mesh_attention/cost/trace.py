@@ -12,8 +12,8 @@ from typing import Any
 
 from mesh_attention.cost.timeline import Event, Stream, Timeline, some_timelines
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.program import Communication, Free, Operation
-from mesh_attention.plan.traffic import TrafficMeter
+from mesh_attention.plan.language.program import Communication, Free, Operation
+from mesh_attention.plan.language.traffic import TrafficMeter
 
 # Times are rounded to 1/1024 us, which binary floats hold exactly: sums of durations are exact too.
 _TICKS = 1024

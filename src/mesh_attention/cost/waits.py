@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.plan.dependencies import dependencies
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.dependencies import dependencies
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Communication, Free, Program
+from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.plan.passes.alike import Alike
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Communication, Free, Program
-from mesh_attention.plan.schedule.tasks import Schedule
-from mesh_attention.plan.workspace import workspace_map
 
 WaitsOfOps = tuple[tuple[int, ...], ...]
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.masks import LayerMask, layer_mask
-from mesh_attention.runtime.documents import Documents
+from mesh_attention.runtime.session.documents import Documents
 
 NAME = "mesh_attention"
 

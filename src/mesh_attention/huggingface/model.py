@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from mesh_attention.api.batches import Batches
+from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.choose.pack import Packer
-from mesh_attention.context_batches import Batches
-from mesh_attention.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.sharded_batch import IGNORE_INDEX
+from mesh_attention.train.sharded_batch import IGNORE_INDEX
 
 
 class CountedStream(IterableDataset[Any]):

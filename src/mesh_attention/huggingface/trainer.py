@@ -26,7 +26,7 @@ from mesh_attention.huggingface.repeated_samples import (
     note_remainder,
     without_repeated,
 )
-from mesh_attention.sharded_batch import ShardedBatch
+from mesh_attention.train.sharded_batch import ShardedBatch
 
 
 class ContextParallelTrainer(Trainer):

@@ -22,15 +22,17 @@ from mesh_attention.kernels.registry import (
     Choice,
     KernelNameError,
     KernelRefusedError,
+    RowChoice,
     UnknownKernelError,
     choose,
+    choose_rows,
     kernel_names,
     register,
     table_version,
     unregister,
 )
 from mesh_attention.kernels.results import KernelResultError
-from mesh_attention.kernels.rows import RowChoice, RowKernels, choose_rows
+from mesh_attention.kernels.rows import RowKernels
 
 __all__ = [
     "BackwardInputs",

@@ -26,7 +26,7 @@ from mesh_attention.kernels.interface import (
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import accumulator_dtype
 from mesh_attention.kernels.visibility import BlockVisibility, Padding, Seen, cleared
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 class Blockwise:

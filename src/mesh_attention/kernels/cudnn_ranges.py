@@ -29,7 +29,7 @@ from mesh_attention.kernels.interface import (
 from mesh_attention.kernels.intervals import interval_ends
 from mesh_attention.kernels.probe import load, why_not_grouped
 from mesh_attention.kernels.written_launch import WrittenLaunch
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 _PACKAGE = "nvidia-cudnn-frontend"
 _VERSIONS = ((1, 32), (1, 33))  # from, and below

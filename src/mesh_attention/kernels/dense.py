@@ -25,7 +25,7 @@ from mesh_attention.kernels.interface import (
 )
 from mesh_attention.kernels.rows import accumulator_dtype, delta
 from mesh_attention.kernels.visibility import check_mask
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 class DenseKernel(ABC):

@@ -12,12 +12,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mesh_attention.cost.machine.call_time import sms_left
 from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, Request
 from mesh_attention.kernels.probe import PackageFunction, load, why_not_on_cuda
+from mesh_attention.machine.call_time import sms_left
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
-from mesh_attention.plan.plan import Direction
 
 # Parameters of early releases of 3 that had no default and that dense attention leaves unset.
 _MAY_BE_NONE = frozenset(

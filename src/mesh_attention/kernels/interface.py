@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 @dataclass(frozen=True)

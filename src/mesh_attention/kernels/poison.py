@@ -22,7 +22,12 @@ def poison_kernel() -> Poison:
         from mesh_attention.kernels.fused.poison import poison_by_one_kernel
     except ImportError:
         return poison_by_torch
-    return poison_by_one_kernel
+
+    def poison(pair: Tensor, status: Tensor, place: int, results: tuple[Tensor, ...]) -> None:
+        if not poison_by_one_kernel(pair, status, place, results):
+            poison_by_torch(pair, status, place, results)
+
+    return poison
 
 
 def poison_by_torch(pair: Tensor, status: Tensor, place: int, results: tuple[Tensor, ...]) -> None:

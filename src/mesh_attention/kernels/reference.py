@@ -19,7 +19,7 @@ from mesh_attention.kernels.interface import (
 from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.visibility import Padding, cleared, dense_mask
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 class Reference:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mesh_attention.cost.machine.kernel_facts import facts_fault
+import torch
+
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import BackwardNeeds, Kernel, MaskKind, Request
+from mesh_attention.kernels.probe import load
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
 from mesh_attention.kernels.triton_ranges import TritonRanges
-from mesh_attention.plan.plan import Direction
+from mesh_attention.machine.kernel_facts import facts_fault
+from mesh_attention.plan.language.plan import Direction
 
 _KERNELS: list[Kernel] = [
     FlashAttn4(),
@@ -209,3 +213,28 @@ def _index(name: str) -> int:
             f"no kernel is named {name!r}. Valid names are: {', '.join(names)}"
         )
     return names.index(name)
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    rows: RowKernels
+    reasons: tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
+
+
+def choose_rows(device_type: str, dtype: torch.dtype) -> RowChoice:
+    why_not = _why_not_fused(device_type, dtype)
+    if why_not is None:
+        # Imported here: it needs Triton, which comes with CUDA builds of PyTorch only.
+        from mesh_attention.kernels.fused.rows import FusedRows
+
+        return RowChoice(FusedRows(), (("fused", "chosen"),))
+    return RowChoice(RowKernels(), (("fused", why_not), ("plain", "chosen")))
+
+
+def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:
+    if device_type != "cuda":
+        return f"runs on cuda, not on {device_type}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes float32, bfloat16 and float16, not {dtype}"
+    found = load("triton", "jit")
+    return found if isinstance(found, str) else None

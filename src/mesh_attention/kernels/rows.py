@@ -1,8 +1,7 @@
 """Work on rows between the attention calls: merging, adding, rescaling, and what backward needs.
 
 `RowKernels` does it in plain PyTorch, on any device, dtype and shape, and is the truth;
-`fused.rows.FusedRows` has one Triton kernel for each, on CUDA. The choice is made once and can say
-why.
+`fused.rows.FusedRows` has one Triton kernel for each, on CUDA. `registry.choose_rows` chooses.
 
 Partial results are joined by their log-sum-exp (algorithm.md, section 4). One is a weighted mean of
 values (`out`) and the logarithm of its total weight (`lse`); a row that has seen no key has
@@ -13,12 +12,9 @@ differences of 1e4 and -inf on either side give no NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from mesh_attention.kernels.probe import load
 
 # exp(score - this) is zero for every score, and unlike inf it cannot meet another infinity.
 UNSEEN_LSE = 1e30
@@ -138,28 +134,3 @@ class RowKernels:
 def _per_row(x_BHS: Tensor) -> Tensor:
     """(B, S, H, 1), to broadcast over an output."""
     return x_BHS.transpose(1, 2).unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    rows: RowKernels
-    reasons: tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
-
-
-def choose_rows(device_type: str, dtype: torch.dtype) -> RowChoice:
-    why_not = _why_not_fused(device_type, dtype)
-    if why_not is None:
-        # Imported here: it needs Triton, which comes with CUDA builds of PyTorch only.
-        from mesh_attention.kernels.fused.rows import FusedRows
-
-        return RowChoice(FusedRows(), (("fused", "chosen"),))
-    return RowChoice(RowKernels(), (("fused", why_not), ("plain", "chosen")))
-
-
-def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:
-    if device_type != "cuda":
-        return f"runs on cuda, not on {device_type}"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes float32, bfloat16 and float16, not {dtype}"
-    found = load("triton", "jit")
-    return found if isinstance(found, str) else None

@@ -27,7 +27,7 @@ from mesh_attention.kernels.triton_launch import (
     KernelTile,
     padded,
 )
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 _LOG2_E = 1.4426950408889634
 _PLAIN, _SCALED, _CAPPED = range(3)  # as in fused/attention_tiles.py

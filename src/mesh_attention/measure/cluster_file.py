@@ -1,6 +1,6 @@
 """A cluster as the text of its file, with a comment at each number that says where it is from.
 
-The opposite of `cost/machine/load.py`: what is written here is read there as the same cluster.
+The opposite of `machine/load.py`: what is written here is read there as the same cluster.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.load import MOST_COLUMNS
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import MOST_COLUMNS
 
 Notes = Mapping[str, str | Sequence[str]]
 _LONGEST = MOST_COLUMNS // 2

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mesh_attention.cost.machine.kernel_facts import REFERENCE_HEADS, KernelRate, PassRates
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import CallKind
+from mesh_attention.machine.kernel_facts import REFERENCE_HEADS, KernelRate, PassRates
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
 
 
 @dataclass(frozen=True, slots=True)

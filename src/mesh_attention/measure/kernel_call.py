@@ -7,7 +7,7 @@ import torch
 from mesh_attention.kernels import BackwardInputs, Block, BlockMask, Kernel
 from mesh_attention.kernels.rows import delta
 from mesh_attention.measure.ranks import Work
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 
 
 class KernelCall:

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from mesh_attention.cost.machine.kernel_facts import KernelRate, KernelRates, PassRates, facts_of
 from mesh_attention.kernels import (
     BlockMask,
     Causal,
@@ -23,17 +22,18 @@ from mesh_attention.kernels import (
     MaskKind,
     Request,
 )
-from mesh_attention.kernels.registry import choose
-from mesh_attention.kernels.rows import accumulator_dtype, choose_rows
+from mesh_attention.kernels.registry import choose, choose_rows
+from mesh_attention.kernels.rows import accumulator_dtype
+from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates, facts_of
 from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, fit_terms
 from mesh_attention.measure.kernel_call import KernelCall
 from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import CallKind
-from mesh_attention.plan.runs import Run
-from mesh_attention.runtime.call_masks import row_range
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.runs import Run
+from mesh_attention.runtime.execute.call_masks import row_range
 
 MARGIN = 16  # SMs that a transfer takes, and that a kernel is asked to leave
 ASKED_AT = 0.3  # of a call: when a transfer is asked for that shows whether it can begin

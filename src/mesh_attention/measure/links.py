@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from mesh_attention.cost.machine.cluster import (
+from mesh_attention.machine.cluster import (
     CollectiveLink,
     ManyPeersLink,
     Network,

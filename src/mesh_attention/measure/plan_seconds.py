@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mesh_attention.context_parallel import ContextParallel
+from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.measure.ranks import Ranks
-from mesh_attention.plan.plan import Direction, Plan
+from mesh_attention.plan.language.plan import Direction, Plan
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 LEAST_RUNS, MOST_RUNS = 5, 30

@@ -14,11 +14,11 @@ from itertools import count
 import torch
 
 from mesh_attention.cost.detect_cluster import Machine, find_cluster, is_known_gpu
-from mesh_attention.cost.machine.cluster import Cluster, Disturbance, Gpu
-from mesh_attention.cost.machine.kernel_facts import KernelRates
-from mesh_attention.cost.machine.load import parse_cluster
-from mesh_attention.measure.beside import Lost, lost_beside
+from mesh_attention.machine.cluster import Cluster, Disturbance, Gpu
+from mesh_attention.machine.kernel_facts import KernelRates
+from mesh_attention.machine.load import parse_cluster
 from mesh_attention.measure.cluster_file import cluster_text
+from mesh_attention.measure.interference import Lost, lost_beside
 from mesh_attention.measure.kernel_rates import (
     KernelMeter,
     Sizes,
@@ -31,8 +31,8 @@ from mesh_attention.measure.kernel_rates import (
 from mesh_attention.measure.links import KIB, LinkMeter, Measured
 from mesh_attention.measure.ranks import MeasureError, Ranks
 from mesh_attention.measure.timed_transfers import done
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import CallKind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
 from mesh_attention.version import __version__
 
 Progress = Callable[[int, int], None]

@@ -30,14 +30,14 @@ from mesh_attention.choose.tuned import (
     write_entries,
 )
 from mesh_attention.choose.tuning import Pair, Tuning
-from mesh_attention.cost.machine.cluster import Cluster
-from mesh_attention.cost.machine.rates import costs_of
 from mesh_attention.files import check_writable
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.rates import costs_of
 from mesh_attention.measure.attempts import Attempts, Refusal
 from mesh_attention.measure.plan_seconds import plan_seconds
 from mesh_attention.measure.ranks import MeasureError, Ranks
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.version import __version__
 
 MEASUREMENTS = 10

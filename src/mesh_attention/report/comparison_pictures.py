@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.facts import ReportFacts
 from mesh_attention.report.picture import (
     LEGEND,

@@ -16,8 +16,8 @@ from typing import Any
 from mesh_attention.choose.explain import TIE_TEXT
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
-from mesh_attention.plan.draw.summary import bytes_text
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.report.comparison_pictures import (
     memory_picture,
     scaling_picture,

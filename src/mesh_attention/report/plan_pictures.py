@@ -6,7 +6,7 @@ from typing import Any
 
 from mesh_attention.cost.gantt import COLOURS, WAIT
 from mesh_attention.cost.timeline import Event, Stream
-from mesh_attention.plan.plan import Direction
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts
 from mesh_attention.report.picture import (
     LEGEND,

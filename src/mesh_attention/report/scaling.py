@@ -11,10 +11,10 @@ from enum import StrEnum
 
 from mesh_attention.choose.ranking import RankedMethod, glance
 from mesh_attention.choose.search import SearchQuestion
-from mesh_attention.cost.machine.cluster import Cluster
 from mesh_attention.errors import MeshAttentionError, PlanError
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.problem import Problem
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.problem import Problem
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_OPERATIONS = 60_000  # of all ranks: the next point of such a line would take seconds

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attention, Program
 from mesh_attention.plan.passes.choose_calls import CallSummary
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attention, Program
 from support.targets import target_with, with_calls
 
 

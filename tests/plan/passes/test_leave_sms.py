@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.cost.machine.call_time import rounds_of_parts
-from mesh_attention.cost.machine.cluster import Links
-from mesh_attention.cost.machine.kernel_facts import KernelRates, library_facts
-from mesh_attention.cost.machine.rates import usual_links
-from mesh_attention.cost.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.machine.call_time import rounds_of_parts
+from mesh_attention.machine.cluster import Links
+from mesh_attention.machine.kernel_facts import KernelRates, library_facts
+from mesh_attention.machine.rates import usual_links
+from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attention, Call, CallKind, Program
 from mesh_attention.plan.passes.compile import compile_pass, compile_plan
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attention, Call, CallKind, Program
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.read.verify import verify
 from mesh_attention.testing import run_local
 from support.targets import target_with
 

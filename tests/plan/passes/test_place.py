@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.buffers import Precision
+from mesh_attention.plan.language.buffers import Precision
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, AttendBackward, Merge, Program
+from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.passes.place import placed, without_copies
 from mesh_attention.plan.passes.row_sums import without_row_sums
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attend, AttendBackward, Merge, Program
-from mesh_attention.plan.verify import verify
-from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.plan.read.verify import verify
 from support.cases import Case
 from support.targets import SLOW_AND_ANY_MASK, with_calls
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
+from mesh_attention.plan.language.program import Attention, Call, CallKind, Program
 from mesh_attention.plan.passes.compile import compile_pass, compile_plan
-from mesh_attention.plan.program import Attention, Call, CallKind, Program
-from mesh_attention.plan.verify import verify
+from mesh_attention.plan.read.verify import verify
 from support.targets import target_with
 
 # It keeps transfers waiting forward, and leaves no SMs.

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mesh_attention.kernels.poison import poison_by_torch
-
 _PROGRAMS = 64
 _BLOCK = 4096
 _MOST_RESULTS = 3
@@ -20,8 +18,8 @@ _LAUNCHES: dict[tuple[Any, ...], Callable[..., None]] = {}  # by all that Triton
 
 def poison_by_one_kernel(
     pair: Tensor, status: Tensor, place: int, results: tuple[Tensor, ...]
-) -> None:
-    """What the kernel cannot take is left to PyTorch.
+) -> bool:
+    """False, and nothing done, for results that the kernel cannot take.
 
     The launch is most of what a call costs the host, so the compiled kernel is kept, and addresses
     are handed to it: Triton would look for the one and ask CUDA about each of the others.
@@ -39,22 +37,21 @@ def poison_by_one_kernel(
     key = tuple(kind)
     launch = _LAUNCHES.get(key) if len(sizes) == len(results) else None
     if launch is None:
-        _first_launch(key, pair, status, place, results)
-        return
+        return _first_launch(key, pair, status, place, results)
     launch(
         *(*addresses[:2], place, *addresses[2:], *addresses[2:3] * lacking),
         *(*sizes, *(0,) * lacking, _BLOCK),
         stream=torch._C._cuda_getCurrentRawStream(key[0]),
     )
+    return True
 
 
 def _first_launch(
     key: tuple[Any, ...], pair: Tensor, status: Tensor, place: int, results: tuple[Tensor, ...]
-) -> None:
+) -> bool:
     usable = all(x.is_contiguous() and x.dtype.is_floating_point for x in results)
     if not usable or not 0 < len(results) <= _MOST_RESULTS:
-        poison_by_torch(pair, status, place, results)
-        return
+        return False
     lacking = _MOST_RESULTS - len(results)
     tensors = (*results, *(results[0],) * lacking)
     sizes = (*(x.numel() for x in results), *(0,) * lacking)
@@ -62,6 +59,7 @@ def _first_launch(
     compiled = poison_kernel[(_PROGRAMS,)](*arguments, num_warps=4)
     if compiled is not None:  # Triton's interpreter has none
         _LAUNCHES[key] = compiled[(_PROGRAMS, 1, 1)]
+    return True
 
 
 @triton.jit(do_not_specialize=["place", "size_a", "size_b", "size_c"])

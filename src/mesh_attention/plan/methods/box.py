@@ -20,33 +20,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from mesh_attention.cost.machine.rates import Costs, usual_costs
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.build.exchange import Unit, with_exchanges
-from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.build.query_ring import QueryOrder
-from mesh_attention.plan.build.ring_order import RingOrder
-from mesh_attention.plan.build.rotate import Reach
-from mesh_attention.plan.build.setting import CutSetting
-from mesh_attention.plan.build.slices import HeadSlices, suggested_cut, suggested_ring_cut
-from mesh_attention.plan.build.tile_order import StretchOrder, TileOrder, up_to_transfers
-from mesh_attention.plan.build.tile_pass import TilePass
-from mesh_attention.plan.build.tile_plan import SharedOptions, TilePlanner, cut_of, is_cut, tile_for
-from mesh_attention.plan.build.tile_tasks import (
+from mesh_attention.machine.rates import Costs, usual_costs
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
+from mesh_attention.plan.language.program import Operation, Task
+from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.language.workspace import peak_buffer_bytes
+from mesh_attention.plan.methods.parts.exchange import Unit, with_exchanges
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.query_ring import QueryOrder
+from mesh_attention.plan.methods.parts.ring_order import RingOrder
+from mesh_attention.plan.methods.parts.rotate import Reach
+from mesh_attention.plan.methods.parts.setting import CutSetting
+from mesh_attention.plan.methods.parts.slices import HeadSlices, suggested_cut, suggested_ring_cut
+from mesh_attention.plan.methods.parts.tile_order import StretchOrder, TileOrder, up_to_transfers
+from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_plan import (
+    SharedOptions,
+    TilePlanner,
+    cut_of,
+    is_cut,
+    tile_for,
+)
+from mesh_attention.plan.methods.parts.tile_tasks import (
     CAPPED,
     Scheduler,
     fragment,
     fragment_key,
     order_tasks,
 )
-from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.mask import Mask
-from mesh_attention.plan.plan import Direction, OnDemand, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import Operation, Task
-from mesh_attention.plan.schedule.tasks import Schedule
-from mesh_attention.plan.workspace import peak_buffer_bytes
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 Directions = tuple[Direction, ...]
 Order = TileOrder | StretchOrder | RingOrder | QueryOrder

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh_attention.cost.machine.rates import Costs, usual_costs
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import best_tile, factorisations
-from mesh_attention.plan.build.head_group import chosen_degree, ulysses_degrees
-from mesh_attention.plan.build.rotate import Reach
-from mesh_attention.plan.build.setting import (
+from mesh_attention.machine.rates import Costs, usual_costs
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.box import Box, Comes, Directions, plan_box
+from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations
+from mesh_attention.plan.methods.parts.head_group import chosen_degree, ulysses_degrees
+from mesh_attention.plan.methods.parts.rotate import Reach
+from mesh_attention.plan.methods.parts.setting import (
     ChunkSetting,
     CombineSetting,
     CutSetting,
@@ -19,10 +21,8 @@ from mesh_attention.plan.build.setting import (
     TileSetting,
     option,
 )
-from mesh_attention.plan.build.tile_plan import squarest
-from mesh_attention.plan.methods.box import Box, Comes, Directions, plan_box
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.methods.parts.tile_plan import squarest
+from mesh_attention.plan.problem.problem import Problem
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
 

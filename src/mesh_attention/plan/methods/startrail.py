@@ -13,21 +13,21 @@ from enum import StrEnum
 from functools import cache
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.buffers import Buffer, Kind, Piece
-from mesh_attention.plan.build.exchange import Unit, with_exchanges
-from mesh_attention.plan.build.key_ring import KeyRing, rotating_schedule
-from mesh_attention.plan.build.reduce import Reduction, reduce_sum, stacks
-from mesh_attention.plan.build.rotate import Reach, members_per_node, ring
-from mesh_attention.plan.build.setting import CombineSetting, RotationSetting, option
-from mesh_attention.plan.build.tile_pass import Pair, TilePass
-from mesh_attention.plan.build.tile_plan import SharedOptions, TilePlanner
-from mesh_attention.plan.lower import Lowerings
-from mesh_attention.plan.plan import Direction, Pass, Plan
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import AllGather, Operation, SendRecv, Task
-from mesh_attention.plan.schedule.tasks import Schedule, Step
-from mesh_attention.plan.spans import Spans
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import AllGather, Operation, SendRecv, Task
+from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.methods.parts.assignment import Tile
+from mesh_attention.plan.methods.parts.exchange import Unit, with_exchanges
+from mesh_attention.plan.methods.parts.key_ring import KeyRing, rotating_schedule
+from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.reduce import Reduction, reduce_sum, stacks
+from mesh_attention.plan.methods.parts.rotate import Reach, members_per_node, ring
+from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
+from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
+from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.spans import Spans
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mesh_attention.plan.assignment import best_tile, factorisations, patch_widths
-from mesh_attention.plan.build.head_group import ulysses_degrees
-from mesh_attention.plan.build.setting import Option, Setting, options_of
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods import box_methods as box
-from mesh_attention.plan.methods import seen, startrail
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.problem import Problem
+from mesh_attention.plan.methods import needed_rows as seen
+from mesh_attention.plan.methods import startrail
+from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, patch_widths
+from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.setting import Option, Setting, options_of
+from mesh_attention.plan.problem.problem import Problem
 
 Settings = list[dict[str, Any]]
 Candidates = Callable[[Problem, int, int | None], Settings]

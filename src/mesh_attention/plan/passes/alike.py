@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.program import Attention, CallKind, Free, Operation, Program, reads, writes
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.program import (
+    Attention,
+    CallKind,
+    Free,
+    Operation,
+    Program,
+    reads,
+    writes,
+)
 
 
 class Alike:

@@ -6,18 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from mesh_attention.cost.machine.target import Target
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.dependencies import dependencies
-from mesh_attention.plan.passes.alike import Alike, attention_key
-from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
-from mesh_attention.plan.passes.leave_sms import leave_sms
-from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.passes.split_calls import split_calls, splits_wanted
-from mesh_attention.plan.passes.transfers import TransferCosts
-from mesh_attention.plan.plan import Pass, Plan, Programs
-from mesh_attention.plan.program import (
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.dependencies import dependencies
+from mesh_attention.plan.language.plan import Pass, Plan, Programs
+from mesh_attention.plan.language.program import (
     Attend,
     Attention,
     CallKind,
@@ -27,8 +20,15 @@ from mesh_attention.plan.program import (
     Program,
     SendRecv,
 )
-from mesh_attention.plan.traffic import Flows, TrafficMeter
-from mesh_attention.plan.workspace import workspace_map
+from mesh_attention.plan.language.traffic import Flows, TrafficMeter
+from mesh_attention.plan.language.workspace import workspace_map
+from mesh_attention.plan.passes.alike import Alike, attention_key
+from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
+from mesh_attention.plan.passes.leave_sms import leave_sms
+from mesh_attention.plan.passes.place import at_offset, placed
+from mesh_attention.plan.passes.seconds import CallSeconds
+from mesh_attention.plan.passes.split_calls import split_calls, splits_wanted
+from mesh_attention.plan.passes.transfers import TransferCosts
 
 Waits = tuple[tuple[int, ...], ...]
 

@@ -18,14 +18,21 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from mesh_attention.cost.machine.call_time import lost_by_leaving, rounds_of_parts
-from mesh_attention.cost.machine.kernel_facts import PassRates
-from mesh_attention.cost.machine.target import SMS_OF_TRANSFERS, Target
-from mesh_attention.plan.buffers import Buffer
+from mesh_attention.machine.call_time import lost_by_leaving, rounds_of_parts
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import (
+    Attention,
+    Call,
+    CallKind,
+    Communication,
+    Operation,
+    Program,
+)
 from mesh_attention.plan.passes.seconds import CallSeconds
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attention, Call, CallKind, Communication, Operation, Program
 
 _LONGER = 1.3  # than thought: a transfer begins a merge later, and is slower beside computation
 _CUT = 0.1  # rounds that a cut costs: one more call, and its merge

@@ -17,12 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from mesh_attention.cost.machine.target import Target
-from mesh_attention.plan.buffers import Buffer, Piece, Role
-from mesh_attention.plan.passes.alike import is_one_call
-from mesh_attention.plan.passes.row_sums import without_row_sums
-from mesh_attention.plan.problem import Problem
-from mesh_attention.plan.program import (
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.buffers import Buffer, Piece, Role
+from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
     Free,
@@ -33,12 +30,15 @@ from mesh_attention.plan.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.workspace import (
+from mesh_attention.plan.language.workspace import (
     WorkspaceMap,
     lifetimes,
     peak_buffer_bytes,
     workspace_map,
 )
+from mesh_attention.plan.passes.alike import is_one_call
+from mesh_attention.plan.passes.row_sums import without_row_sums
+from mesh_attention.plan.problem.problem import Problem
 
 
 def placed(program: Program, problem: Problem, target: Target) -> Program:

@@ -10,8 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from mesh_attention.plan.buffers import Piece, Role
-from mesh_attention.plan.program import AttendBackward, Free, Merge, MergeRule, Operation, Program
+from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.program import (
+    AttendBackward,
+    Free,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+)
 
 
 def without_row_sums(program: Program) -> Program:

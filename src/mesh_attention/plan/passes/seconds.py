@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.cost.machine.call_time import (
+from mesh_attention.machine.call_time import (
     CallSize,
     HeadSizes,
     kernel_seconds,
     memory_seconds,
 )
-from mesh_attention.cost.machine.kernel_facts import PassRates
-from mesh_attention.cost.machine.target import Target
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.draw.work import CallPairs
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.computed_pairs import CallPairs
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, Attention, Call
 from mesh_attention.plan.passes.alike import attention_key
-from mesh_attention.plan.plan import Direction, Plan
-from mesh_attention.plan.program import Attend, Attention, Call
 
 
 class CallSeconds:

@@ -4,7 +4,7 @@ Some attention kernels fill every multiprocessor and hold it until the call is o
 kernel that becomes ready meanwhile has to wait, and so at most one of them begins for every call.
 Where a program has more communications than attentions, full calls on such kernels are therefore
 split by queries into as many; each has rows of its own to merge, and calls take turns on two
-streams (`runtime/streams.py`), so that a split costs next to nothing.
+streams (`runtime/device/streams.py`), so that a split costs next to nothing.
 
 The backward pass is left whole: it lasts longer beside its communications, and each further call
 would add up one more dQ, or dK and dV.
@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from mesh_attention.cost.machine.target import Target
-from mesh_attention.plan.plan import Direction
-from mesh_attention.plan.program import Attend, Call, CallKind, Communication, Program
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, Call, CallKind, Communication, Program
 
 TILE_ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a call: fewer would not fill a GPU twice

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 
-from mesh_attention.cost.machine.cluster import Links
-from mesh_attention.cost.machine.transfer_time import (
+from mesh_attention.machine.cluster import Links
+from mesh_attention.machine.transfer_time import (
     GroupShape,
     all_to_all_seconds,
     flow_seconds,
     ring_seconds,
 )
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AllToAll, Collective
-from mesh_attention.plan.traffic import Flows
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import AllToAll, Collective
+from mesh_attention.plan.language.traffic import Flows
 
 
 class TransferCosts:

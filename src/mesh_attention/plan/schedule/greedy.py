@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 
-from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNode
 
 # Answers: with these tasks done, may this one be issued next?
 Permission = Callable[[Set[Task], Task], bool]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, check_schedule
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph, check_schedule
 
 
 def event_times(graph: TaskGraph, schedule: Schedule) -> dict[Task, tuple[float, float]]:

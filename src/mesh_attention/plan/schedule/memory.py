@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.draw.summary import bytes_text
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode
+from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.schedule.greedy import greedy_with_permission
-from mesh_attention.plan.schedule.tasks import Schedule, TaskGraph, TaskNode
 
 
 @dataclass(frozen=True, slots=True)

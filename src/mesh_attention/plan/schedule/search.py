@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mesh_attention.plan.program import Task
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
 from mesh_attention.plan.schedule.greedy import greedy
 from mesh_attention.plan.schedule.makespan import (
     event_makespan,
@@ -23,7 +24,6 @@ from mesh_attention.plan.schedule.makespan import (
     one_machine_bound,
     tails,
 )
-from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph
 
 _ROUNDING = 1e-9
 

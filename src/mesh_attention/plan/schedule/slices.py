@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mesh_attention.plan.program import Task
-from mesh_attention.plan.schedule.tasks import Schedule, Step, TaskGraph
+from mesh_attention.plan.language.program import Task
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
 
 __all__ = ["follow_each_other", "one_after_another", "reduced_early"]
 

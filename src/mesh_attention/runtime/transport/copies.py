@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Piece, Precision
-from mesh_attention.plan.program import Communication
+from mesh_attention.plan.language.buffers import Piece, Precision
+from mesh_attention.plan.language.program import Communication
 from mesh_attention.runtime.transport.interface import View
 from mesh_attention.runtime.transport.regions import Owner, Region
 from mesh_attention.runtime.transport.transfers import transfers

@@ -30,8 +30,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import AllGather, ReduceScatter
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import AllGather, ReduceScatter
 from mesh_attention.runtime.transport.connections import (
     OpenSocket,
     connections_since,

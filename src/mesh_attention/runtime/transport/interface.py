@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Buffer, Piece
-from mesh_attention.plan.program import Communication
-from mesh_attention.plan.traffic import Traffic
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.program import Communication
+from mesh_attention.plan.language.traffic import Traffic
+from mesh_attention.runtime.device.streams import Marks
 from mesh_attention.runtime.transport.transfers import Pieces, Transfers
 
 View = Callable[[Piece], Tensor]  # the rows of a piece, (rows, batch, heads, width)

@@ -14,9 +14,9 @@ from itertools import chain
 
 from torch import Tensor
 
-from mesh_attention.plan.buffers import Buffer
-from mesh_attention.plan.program import Communication, Program, writes
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.program import Communication, Program, writes
+from mesh_attention.runtime.device.streams import Marks
 from mesh_attention.runtime.transport.interface import Handle, Meter, Start, View
 from mesh_attention.runtime.transport.transfers import Transfers, transfers
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh_attention.plan.buffers import Piece, Precision, Role
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Communication
-from mesh_attention.plan.workspace import ALIGNMENT_BYTES, workspace_map
+from mesh_attention.plan.language.buffers import Piece, Precision, Role
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Communication
+from mesh_attention.plan.language.workspace import ALIGNMENT_BYTES, workspace_map
 from mesh_attention.runtime.transport.transfers import Transfers, transfers
 
 

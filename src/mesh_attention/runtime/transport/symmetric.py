@@ -19,9 +19,9 @@ from functools import cache, partial
 
 import torch
 
-from mesh_attention.plan.plan import Pass, Plan
-from mesh_attention.plan.program import Communication, SendRecv
-from mesh_attention.runtime.streams import Marks
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Communication, SendRecv
+from mesh_attention.runtime.device.streams import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes, Steps, steps_of
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from mesh_attention.plan.buffers import Piece
-from mesh_attention.plan.program import (
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
     Communication,

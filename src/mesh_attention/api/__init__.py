@@ -1,0 +1,1 @@
+"""What people import: `ContextParallel`, `mesh_attention` and the arguments of both."""

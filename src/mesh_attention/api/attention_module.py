@@ -1,0 +1,38 @@
+"""Attention over ranks as an `nn.Module`, for models that are put together from modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mesh_attention.api.context_parallel import ContextParallel
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.documents import Documents
+
+
+class ContextParallelAttention(nn.Module):
+    """`cp.attention` of a `ContextParallel`. It has no parameters and no state; copies of the
+    module, as `copy.deepcopy` of a layer makes them, attend on the same object."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """(batch, local_seq, heads, head_dim), as `ContextParallel.attention` has them."""
+        out = self.cp.attention(q, k, v, documents=documents)
+        assert isinstance(out, Tensor)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
+        copy = memo[id(self)] = ContextParallelAttention(self.cp)
+        return copy.train(self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MeshAttentionError(
+            "ContextParallelAttention holds a process group and cannot be pickled; save the "
+            "state_dict of the model, and make the module again where it is loaded"
+        )

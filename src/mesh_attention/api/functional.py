@@ -1,0 +1,111 @@
+"""`mesh_attention(q, k, v, ...)`: one function in the dialect of flash-attn.
+
+Plans, executors and process groups are kept by the context of the process group, the latest kinds
+of call only; `release` gives them up. For more than a single call, `ContextParallel` itself is the
+better tool: it also shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_attention.api.arguments import kept_source
+from mesh_attention.api.sizes import sizes_of, with_lengths
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.runtime.session.autograd import attention
+from mesh_attention.runtime.session.collective_call import told_to_all
+from mesh_attention.runtime.session.context import Context, context_of, process_group
+from mesh_attention.runtime.session.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.session.modes import as_under_autocast, outside_compile
+from mesh_attention.runtime.session.prepared_call import CallOptions
+from mesh_attention.runtime.session.tensor_checks import (
+    fault_of_label,
+    fault_of_sinks,
+    fault_of_tensors,
+    fault_of_unsupported,
+)
+
+
+def _found(*_: Any, group: Any = None, **__: Any) -> tuple[Context, CallOptions]:
+    return context_of(process_group(group)), CallOptions()
+
+
+@outside_compile
+@told_to_all(_found)
+def mesh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    seq_len: int | None = None,
+    kv_seq_len: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    differentiable_lse: bool = False,
+    window_size: tuple[int, int] | None = None,
+    mask: Mask | None = None,
+    layout: str | None = None,
+    return_lse: bool = False,
+    label: str | int | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
+
+    The shards lie in `layout`: by default zigzag under a mask and contiguous without one, as
+    `ContextParallel.shard` cuts them; with `relayout=True` contiguous. `seq_len` is needed only if
+    the last shard holds padding and the mask has no documents, whose end it is; otherwise it is
+    local_seq times the number of ranks. `sinks`,
+    `label`, and what takes the place of `dropout_p` and `alibi_slopes`: see
+    `ContextParallel.attention`.
+    """
+    context = context_of(process_group(group))
+    given = {
+        "seq_len": seq_len,
+        "kv_seq_len": kv_seq_len,
+        "causal": causal,
+        "mask": mask,
+        "window_size": window_size,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "differentiable_lse": differentiable_lse,
+        "layout": layout,
+        **options,
+    }
+    refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    share = context.share_of_function()
+    source, calls, spread = None, CallOptions(), Spread()
+    error: Exception | None = None
+    try:
+        if refused is not None:
+            raise refused
+        (q, k, v), sinks, spread = own_heads(context.groups.ranks, 2, sinks, q=q, k=k, v=v)
+        if spread.fault is not None:
+            raise spread.fault
+        q, k, v = as_under_autocast(q, k, v)
+        given = with_lengths(given)
+        source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
+        plan = source.first.plan
+        error = (
+            fault_of_tensors(plan, q, k, v)
+            or fault_of_sinks(plan, q, sinks)
+            or fault_of_label(label)
+        )
+    except Exception as found:  # whatever it is, the others must not wait for us
+        error = found
+    out, lse = attention(share, source, calls, (q, k, v), error, label, sinks)
+    out, lse = spread.whole(out), spread.whole(lse, 1)
+    return (out, lse) if return_lse else out
+
+
+def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Give up what `mesh_attention` keeps for a group."""
+    context_of(process_group(group)).release_function()

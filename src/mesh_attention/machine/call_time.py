@@ -1,0 +1,166 @@
+"""Seconds of one kernel call, and of a pass over memory: by a kernel's facts, on a GPU.
+
+A call lasts as long as its pairs at the rate its rows and columns allow, but no less than the host
+needs to launch it. Merging a partial result and adding gradients are passes over memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mesh_attention.machine.cluster import Gpu
+from mesh_attention.machine.kernel_facts import REFERENCE_HEADS, PassRates
+
+_FEW_ROUNDS = 2  # of a call whose last round others do not fill
+
+
+class CallSize(NamedTuple):
+    """`pairs` of queries and keys that see each other, as if there were one head."""
+
+    kind: str  # full, causal or range
+    rows: int
+    columns: int
+    pairs: int
+    heads: int
+    kv_heads: int
+
+
+class HeadSizes(NamedTuple):
+    """Of a problem, as far as the seconds of calls go."""
+
+    head_dim: int
+    v_dim: int
+    element_bytes: int
+    accumulate_bytes: int
+
+    def flops(self, size: CallSize, *, backward: bool) -> float:
+        forward = 2.0 * size.pairs * size.heads * (self.head_dim + self.v_dim)
+        return 2.5 * forward if backward else forward
+
+    def result_bytes(self, size: CallSize, fresh: tuple[bool, bool], *, backward: bool) -> int:
+        """A result is read, and its accumulator read, unless it is `fresh`, and written: out, or
+        the gradient of q, and those of k and v."""
+        once, once_kv = (
+            self.element_bytes + (1 if new else 2) * self.accumulate_bytes for new in fresh
+        )
+        if not backward:
+            return size.rows * size.heads * self.v_dim * once
+        q_side = size.rows * size.heads * self.head_dim
+        kv_side = size.columns * size.kv_heads * (self.head_dim + self.v_dim)
+        return q_side * once + kv_side * once_kv
+
+
+def kernel_seconds(
+    rates: PassRates, gpu: Gpu, size: CallSize, flops: float, *, rounds: float | None = None
+) -> float | None:
+    """Undisturbed; None where the kernel does not take such calls. `rounds`: of its tiles over the
+    SMs, where others fill the last."""
+    if rates.ranges and size.kind != "full":
+        rate, seen = rates.range, 2 * size.pairs / size.rows
+    else:
+        rate, seen = rates.rate(size.kind), size.columns
+    if rate is None:
+        return None
+    slower = 1.0 + rate.half_rows / (size.rows * size.heads / REFERENCE_HEADS)
+    slower += rate.half_columns / seen if seen else 0.0
+    if rounds is None:
+        slower *= unfilled(rates, gpu.sms, size)
+    else:
+        slower *= rounds * gpu.sms / num_tiles(rates, size)
+    seconds = gap_seconds(gpu) + flops * slower / (rate.tflops * 1e12)
+    return max(seconds, rates.launch_microseconds * 1e-6)
+
+
+def unfilled(rates: PassRates, sms: int, size: CallSize) -> float:
+    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs,
+    of which the next call fills half of the last. Of a causal square the tiles are unlike, and
+    shared out as SMs fall free: none takes less time than its largest, twice the mean."""
+    if not rates.tile_rows or not size.rows:
+        return 1.0
+    tiles = num_tiles(rates, size)
+    if size.kind == "full":
+        return filled_rounds(tiles, sms) * sms / tiles
+    return max(1.0, 2 * sms / tiles)
+
+
+def filled_rounds(tiles: int, sms: int) -> float:
+    """
+    >>> filled_rounds(264, 132), filled_rounds(198, 132), filled_rounds(462, 132)
+    (2, 2, 3.75)
+    """
+    rounds = -(-tiles // sms)
+    return rounds if rounds <= _FEW_ROUNDS else (rounds + tiles / sms) / 2
+
+
+def num_tiles(rates: PassRates, size: CallSize) -> int:
+    return -(-size.rows // (rates.tile_rows or size.rows)) * size.heads
+
+
+def lost_by_leaving(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
+    """The part of its speed that a call loses while a transfer has the SMs that it leaves; the next
+    call fills them once the transfer is over. A full call of one or two rounds lasts a round more:
+    sometimes the next call fills that round, sometimes not."""
+    lost = leave_sms / sms
+    if not rates.tile_rows or size.kind != "full" or not size.rows:
+        return lost
+    tiles = num_tiles(rates, size)
+    rounds, fewer = -(-tiles // sms), -(-tiles // (sms - leave_sms))
+    return max(lost, 1 - rounds / fewer) if rounds <= _FEW_ROUNDS else lost
+
+
+def sms_left(tiles: int, sms: int, asked: int) -> int:
+    """By a call without a mask: as many as cost it no round, and no less than asked for.
+
+    Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
+    pairs that share what they load, if a head has an even number of tiles, and two free SMs in
+    different parts of the GPU are no place for a pair: one that finds none beside a transfer begins
+    when that is over, or other pairs are, with all of its tiles to do (on an H200 5.4 ms for 3.5).
+
+    >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
+    28
+    """
+    programs = sms - asked
+    if programs < 2:
+        return asked
+    rounds = max(1, -(-tiles // programs))
+    needed = max(1, -(-tiles // rounds))
+    return sms - min(programs, needed + needed % 2)
+
+
+def late_pairs(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
+    """The part of its length by which a call lasts longer if pairs of its programs find no place
+    beside a transfer, and begin when the first that did have no tile left.
+
+    >>> fa3 = PassRates(False, True, 16, 38.0, tile_rows=128, pair_sms=24)
+    >>> calls = [CallSize("full", tiles * 128, 65536, 0, 1, 1) for tiles in (232, 231, 512, 1024)]
+    >>> [late_pairs(fa3, 132, call, 16) for call in calls]  # 512 leave 28 SMs, and 1024 leave 18
+    [1.0, 0.0, 0.0, 1.0]
+    """
+    if rates.pair_sms is None or not rates.tile_rows or size.kind != "full" or not size.rows:
+        return 0.0
+    tiles, beside = num_tiles(rates, size), sms - rates.pair_sms
+    programs = sms - sms_left(tiles, sms, leave_sms)
+    if programs <= beside or tiles // size.heads % 2:
+        return 0.0
+    each, more = divmod(tiles, programs)  # as many have one tile more
+    first, late = each + (more >= beside), each + (more > beside)
+    return (first + late) / (each + (more > 0)) - 1
+
+
+def rounds_of_parts(first: int, leaving: int, sms: int, leave_sms: int) -> int:
+    """Of tiles with the whole GPU, and of those that follow and leave SMs. They begin on the SMs
+    that have had one tile less, as far as transfers do not take those."""
+    rounds, one_more = divmod(first, sms)
+    others, others_more = divmod(leaving, sms - leave_sms)
+    soon = max(0, sms - one_more - leave_sms)
+    begin_late = one_more > 0 and others_more > soon
+    return rounds + others + (one_more + others_more > 0) + begin_late
+
+
+def gap_seconds(gpu: Gpu) -> float:
+    return gpu.gap_microseconds * 1e-6
+
+
+def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
+    """A pass over so many bytes."""
+    return gap_seconds(gpu) + num_bytes / (gpu.memory_gb_per_second * 1e9)

@@ -1,0 +1,160 @@
+"""What is known of a kernel's speed: curves over the sizes of calls, and how it shares a GPU.
+
+The facts of the library's own kernels are TOML files beside their adapters (`kernels/NAME.toml`),
+read here without an adapter, which needs torch. A kernel that users register has
+them as an attribute, `facts`. A cluster's file has curves of its own where its GPUs are others.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from mesh_attention.machine.tables import read_table
+
+KINDS = ("full", "causal", "range")  # of calls, as `CallKind` has them
+UNKNOWN_TFLOPS = 700.0  # of a kernel without facts: whoever registers one wants it to be used
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRate:
+    """A curve over the size of a call. Rows count as many heads as `REFERENCE_HEADS`."""
+
+    tflops: float
+    half_rows: float
+    half_columns: float
+
+
+REFERENCE_HEADS = 64  # a call with fewer heads fills the GPU as fewer rows would
+
+
+@dataclass(frozen=True, slots=True)
+class PassRates:
+    """One pass of a kernel, with curves for the kinds of calls that it takes.
+
+    `ranges`: it does a whole attention in one call, whatever the mask. Its curve `range` counts the
+    columns of a call by what a row sees: as a causal square of so many columns, twice the mean.
+    `lets_transfers_begin`: a communication finds SMs in the middle of a call; otherwise the kernel
+    holds all of them until the call is over, and a communication begins between two calls.
+    `sm_margin`: SMs that its calls leave to a communication in flight beside them.
+    `launch` is the host's time for a call, which a shorter kernel cannot hide. `tile_rows`: rows of
+    a tile of one head, of which each SM computes one after the other, where rounds show.
+    `tile_keys`: keys that a program has of one head, where a communication finds enough SMs only
+    when a round of programs ends. `slowdown`: the part of its speed that it loses beside a
+    communication, where it has no margin; left out, what the cluster says for all.
+    `keys_in_runs`: keys that lie one by one are refused, and so are rows that hold nothing.
+    `pair_sms`: full calls are pairs of programs where a head has an even number of tiles, and those
+    of a call that leaves fewer SMs than this do not all find a place beside a communication that
+    began on an idle GPU: some begin when others end, with all of their tiles to do.
+    """
+
+    ranges: bool
+    lets_transfers_begin: bool
+    sm_margin: int
+    launch_microseconds: float
+    full: KernelRate | None = None
+    causal: KernelRate | None = None
+    range: KernelRate | None = None
+    tile_rows: int | None = field(default=None, kw_only=True)
+    tile_keys: int | None = field(default=None, kw_only=True)
+    slowdown: float | None = field(default=None, kw_only=True)
+    keys_in_runs: bool | None = field(default=None, kw_only=True)
+    pair_sms: int | None = field(default=None, kw_only=True)
+
+    def lost(self, sms: int) -> float | None:
+        """Beside a communication, of its speed on a GPU with so many SMs; None: as all."""
+        return self.sm_margin / sms if self.sm_margin else self.slowdown
+
+    def rate(self, kind: str) -> KernelRate | None:
+        """Of calls `full`, `causal` or `range`."""
+        return {"full": self.full, "causal": self.causal, "range": self.range}[kind]
+
+    @property
+    def rates(self) -> dict[str, KernelRate]:
+        return {kind: rate for kind in KINDS if (rate := self.rate(kind)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """A kernel, by the name that the runtime has for it; it may have one pass only."""
+
+    forward: PassRates | None = None
+    backward: PassRates | None = None
+
+    def of(self, direction: str) -> PassRates | None:
+        return self.forward if direction == "forward" else self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """`module`: the Python module that it needs besides PyTorch. `measured_on`: GPUs of that kind
+    have these rates."""
+
+    measured_on: str
+    forward: PassRates | None = None
+    backward: PassRates | None = None
+    module: str | None = None
+
+    @property
+    def rates(self) -> KernelRates:
+        return KernelRates(self.forward, self.backward)
+
+
+@cache
+def library_facts() -> Mapping[str, KernelFacts]:
+    """Of the library's own kernels, by name."""
+    found: dict[str, KernelFacts] = {}
+    folder = resources.files("mesh_attention") / "kernels"
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".toml"):
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+            name = file.name.removesuffix(".toml")
+            found[name] = read_table(KernelFacts, table, f"kernels/{file.name}")
+    return found
+
+
+def library_kernels(measured_on: str = "H200") -> dict[str, KernelRates]:
+    """Of GPUs of this kind."""
+    return {
+        name: facts.rates
+        for name, facts in library_facts().items()
+        if facts.measured_on == measured_on
+    }
+
+
+def facts_fault(kernel: Any) -> str | None:
+    """What is wrong with the facts that a kernel brings, in words."""
+    facts = getattr(kernel, "facts", None)
+    if facts is None:
+        return None
+    if not isinstance(facts, KernelRates | KernelFacts):
+        return f"they must be KernelRates, with a pass of PassRates each, not {facts!r}"
+    for direction, rates in (("forward", facts.forward), ("backward", facts.backward)):
+        if rates is None:
+            continue
+        if not isinstance(rates, PassRates) or not rates.rates:
+            return f"{direction} must be PassRates with at least one curve, not {rates!r}"
+        for kind, rate in rates.rates.items():
+            numbers = (rate.tflops, rate.half_rows, rate.half_columns, rates.launch_microseconds)
+            if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers):
+                return f"{direction}.{kind} must be numbers of at least 0, not {rate!r}"
+            if not rate.tflops:
+                return f"{direction}.{kind} must have tflops above 0"
+    return None
+
+
+def facts_of(kernel: Any) -> KernelRates:
+    """Of a kernel at hand: its own, those of the library, or none, which makes it fast."""
+    own = getattr(kernel, "facts", None)
+    known: KernelRates | KernelFacts = own or library_facts().get(kernel.name) or UNKNOWN
+    return KernelRates(known.forward or _PASS, known.backward or _PASS)
+
+
+_FAST = KernelRate(UNKNOWN_TFLOPS, 0.0, 0.0)
+_PASS = PassRates(True, False, 0, 12.0, _FAST, _FAST, _FAST)
+UNKNOWN = KernelRates(_PASS, _PASS)

@@ -1,0 +1,180 @@
+"""Clusters from TOML: those that ship with the library by name, a person's own by path.
+
+Every field is required and nothing else is accepted, so that no constant is left to a default
+nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
+without kernels has those of the library.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.files import FileError, read_text
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.kernel_facts import KINDS, library_kernels
+from mesh_attention.machine.tables import ClusterError, read_table, without_none
+
+__all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
+
+DIRECTIONS = ("forward", "backward")
+
+
+_FOLDER = resources.files("mesh_attention.machine") / "clusters"
+MOST_BYTES, MOST_COLUMNS = 1 << 17, 1000
+
+
+def cluster_names() -> tuple[str, ...]:
+    files = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml")))
+
+
+def load_cluster(name_or_file: str | Path) -> Cluster:
+    """
+    >>> load_cluster("hgx-h100").node.ranks
+    8
+    """
+    if not isinstance(name_or_file, str | Path):
+        raise ClusterError(f"{name_or_file!r} is not a cluster; give a name or a TOML file")
+    name = str(name_or_file)
+    if name in cluster_names():
+        return parse_cluster((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), name)
+    path = Path(name_or_file)
+    if len(name) > 1000 or not path.is_file():
+        close = get_close_matches(name, cluster_names(), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ClusterError(
+            f"no cluster {name[:100]!r}{hint}: it is neither a file nor one of "
+            f"{', '.join(cluster_names())}"
+        )
+    try:
+        text = read_text(path, most_bytes=MOST_BYTES)
+    except FileError as error:
+        raise ClusterError(str(error)) from error
+    return parse_cluster(text, str(path))
+
+
+def a_cluster(value: Any) -> Cluster:
+    """What was given where a cluster is wanted: one, or the name or file of one."""
+    return value if isinstance(value, Cluster) else load_cluster(value)
+
+
+def parse_cluster(text: str, source: str) -> Cluster:
+    if not isinstance(text, str):
+        raise ClusterError(f"{source}: {type(text).__name__} is not text")
+    # A key of many thousand parts takes tomllib minutes, and what reads it more depth than it has.
+    if len(text) > MOST_BYTES or max(map(len, text.splitlines()), default=0) > MOST_COLUMNS:
+        raise ClusterError(
+            f"{source} is not the description of a cluster: it has more than {MOST_BYTES} "
+            f"characters, or a line of more than {MOST_COLUMNS}"
+        )
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"{source} is not TOML: {error}") from error
+    return read_cluster(table, source)
+
+
+def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
+    """From what TOML holds; `source` names it in errors."""
+    _refuse_fields_of_old(table, source)
+    table = _with_kernels(table, source)
+    cluster = read_table(Cluster, table, source)
+    if cluster.node.ranks % cluster.network.nics:
+        raise ClusterError(
+            f"{source}: network.nics = {cluster.network.nics} does not divide "
+            f"node.ranks = {cluster.node.ranks}; ranks share NICs in equal blocks"
+        )
+    for name in cluster.kernels:
+        if not name.isprintable() or not name.strip():
+            raise ClusterError(f"{source}: {name!r} is no name of a kernel")
+        if not any(name in cluster.passes(direction) for direction in DIRECTIONS):
+            raise ClusterError(
+                f"{source}: kernels.{name} has neither forward nor backward: it can do nothing"
+            )
+    for direction in DIRECTIONS:
+        _check_kernels(cluster, direction, source)
+    return cluster
+
+
+_OLD = {
+    ("kernels_like",): "a file without kernels has those of the library; its own beside them are "
+    "[more_kernels.NAME.forward] and so on",
+    ("compute",): "curves are written for each kernel: [kernels.cudnn.forward.full] and so on",
+    ("disturbance", "waits_for_forward_calls"): "lets_transfers_begin in [kernels.cudnn.forward] "
+    "says it for each kernel and pass",
+}
+
+
+def _refuse_fields_of_old(table: Mapping[str, Any], source: str) -> None:
+    for path, instead in _OLD.items():
+        inner: Any = table
+        for name in path:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if inner is not None:
+            raise ClusterError(
+                f"{source}: {'.'.join(path)} is a field of older files: {instead} "
+                "(docs/simulate.md, or copy a file that ships with the library)"
+            )
+
+
+def _with_kernels(table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A file without curves has those of the library's kernels, measured on Hopper GPUs; with
+    `more_kernels`, its own beside them."""
+    own = dict(table)
+    more = own.pop("more_kernels", None)
+    if more is not None and "kernels" in own:
+        raise ClusterError(f"{source}: give kernels, or more_kernels beside the library's")
+    if "kernels" in own:
+        return own
+    if not isinstance(more, dict | None):
+        raise ClusterError(f"{source}: more_kernels = {repr(more)[:40]} must be a table")
+    if taken := [name for name in more or {} if name in library_kernels()]:
+        raise ClusterError(
+            f"{source}: more_kernels.{taken[0]} is a kernel of the library; choose another "
+            "name, or describe all kernels of the file under [kernels]"
+        )
+    library = {
+        name: {
+            direction: without_none(asdict(rates))
+            for direction in DIRECTIONS
+            if (rates := kernel.of(direction)) is not None
+        }
+        for name, kernel in library_kernels().items()
+    }
+    return own | {"kernels": library | (more or {})}
+
+
+def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
+    """No kernel faster than the GPU, and for every call one that takes it."""
+    there: set[str] = set()
+    for name, one in cluster.passes(direction).items():
+        where = f"{source}: kernels.{name}.{direction}"
+        for kind, rate in one.rates.items():
+            if rate.tflops > cluster.gpu.peak_tflops:
+                raise ClusterError(
+                    f"{where}.{kind} at {rate.tflops:g} TFLOP/s is faster than "
+                    f"gpu.peak_tflops = {cluster.gpu.peak_tflops:g}"
+                )
+        if not one.rates:
+            raise ClusterError(f"{where} has no curve; add one, or leave the pass out")
+        if one.ranges and set(one.rates) != {"full", "range"}:
+            raise ClusterError(
+                f"{where}: with ranges = true its curves must be full and range, which serves "
+                f"causal calls too; there are {', '.join(one.rates) or 'none'}"
+            )
+        if one.sm_margin >= cluster.gpu.sms:
+            raise ClusterError(
+                f"{where}.sm_margin = {one.sm_margin} leaves nothing of gpu.sms = {cluster.gpu.sms}"
+            )
+        there |= set(KINDS) if one.ranges else set(one.rates)
+    if missing := [kind for kind in KINDS if kind not in there]:
+        raise ClusterError(
+            f"{source}: no kernel does {missing[0]} calls {direction}; add its curve to one, or a "
+            "kernel with ranges = true, which does all"
+        )

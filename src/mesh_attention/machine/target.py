@@ -1,0 +1,81 @@
+"""What a program is compiled for: a value that prints, parses and compares.
+
+It holds all that the passes of `plan/passes/` depend on. Ranks with other kernels have other
+targets; their programs differ in local calls, and in nothing that is communicated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mesh_attention.machine.cluster import Gpu, Links
+from mesh_attention.machine.kernel_facts import KernelRates, PassRates
+from mesh_attention.machine.tables import read_table, without_none
+
+SMS_OF_TRANSFERS = 16  # NCCL's channels hold one each
+
+
+@dataclass(frozen=True)
+class Target:
+    """`forward` and `backward`: the kernel of each kind of call, by name, among `kernels`.
+    `own_stream`: transfers run on a stream of their own, so that calls take turns on two and leave
+    SMs. `shows_workspace`: other ranks read this rank's buffers where a plan places them.
+    `two_streams` False: calls stay on one stream all the same. `rectangles`: passes in which they
+    stay, since another kernel than the one for row ranges was asked for."""
+
+    name: str
+    gpu: Gpu
+    kernels: dict[str, KernelRates]
+    forward: dict[str, str]
+    backward: dict[str, str]
+    links: Links
+    own_stream: bool = True
+    shows_workspace: bool = False
+    element_bytes: int = 2
+    softcap: bool = False
+    deterministic: bool = False
+    lse_gradient: bool = False
+    two_streams: bool = True
+    rectangles: tuple[str, ...] = ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether kernel calls take turns on two streams."""
+        return self.own_stream and self.two_streams
+
+    def kernel(self, direction: str, kind: str) -> tuple[str, PassRates] | None:
+        """That does such calls; None where none of those at hand takes them."""
+        name = (self.forward if direction == "forward" else self.backward).get(kind)
+        rates = None if name is None else self.kernels[name].of(direction)
+        return None if name is None or rates is None else (name, rates)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """One line, which `parse_target` reads back."""
+        return json.dumps(self.to_json(), sort_keys=True)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.gpu, self.links, *self.forward.items()))
+
+
+def parse_target(text: str) -> Target:
+    return read_target(json.loads(text))
+
+
+def read_target(table: Mapping[str, Any]) -> Target:
+    """From what JSON holds."""
+    given = dict(table)
+    links = read_table(Links, without_none(given.pop("links")), "target.links")
+    gpu = read_table(Gpu, without_none(given.pop("gpu")), "target.gpu")
+    kernels = {
+        name: read_table(KernelRates, without_none(rates), f"target.kernels.{name}")
+        for name, rates in given.pop("kernels").items()
+    }
+    rectangles = tuple(given.pop("rectangles", ()))
+    return Target(gpu=gpu, kernels=kernels, links=links, rectangles=rectangles, **given)

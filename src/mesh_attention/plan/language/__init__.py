@@ -1,0 +1,1 @@
+"""The language of plans: buffers, operations, programs, and what follows from them alone."""

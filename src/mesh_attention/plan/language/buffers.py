@@ -1,0 +1,206 @@
+"""Named buffers and pieces of them: what a program's operations read and write.
+
+A buffer says what it holds: a kind of tensor, which rows (intervals of places, in the order in
+which they lie in memory), which heads, and in which precision. So coverage, bytes and lifetimes
+follow from the program alone, before anything runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from typing import Any, TypeVar, dataclass_transform
+
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.spans import Spans, slice_spans
+
+T = TypeVar("T")
+
+
+class Value:
+    """A base that leaves room for the remembered hash. What is not yet known is None."""
+
+    __slots__ = ("_hash",)
+
+
+@dataclass_transform(frozen_default=True)
+def value(cls: type[T]) -> type[T]:
+    """A frozen dataclass that works out its hash once: readers look operations up by value, again
+    and again, and ranks share most of them."""
+    made: Any = dataclass(frozen=True, slots=True)(cls)
+    hash_of_fields, remember = made.__hash__, Value._hash.__set__  # type: ignore[attr-defined]
+
+    def remembered(self: Any) -> int:
+        found: int | None = self._hash
+        if found is None:
+            found = hash_of_fields(self)
+            remember(self, found)
+        return found
+
+    made.__hash__ = remembered
+    made.__init__ = _init_of(made)
+    made.__setstate__ = lambda self, state: made.__init__(self, *state)
+    return made  # type: ignore[no-any-return]
+
+
+def _init_of(cls: Any) -> Any:
+    """What a frozen dataclass has, with fields set through their slots, and None in those of what
+    is remembered: a plan makes thousands of values, and to look up each field by its name, or to
+    find that a slot is empty, is most of the time that takes."""
+    names = [field.name for field in fields(cls)]
+    empty = [slot for base in cls.__mro__[1:] for slot in getattr(base, "__slots__", ())]
+    scope: dict[str, Any] = {f"set_{name}": getattr(cls, name).__set__ for name in names + empty}
+    scope |= {f"default_{f.name}": f.default for f in fields(cls) if f.default is not MISSING}
+    given = [f"{name}=default_{name}" if f"default_{name}" in scope else name for name in names]
+    body = [f"set_{name}(self, {name})" for name in names]
+    body += [f"set_{slot}(self, None)" for slot in empty]
+    exec(f"def __init__(self, {', '.join(given)}): {'; '.join(body)}", scope)
+    made = scope["__init__"]
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    made.__annotations__ = cls.__init__.__annotations__
+    return made
+
+
+class Kind(StrEnum):
+    """What a buffer holds. Partial outputs and gradients have the kind of what they become."""
+
+    Q = "q"
+    K = "k"
+    V = "v"
+    OUT = "out"
+    LSE = "lse"
+    GRAD_OUT = "grad_out"
+    DELTA = "delta"
+    GRAD_Q = "grad_q"
+    GRAD_K = "grad_k"
+    GRAD_V = "grad_v"
+
+    __hash__ = str.__hash__  # that of an Enum is a function of Python, and plans hash many
+
+    @property
+    def is_key_side(self) -> bool:
+        return self in _KEY_SIDE
+
+    @property
+    def is_statistic(self) -> bool:
+        """One number a row and head, kept apart when volumes are given in units."""
+        return self in _STATISTICS
+
+    @property
+    def precision(self) -> Precision:
+        """Of what callers hold, and of what travels."""
+        return Precision.ACCUMULATE if self.is_statistic else Precision.ELEMENT
+
+    def width(self, problem: Problem) -> int:
+        """Elements of one row and head."""
+        if self.is_statistic:
+            return 1
+        return problem.v_dim if self in _VALUE_WIDE else problem.head_dim
+
+
+# Tuples: to look for a member in four takes less time than to work out its hash.
+_STATISTICS = (Kind.LSE, Kind.DELTA)
+_KEY_SIDE = (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
+_VALUE_WIDE = (Kind.V, Kind.OUT, Kind.GRAD_OUT, Kind.GRAD_V)
+
+
+class Precision(StrEnum):
+    ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
+    ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
+
+    __hash__ = str.__hash__
+
+    def num_bytes(self, problem: Problem) -> int:
+        if self is Precision.ELEMENT:
+            return problem.element_bytes
+        return problem.accumulate_bytes
+
+
+class Role(StrEnum):
+    INPUT = "input"
+    OUTPUT = "output"
+    WORKSPACE = "workspace"
+
+    __hash__ = str.__hash__
+
+
+class _Sized(Value):
+    """A base that leaves room for the remembered number of rows, and of bytes in a problem."""
+
+    __slots__ = ("_num_bytes", "_num_rows")
+
+
+@value
+class Buffer(_Sized):
+    name: str
+    kind: Kind
+    rows: Spans
+    heads: tuple[int, int]
+    precision: Precision = Precision.ELEMENT
+    role: Role = Role.WORKSPACE
+    offset: int | None = None  # bytes from the begin of the workspace, where it is placed
+
+    @property
+    def num_rows(self) -> int:
+        """Counted once: gathered rows are many stretches, and everybody asks for their bytes."""
+        found: int | None = self._num_rows  # type: ignore[attr-defined]
+        if found is None:
+            found = sum([stop - start for start, stop in self.rows])
+            object.__setattr__(self, "_num_rows", found)
+        return found
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads[1] - self.heads[0]
+
+    def num_bytes(self, problem: Problem) -> int:
+        """Likewise: of the problem that was asked for last."""
+        known: tuple[Problem, int] | None = self._num_bytes  # type: ignore[attr-defined]
+        if known is None or known[0] is not problem:
+            known = problem, self.num_rows * self.row_bytes(problem) * self.num_heads
+            object.__setattr__(self, "_num_bytes", known)
+        return known[1]
+
+    def at(self, offset: int | None) -> Buffer:
+        """The same buffer, placed there."""
+        fields = self.name, self.kind, self.rows, self.heads, self.precision, self.role
+        made = Buffer(*fields, offset)
+        for name in ("_num_bytes", "_num_rows"):
+            object.__setattr__(made, name, getattr(self, name))
+        return made
+
+    def row_bytes(self, problem: Problem) -> int:
+        """Bytes of one row of one head."""
+        return self.kind.width(problem) * self.precision.num_bytes(problem)
+
+
+@value
+class Piece(Value):
+    """Rows `start..stop` of a buffer, counted inside the buffer; `heads` too, None = all."""
+
+    buffer: str
+    start: int
+    stop: int
+    heads: tuple[int, int] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def num_heads(self, buffer: Buffer) -> int:
+        return buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
+
+    def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
+        return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
+
+    def overlaps(self, other: Piece) -> bool:
+        """Of pieces of one buffer."""
+        if not (self.start < other.stop and other.start < self.stop):
+            return False
+        if self.heads is None or other.heads is None:
+            return True
+        return self.heads[0] < other.heads[1] and other.heads[0] < self.heads[1]
+
+    def spans(self, buffer: Buffer) -> Spans:
+        """The places of these rows."""
+        return slice_spans(buffer.rows, self.start, self.stop)

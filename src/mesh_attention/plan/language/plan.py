@@ -1,0 +1,185 @@
+"""The plan: programs of all ranks for the forward and the backward pass, as frozen data.
+
+A program is made when it is asked for, and kept: a rank that runs asks for its own, and readers
+that need all of them (verify, count, simulate) ask for all.
+
+Ranks in a plan are *logical*: logical rank g owns partition g. `devices[g]` is the physical rank
+(the place in the process group) that plays it, so a topology-aware mapping changes this one tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, TypeVar, overload
+
+from mesh_attention.errors import PlanError
+from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.program import Program
+from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.problem.layout import Layout, contiguous_shards
+from mesh_attention.plan.problem.problem import Problem
+
+T = TypeVar("T")
+
+
+class Direction(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class OnDemand(Sequence[T]):
+    """Each made by `make(index)` when it is first asked for, and kept."""
+
+    def __init__(self, size: int, make: Callable[[int], T]) -> None:
+        self._make = make
+        self._made: list[T | None] = [None] * size
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(len(self))[index])
+        made = self._made[index]
+        if made is None:
+            made = self._made[index] = self._make(range(len(self))[index])
+        return made
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[at] for at in range(len(self)))
+
+
+class Programs(OnDemand[Program]):
+    """The programs of all ranks."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[tuple[Program, ...]], tuple[tuple[Program, ...]]]:
+        """Pickled as what it makes: builders stay where they are."""
+        return tuple, (tuple(self),)
+
+
+class _Members(dict[str, dict[int, int]]):
+    """Of each group when it is asked for: one rank is in few of them."""
+
+    def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __missing__(self, group: str) -> dict[int, int]:
+        found = self[group] = {rank: member for member, rank in enumerate(self._groups[group])}
+        return found
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction: groups of logical ranks by name, a program for each logical rank.
+
+    `order` is that of the tasks; some of them may be empty on every rank. `setting` says in words
+    what the method chose; it is for people, and no reader needs it. `copies` of consecutive ranks
+    do the same as each other, with other heads of the same rows: as far as its maker knows.
+    """
+
+    direction: Direction
+    groups: dict[str, tuple[int, ...]]
+    programs: Sequence[Program]
+    order: Schedule = field(compare=False)
+    setting: dict[str, str] = field(default_factory=dict)
+    copies: int = field(default=1, compare=False)
+
+    @cached_property
+    def members(self) -> dict[str, dict[int, int]]:
+        """By group: the place of each of its ranks in it."""
+        return _Members(self.groups)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of the tasks that some rank has something to do for."""
+        used = {op.task.whole for program in self.programs for op in program.operations}
+        steps = []
+        for step in self.order.steps:
+            compute = tuple(task for task in step.compute if task in used)
+            communication = step.communication if step.communication in used else None
+            if communication or compute:
+                steps.append(Step(communication, compute))
+        return Schedule(tuple(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    problem: Problem
+    q_layout: Layout
+    kv_layout: Layout
+    passes: tuple[Pass, ...]
+    devices: tuple[int, ...]
+    ranks_per_node: int | None = None
+    method: str = ""
+    relayout: bool = False  # callers have contiguous shards, whatever the layouts
+    target: Target | None = None  # the machine that its programs are compiled for
+
+    @property
+    def shards(self) -> tuple[Layout, Layout]:
+        """How the caller's queries and keys lie on the ranks."""
+        if not self.relayout:
+            return self.q_layout, self.kv_layout
+        tokens = self.q_layout.num_tokens, self.kv_layout.num_tokens
+        q, kv = (contiguous_shards(count, self.devices) for count in tokens)
+        return q, kv
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    def direction(self, direction: Direction | str) -> Pass:
+        for one in self.passes:
+            if one.direction == direction:
+                return one
+        known = ", ".join(one.direction for one in self.passes)
+        raise PlanError(
+            f"this plan has no {direction} pass; it has: {known}; make_plan(...) without "
+            "directions makes both"
+        )
+
+    @property
+    def forward(self) -> Pass:
+        return self.direction(Direction.FORWARD)
+
+    @property
+    def backward(self) -> Pass:
+        return self.direction(Direction.BACKWARD)
+
+    def program(self, rank: int, direction: Direction | str) -> Program:
+        """What one logical rank does in one pass."""
+        return self.direction(direction).programs[rank]
+
+    def node_of(self, rank: int) -> int:
+        """The node of a logical rank; without a node size all ranks share one node."""
+        return self.devices[rank] // self.ranks_per_node if self.ranks_per_node else 0
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_ranks // self.ranks_per_node) if self.ranks_per_node else 1
+
+
+def a_direction(value: Any) -> Direction:
+    try:
+        return Direction(value)
+    except ValueError:
+        raise PlanError(f"{value!r} is not a pass; known: {', '.join(Direction)}") from None
+
+
+def a_plan(value: Any) -> Plan:
+    """What a reader of plans was given, if it is one."""
+    if not isinstance(value, Plan):
+        raise PlanError(f"{type(value).__name__} is not a Plan; make one with make_plan(...)")
+    return value

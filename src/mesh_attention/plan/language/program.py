@@ -1,0 +1,300 @@
+"""Operations and programs: the language that methods write and every reader reads (design.md).
+
+Operations of one rank, on named buffers. Dependencies follow from the buffers: an operation waits
+for the last writer of what it reads. Communication runs in program order on one stream,
+computation in program order on another.
+
+All members of a group hold an operation of the same name, kind and group. Members are numbered by
+their place in the group, so the members of many groups can share one operation object: a plan for
+4,096 ranks is built and compared quickly.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+from mesh_attention.plan.language.buffers import Buffer, Piece, Value, value
+
+
+class CallKind(StrEnum):
+    FULL = "full"  # every query of the rectangle sees every key
+    CAUSAL = "causal"  # a square: query i sees keys 0..i
+    RANGE = "range"  # by position: query i sees the keys inside its row range
+
+    __hash__ = str.__hash__
+
+
+@value
+class Call(Value):
+    """One kernel call: a rectangle of rows, counted inside the query and the key piece. Of a
+    compiled program also the kernel, and the multiprocessors that the call leaves to transfers."""
+
+    kind: CallKind
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    kernel: str = ""
+    leave_sms: int = 0
+
+
+@value
+class Task(Value):
+    """What an operation belongs to: `RS-Q-0.merge` is stage "merge" of task RS-Q-0.
+
+    kind   "AG-Q", "RS-dKV", "C", ...
+    index  of the chunks or the step: (0,) for RS-Q-0, (0, 1) for C-0-1
+    stage  of an operation that helps its task; empty for the task itself
+
+    >>> str(Task("RS-Q", (0,), "merge")), Task.parse("C-0-1")
+    ('RS-Q-0.merge', Task(kind='C', index=(0, 1), stage=''))
+    """
+
+    kind: str
+    index: tuple[int, ...] = ()
+    stage: str = ""
+
+    def __str__(self) -> str:
+        name = "-".join((self.kind, *map(str, self.index)))
+        return f"{name}.{self.stage}" if self.stage else name
+
+    def at(self, stage: str) -> Task:
+        return Task(self.kind, self.index, stage)
+
+    @property
+    def whole(self) -> Task:
+        """The task without the stage."""
+        return Task(self.kind, self.index) if self.stage else self
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        name, _, stage = text.partition(".")
+        kind, *index = re.split(r"-(?=[0-9]+(?:-|$))", name)
+        if not _TASK.fullmatch(name) or (stage and not _TASK.fullmatch(stage)):
+            raise ValueError(f"{text!r} is not a task such as AG-Q-0 or RS-Q-0.merge")
+        return Task(kind, tuple(map(int, index)), stage)
+
+
+_TASK = re.compile(r"[^\s,+.:]+")
+_FREE = Task("free")
+
+
+class _Named(Value):
+    """What all operations have: a task, whose text is their name."""
+
+    __slots__ = ("_touched", "_written")
+
+    @property
+    def name(self) -> str:
+        return str(self.task)  # type: ignore[attr-defined]
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """Names of the buffers that it reads or writes, each once, in order; worked out once."""
+        found: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
+        return self._find_names()[0] if found is None else found
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Likewise of those that it writes."""
+        found: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
+        return self._find_names()[1] if found is None else found
+
+    def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        op: Operation = self  # type: ignore[assignment]
+        written = dict.fromkeys([piece.buffer for piece in writes(op)])
+        read = dict.fromkeys([piece.buffer for piece in reads(op)])
+        found = tuple(read | written), tuple(written)
+        object.__setattr__(self, "_touched", found[0])
+        object.__setattr__(self, "_written", found[1])
+        return found
+
+
+@value
+class Move(Value):
+    """One tensor of a gather or a reduce-scatter: the `part` that one member owns, and the `whole`.
+
+    `cuts` divides the rows of the part. The whole holds, for each stretch between two cuts, that
+    stretch of every member in turn: so both halves of a zigzag partition arrive contiguous.
+    """
+
+    part: Piece
+    whole: Piece
+    cuts: tuple[int, ...]
+
+
+@value
+class AllGather(_Named):
+    """Every member's part, to every member's whole."""
+
+    task: Task
+    group: str
+    moves: tuple[Move, ...]
+
+
+@value
+class ReduceScatter(_Named):
+    """The sum over the members' wholes, each part to the member that owns it."""
+
+    task: Task
+    group: str
+    moves: tuple[Move, ...]
+
+
+@value
+class AllToAll(_Named):
+    """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
+
+    Sizes may differ and tuples may be empty, so any assignment of work can be fed by it.
+    """
+
+    task: Task
+    group: str
+    sends: tuple[tuple[Piece, ...], ...]
+    receives: tuple[tuple[Piece, ...], ...]
+
+
+@value
+class SendRecv(_Named):
+    """Point-to-point: pieces to one member and from one member (a ring shift, a placement)."""
+
+    task: Task
+    group: str
+    to_member: int
+    sends: tuple[Piece, ...]
+    from_member: int
+    receives: tuple[Piece, ...]
+
+
+@value
+class Attend(_Named):
+    """Attention of q against k, v by these calls, merged by softmax into (out, lse).
+
+    `fresh`: out and lse hold nothing yet; rows that no call touches become 0 and -inf.
+    """
+
+    task: Task
+    q: Piece
+    k: Piece
+    v: Piece
+    out: Piece
+    lse: Piece
+    calls: tuple[Call, ...]
+    fresh: bool
+
+
+@value
+class AttendBackward(_Named):
+    """Gradients of the same calls, added to (grad_q, grad_k, grad_v), with the global lse.
+
+    Either the global `out` or `delta = rowsum(out * grad_out)` is given.
+    `fresh_q`, `fresh_kv`: the gradients hold nothing yet; rows that no call touches become 0.
+    """
+
+    task: Task
+    q: Piece
+    k: Piece
+    v: Piece
+    grad_out: Piece
+    lse: Piece
+    out: Piece | None
+    delta: Piece | None
+    grad_q: Piece
+    grad_k: Piece
+    grad_v: Piece
+    calls: tuple[Call, ...]
+    fresh_q: bool
+    fresh_kv: bool
+
+
+class MergeRule(StrEnum):
+    SOFTMAX = "softmax"  # (out, lse, out, lse, ...) -> (out, lse); of nothing: (0, -inf)
+    LSE = "lse"  # (lse, lse, ...) -> (lse); of nothing: -inf
+    RESCALE = "rescale"  # (out, its lse, global lse) -> (out), ready for a plain sum
+    SUM = "sum"  # (x, x, ...) -> (x), also a copy or a change of precision; of nothing: 0
+    DELTA = "delta"  # (out, grad_out) -> (delta)
+
+    __hash__ = str.__hash__
+
+
+@value
+class Merge(_Named):
+    """Row-wise combination. The outputs are overwritten."""
+
+    task: Task
+    rule: MergeRule
+    inputs: tuple[Piece, ...]
+    outputs: tuple[Piece, ...]
+
+
+@value
+class Free(_Named):
+    buffers: tuple[str, ...]
+
+    @property
+    def task(self) -> Task:
+        return _FREE
+
+
+Collective = AllGather | ReduceScatter | AllToAll
+Communication = Collective | SendRecv
+Attention = Attend | AttendBackward
+Operation = Communication | Attention | Merge | Free
+
+
+def reads(op: Operation) -> tuple[Piece, ...]:
+    match op:
+        case Merge():
+            return op.inputs
+        case AllToAll():
+            return tuple(chain.from_iterable(op.sends))
+        case SendRecv():
+            return op.sends
+        case AllGather():
+            return tuple(move.part for move in op.moves)
+        case ReduceScatter():
+            return tuple(move.whole for move in op.moves)
+        case Attend():
+            return (op.q, op.k, op.v) if op.fresh else (op.q, op.k, op.v, op.out, op.lse)
+        case AttendBackward():
+            statistics = (piece for piece in (op.out, op.delta) if piece is not None)
+            given = (op.q, op.k, op.v, op.grad_out, op.lse, *statistics)
+            given = given if op.fresh_q else (*given, op.grad_q)
+            return given if op.fresh_kv else (*given, op.grad_k, op.grad_v)
+        case Free():
+            return ()
+
+
+def writes(op: Operation) -> tuple[Piece, ...]:
+    match op:
+        case Merge():
+            return op.outputs
+        case AllToAll():
+            return tuple(chain.from_iterable(op.receives))
+        case SendRecv():
+            return op.receives
+        case AllGather():
+            return tuple(move.whole for move in op.moves)
+        case ReduceScatter():
+            return tuple(move.part for move in op.moves)
+        case Attend():
+            return (op.out, op.lse)
+        case AttendBackward():
+            return (op.grad_q, op.grad_k, op.grad_v)
+        case Free():
+            return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does."""
+
+    rank: int
+    buffers: tuple[Buffer, ...]
+    operations: tuple[Operation, ...]
+
+    def buffer_table(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in self.buffers}

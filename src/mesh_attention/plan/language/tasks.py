@@ -1,0 +1,183 @@
+"""The task graph that every scheduler reads and the schedule that every scheduler writes.
+
+A rank's work is a set of communication tasks (gathers, and reductions that need computed
+results) and compute tasks (a Q chunk against a KV chunk), each with its own cost, because
+under a causal mask no two chunks need cost the same (algorithm, section 5, "unequal costs").
+A schedule is plain data: it prints one step a line and parses back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mesh_attention.plan.language.program import Task
+
+_COMPUTE_ONLY = "compute only "
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNode:
+    """A task in the graph, with its cost and the tasks that it needs: one collective, such as
+    AG-KV-0, needs computations, and one Q chunk against one KV chunk, such as C-0-1, collectives.
+    """
+
+    task: Task
+    cost: float
+    needs: tuple[Task, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.task.kind
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        return self.task.index
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """All tasks of one rank. The kind that appears first wins ties, so AG-KV comes first."""
+
+    communication: tuple[TaskNode, ...]
+    compute: tuple[TaskNode, ...]
+
+    def __post_init__(self) -> None:
+        tasks = self.tasks()
+        times = Counter(node.task for node in tasks)
+        for node in tasks:
+            if times[node.task] > 1:
+                raise ValueError(f"task {node.task} appears {times[node.task]} times")
+            if not (math.isfinite(node.cost) and node.cost >= 0):
+                raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
+        _check_needs(self.communication, frozenset(node.task for node in self.compute), "compute")
+        communication = frozenset(node.task for node in self.communication)
+        _check_needs(self.compute, communication, "communication")
+        _check_no_cycle(tasks)
+
+    def tasks(self) -> tuple[TaskNode, ...]:
+        return (*self.communication, *self.compute)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of communication in order of first appearance, which is their priority."""
+        return tuple(dict.fromkeys(task.kind for task in self.communication))
+
+    def costs(self) -> dict[Task, float]:
+        return {node.task: node.cost for node in self.tasks()}
+
+    def needs(self) -> dict[Task, tuple[Task, ...]]:
+        return {node.task: node.needs for node in self.tasks()}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """At most one communication task and the compute tasks that run beside it."""
+
+    communication: Task | None
+    compute: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        if self.communication is None and not self.compute:
+            raise ValueError("a step holds a communication task, compute tasks, or both")
+
+    def tasks(self) -> tuple[Task, ...]:
+        return self.compute if self.communication is None else (self.communication, *self.compute)
+
+    def text(self) -> str:
+        compute = ", ".join(map(str, self.compute))
+        if self.communication is None:
+            return _COMPUTE_ONLY + compute
+        return f"{self.communication} + {compute}" if compute else str(self.communication)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Steps in order.
+
+    >>> Schedule.parse("1 AG-Q-1 + C-0-0").steps[0].communication
+    Task(kind='AG-Q', index=(1,), stage='')
+    >>> print(Schedule.parse("1 AG-Q-1 + C-0-0\\n2 compute only C-0-2").text())
+    1 AG-Q-1 + C-0-0
+    2 compute only C-0-2
+    """
+
+    steps: tuple[Step, ...]
+
+    def order(self) -> tuple[Task, ...]:
+        """Every task once: in each step the communication first, then the compute tasks."""
+        return tuple(task for step in self.steps for task in step.tasks())
+
+    def text(self) -> str:
+        return "\n".join(f"{number} {step.text()}" for number, step in enumerate(self.steps, 1))
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """The inverse of `text`; blank lines are ignored, step numbers must count from 1."""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return Schedule(tuple(_parse_step(line, number) for number, line in enumerate(lines, 1)))
+
+
+def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> None:
+    """Raise ValueError unless every task runs exactly once and after what it needs.
+
+    strict: what a task needs was done when its step began (the paper's steps, as `greedy`
+    makes them). Otherwise it is enough that what it needs appears earlier in `order()`,
+    which is all that event execution asks for.
+    """
+    communication = {node.task for node in graph.communication}
+    needs = graph.needs()
+    counts = Counter(schedule.order())
+    for task in needs:
+        if counts[task] != 1:
+            raise ValueError(f"task {task} is scheduled {counts[task]} times, not once")
+    for task in counts:
+        if task not in needs:
+            raise ValueError(f"task {task} is scheduled but is not in the graph")
+    done: set[Task] = set()
+    for number, step in enumerate(schedule.steps, 1):
+        for task in step.compute:
+            if task in communication:
+                raise ValueError(f"step {number} lists communication task {task} as compute")
+        if step.communication is not None and step.communication not in communication:
+            raise ValueError(f"step {number} lists compute task {step.communication} first")
+        begun = frozenset(done)
+        for task in step.tasks():
+            missing = [need for need in needs[task] if need not in (begun if strict else done)]
+            if missing:
+                raise ValueError(f"step {number} starts {task} before {missing[0]} is done")
+            done.add(task)
+
+
+def _check_needs(nodes: Sequence[TaskNode], known: frozenset[Task], kind: str) -> None:
+    for node in nodes:
+        for need in node.needs:
+            if need not in known:
+                raise ValueError(f"task {node.task} needs {need}, which is no {kind} task")
+
+
+def _check_no_cycle(nodes: Sequence[TaskNode]) -> None:
+    waiting = list(nodes)
+    done: set[Task] = set()
+    while waiting:
+        blocked = [node for node in waiting if not done.issuperset(node.needs)]
+        if len(blocked) == len(waiting):
+            raise ValueError(f"task {blocked[0].task} can never start: its needs form a cycle")
+        done.update(node.task for node in waiting)
+        done.difference_update(node.task for node in blocked)
+        waiting = blocked
+
+
+def _parse_step(line: str, number: int) -> Step:
+    label, _, body = line.partition(" ")
+    if label != str(number):
+        raise ValueError(f"step {number} is written as {line!r}; it must begin with its number")
+    head, _, tail = body.partition(" + ")
+    if body.startswith(_COMPUTE_ONLY):
+        head, tail = "", body.removeprefix(_COMPUTE_ONLY)
+    try:
+        compute = tuple(map(Task.parse, tail.split(", "))) if tail else ()
+        return Step(Task.parse(head) if head else None, compute)
+    except ValueError as error:
+        raise ValueError(f"step {number} has a malformed task name: {error}") from error

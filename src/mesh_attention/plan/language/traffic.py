@@ -1,0 +1,143 @@
+"""Bytes that one communication operation moves, as seen by one member of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.program import (
+    AllGather,
+    AllToAll,
+    Communication,
+    ReduceScatter,
+    SendRecv,
+)
+from mesh_attention.plan.problem.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """`token_bytes` is the received part that is not statistics (LSE, delta)."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    token_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic.sum((self, other))
+
+    @staticmethod
+    def sum(several: Collection[Traffic]) -> Traffic:
+        return Traffic(
+            sum(one.sent_bytes for one in several),
+            sum(one.received_bytes for one in several),
+            sum(one.token_bytes for one in several),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flows:
+    """What passes between this rank and members of the group: bytes, and bytes of tokens.
+
+    Of a collective, `received` holds one entry, the part that every member passes on.
+    """
+
+    sent: dict[int, int]
+    received: dict[int, tuple[int, int]]
+
+
+class TrafficMeter:
+    """Sizes of operations on one table of buffers."""
+
+    def __init__(self, problem: Problem, table: Mapping[str, Buffer]) -> None:
+        self._problem = problem
+        self._table = table
+        self._known: dict[str, tuple[int, int, bool]] = {}  # of buffers
+
+    def flows(self, op: Communication) -> Flows:
+        match op:
+            case SendRecv():
+                sent, _ = self._size(op.sends)
+                return Flows({op.to_member: sent}, {op.from_member: self._size(op.receives)})
+            case AllToAll():
+                return Flows(
+                    {m: self._size(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
+                    {m: self._size(pieces) for m, pieces in enumerate(op.receives) if pieces},
+                )
+            case _:
+                return Flows({}, {0: self._size(move.part for move in op.moves)})
+
+    def traffic(self, op: Communication, member: int, num_members: int) -> Traffic:
+        return traffic_of(op, self.flows(op), member, num_members)
+
+    def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
+        """Bytes, and those of them that are not statistics."""
+        everything = tokens = 0
+        known = self._known
+        for piece in pieces:
+            heads, row_bytes, counts = known.get(piece.buffer) or self._rows_of(piece.buffer)
+            of = piece.heads
+            if of is not None:
+                heads = of[1] - of[0]
+            num_bytes = (piece.stop - piece.start) * heads * row_bytes
+            everything += num_bytes
+            if counts:
+                tokens += num_bytes
+        return everything, tokens
+
+    def _rows_of(self, name: str) -> tuple[int, int, bool]:
+        """Heads of a buffer, bytes of a row and head, and whether it holds tokens: asked for by
+        every piece of an exchange with hundreds of ranks."""
+        buffer = self._table[name]
+        tokens = not buffer.kind.is_statistic
+        known = self._known[name] = buffer.num_heads, buffer.row_bytes(self._problem), tokens
+        return known
+
+
+def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -> Traffic:
+    """What `member` sends and receives; its pieces to itself do not travel."""
+    if isinstance(op, AllGather | ReduceScatter):
+        # A collective passes each part on once per other member.
+        moved, tokens = ((num_members - 1) * size for size in flows.received[0])
+        return Traffic(moved, moved, tokens)
+    if isinstance(op, SendRecv):
+        received, tokens = flows.received[op.from_member] if op.from_member != member else (0, 0)
+        sent = flows.sent[op.to_member] if op.to_member != member else 0
+        return Traffic(sent, received, tokens)
+    arriving = [flow for other, flow in flows.received.items() if other != member]
+    return Traffic(
+        sum(size for other, size in flows.sent.items() if other != member),
+        sum(size for size, _ in arriving),
+        sum(tokens for _, tokens in arriving),
+    )
+
+
+def far_bytes(op: Communication, flows: Flows, far: Sequence[bool]) -> int:
+    """Bytes that a member receives of those members that are far."""
+    if isinstance(op, AllGather | ReduceScatter):
+        return sum(far) * flows.received[0][0]
+    return sum(size for other, (size, _) in flows.received.items() if far[other])
+
+
+def entering_bytes(
+    op: Communication, flows: Flows, member: int, nodes: tuple[int, ...]
+) -> tuple[int, int]:
+    """Bytes that enter the node of `member` on its account, and the part of them that is tokens.
+
+    `nodes` are the nodes of the group's members (algorithm.md, section 6). A gathered partition
+    enters a node once, and is booked to the node's first member; a reduced partition arrives once
+    from each other node; in all-to-all and point-to-point every piece that crosses counts.
+    """
+    here = nodes[member]
+    if isinstance(op, AllGather | ReduceScatter):
+        if isinstance(op, AllGather):
+            times = sum(node != here for node in nodes) if nodes.index(here) == member else 0
+        else:
+            times = len(set(nodes)) - 1
+        everything, tokens = flows.received[0]
+        return times * everything, times * tokens
+    if isinstance(op, SendRecv):
+        return flows.received[op.from_member] if nodes[op.from_member] != here else (0, 0)
+    crossing = [flow for other, flow in flows.received.items() if nodes[other] != here]
+    return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

@@ -1,0 +1,164 @@
+"""Lowering of masks in which a query may see several intervals, or bounds may fall.
+
+Blocks of queries are cut where segments of the mask begin. On a segment bounds never fall: what the
+first and the last query of a piece see tells, interval by interval, which keys it sees whole, in
+part or not at all. Where cells are open, blocks of keys are cut where intervals end, and both sides
+along diagonals, so that causal squares are square.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.language.program import Call, CallKind
+from mesh_attention.plan.methods.parts.rectangles import full_calls, rectangles
+from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
+
+Array = NDArray[np.int64]
+BlockList = Sequence[tuple[int, int]]  # (start, stop) of consecutive positions, in row order
+
+# Up to so many pairs of pieces and key blocks are compared one by one; for more, arrays are faster.
+_FEW_PAIRS = 32
+# More segments hardly ever become few calls, and take long to look at.
+_MOST_SEGMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentPieces:
+    """Blocks of queries, each cut where segments begin, with what the ends of each piece see:
+    (intervals, pieces), where those that a piece does not have are empty."""
+
+    near: list[Segment]
+    blocks: BlockList
+    starts: Array
+    stops: Array
+    first_rows: tuple[int, ...]
+    lo_first: Array
+    hi_first: Array
+    lo_last: Array
+    hi_last: Array
+
+    @staticmethod
+    def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
+        found = {at for block in blocks for at in rows.segments_between(*block)}
+        near = [rows.segments[at] for at in sorted(found)]
+        return _pieces(near, blocks, [*(s.start for s in near), rows.q_tokens], rows)
+
+    def cut(self, cuts: Iterable[int], rows: RowRanges) -> SegmentPieces:
+        own = {*cuts, *(s.start for s in self.near), rows.q_tokens}
+        return _pieces(self.near, self.blocks, sorted(own), rows)
+
+    def picture(self, keys: BlockList) -> bytes | None:
+        """For each (piece, key block) 1 if all is visible and 0 if nothing is, row by row; None
+        where a cell is open, or they are many."""
+        if len(self.starts) * len(keys) > _FEW_PAIRS:
+            return None
+        sides = (self.lo_first, self.hi_first, self.lo_last, self.hi_last)
+        cells = bytearray()
+        for intervals in zip(*(side.T.tolist() for side in sides), strict=True):
+            for start, stop in keys:
+                seen = 0
+                for lo0, hi0, lo1, hi1 in zip(*intervals, strict=True):
+                    if start < hi1 and stop > lo0:
+                        if lo1 > start or stop > hi0:
+                            return None
+                        seen = 1
+                cells.append(seen)
+        return bytes(cells)
+
+    def see(self, keys: BlockList) -> bool:
+        """Whether any of these queries sees any of these keys."""
+        starts, stops = np.array(keys, dtype=np.int64).T
+        return any(
+            bool(((starts < hi[:, None]) & (stops > lo[:, None])).any())
+            for lo, hi in zip(self.lo_first, self.hi_last, strict=True)
+        )
+
+
+def _pieces(
+    near: list[Segment], blocks: BlockList, cuts: list[int], rows: RowRanges
+) -> SegmentPieces:
+    starts, stops, first_rows = _cut(blocks, cuts)
+    ends = (*rows.intervals(starts), *rows.intervals(stops - 1))
+    return SegmentPieces(near, blocks, starts, stops, first_rows, *ends)
+
+
+def union_calls(
+    q: SegmentPieces,
+    keys: BlockList,
+    key_rows: tuple[int, ...],
+    rows: RowRanges,
+    most_cells: int,
+) -> tuple[Call, ...] | None:
+    """Calls with rows counted inside the two lists; None where they see each other in part, and to
+    say how would take too many cells."""
+    picture = q.picture(keys)
+    if picture is not None:
+        return full_calls(picture, q.first_rows, key_rows)
+    if not q.see(keys):
+        return ()
+    if len(q.near) > _MOST_SEGMENTS:
+        return None
+    q_cuts, k_cuts = _cuts(q, keys, rows)
+    q = q.cut(q_cuts, rows)
+    starts, stops, first_rows = _cut(keys, k_cuts)
+    if len(q.starts) * len(starts) > most_cells:
+        return None
+    size = (q.stops - q.starts)[:, None]
+    full, square = np.zeros((2, len(q.starts), len(starts)), dtype=np.bool_)
+    times_seen = np.zeros(full.shape, dtype=np.int64)
+    for lo0, hi0, lo1, hi1 in zip(q.lo_first, q.hi_first, q.lo_last, q.hi_last, strict=True):
+        below = lo1[:, None] <= starts
+        full |= below & (stops <= hi0[:, None])
+        times_seen += (starts < hi1[:, None]) & (stops > lo0[:, None])
+        on_edge = (hi0[:, None] == starts + 1) & (hi1[:, None] == starts + size)
+        square |= below & on_edge & (stops == starts + size)
+    ragged = (times_seen > 0) & ~full
+    square &= ragged & (times_seen == 1)  # of another interval a square would not know
+
+    def call(kind: CallKind, i0: int, i1: int, j0: int, j1: int) -> Call:
+        return Call(kind, q.first_rows[i0], q.first_rows[i1], first_rows[j0], first_rows[j1])
+
+    calls = [call(CallKind.FULL, *cells) for cells in rectangles(full)]
+    calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
+    squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
+    return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
+
+
+def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
+    """Starts and stops of the pieces, and the first row of each and one past the last."""
+    found = [
+        piece
+        for start, stop in blocks
+        for piece in pairwise(
+            (start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop)
+        )
+    ]
+    starts, stops = np.array(found, dtype=np.int64).T
+    return starts, stops, tuple(accumulate((b - a for a, b in found), initial=0))
+
+
+def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int], list[int]]:
+    """Where diagonals meet ends of keys, and where the mask bends inside key blocks."""
+    q_cuts, k_cuts = set[int](), {rows.kv_tokens}
+    diagonals: list[tuple[int, int, int]] = []  # first and last query, and the key of query 0
+    for s in q.near:
+        for i in s.intervals:
+            ends = (i.lo, i.lo_slope), (i.hi, i.hi_slope)
+            k_cuts.update(base for base, slope in ends if not slope)
+            if i.hi_slope:
+                diagonals.append((s.start, s.stop, i.hi - 1))
+    q_edges = sorted({*q.starts.tolist(), *q.stops.tolist()})
+    k_edges = sorted({edge for block in keys for edge in block} | k_cuts)
+    for start, stop, key in diagonals:
+        inside = q_edges[bisect_left(q_edges, start) : bisect_right(q_edges, stop)]
+        k_cuts.update(edge + key for edge in inside)
+        between = k_edges[bisect_right(k_edges, start + key) : bisect_left(k_edges, stop + key)]
+        q_cuts.update(edge - key for edge in between)
+    return q_cuts, sorted(k_cuts)

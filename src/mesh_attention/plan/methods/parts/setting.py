@@ -1,0 +1,213 @@
+"""What a person can choose about a method: each option said once, with its help and its default.
+
+A setting is a frozen dataclass; its fields are the options. Flags of the command line, their help,
+`docs/methods.md` and validation are all made from the fields, so a new option touches nothing but
+its setting. Options of one method stand with its builder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.methods.parts.rotate import Reach
+from mesh_attention.plan.methods.parts.slices import HeadSlices
+from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
+from mesh_attention.plan.problem.arguments import choice, flag, number, pair, real
+from mesh_attention.plan.problem.layout import LayoutKind, Stretches, read_stretches
+
+
+def option(default: Any, help: str, metavar: str = "N") -> Any:
+    """A field of a setting: `help` is what people read, `metavar` how its value is written."""
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a setting, as the command line, the docs and validation read it."""
+
+    name: str
+    type: Any  # bool, int, float, a pair of int, a StrEnum, or what has no text
+    default: Any
+    help: str
+    metavar: str
+
+    @property
+    def has_text(self) -> bool:
+        """Whether people can write it on a command line."""
+        if get_origin(self.type) is tuple:
+            return bool(self.type != Stretches)
+        return self.type in (bool, int, float) or issubclass(self.type, StrEnum)
+
+    def read(self, value: Any) -> Any:
+        """The value as declared, or a refusal that names the option; None where that is allowed."""
+        if value is None and self.default is None:
+            return None
+        if self.type == Stretches:
+            return read_stretches(value)
+        if get_origin(self.type) is tuple:
+            return pair(self.name, value)
+        simple = {bool: flag, int: number, float: real}.get(self.type)
+        if simple is not None:
+            return simple(self.name, value)  # type: ignore[operator]
+        if issubclass(self.type, StrEnum):
+            return choice(self.type, self.name, value)
+        if not isinstance(value, self.type):
+            raise PlanError(f"{self.name}={value!r}: must be a {self.type.__name__}")
+        return value
+
+
+def options_of(setting: type[Setting]) -> Iterator[Option]:
+    """
+    >>> [option.name for option in options_of(Setting)]
+    ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'ranks_per_node']
+    """
+    kinds = get_type_hints(setting)
+    for one in fields(setting):
+        kind = kinds[one.name]
+        members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        declared = next(member for member in members if member is not NoneType)
+        yield Option(one.name, declared, one.default, one.metadata["help"], one.metadata["metavar"])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of every method; None means: choose for me."""
+
+    layout: LayoutKind | None = option(
+        None,
+        "contiguous, zigzag, striped or listed; left out: zigzag under a mask",
+        "NAME",
+    )
+    stripe_block: int = option(1, "tokens of one stripe")
+    stretches: Stretches | None = option(
+        None,
+        "with layout=listed: the (start, stop) positions of each rank, in the order in which they "
+        "lie there; only where queries and keys have as many tokens",
+        "-",
+    )
+    relayout: bool = option(
+        False,
+        "shards come and go contiguous, rank r with the r-th; they are exchanged for the layout "
+        "that the method works in, and back, in both passes",
+    )
+    one_call: bool = option(
+        False,
+        "every attention is one kernel call by row ranges: such programs are made without a look "
+        "at the mask, and some methods' serve any",
+    )
+    gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
+    ranks_per_node: int | None = option(
+        None, "ranks that share a node: for the mapping, and for choices that depend on nodes"
+    )
+
+
+@dataclass(frozen=True)
+class CombineSetting(Setting):
+    """An option of methods that reduce partial results in teams."""
+
+    combine: Combine = option(
+        Combine.AUTO,
+        "partial results reach their owners by `exchange`, by `nodes` (one exchange inside, one "
+        "between them) or by `reduce-scatter`, which in half precision rounds at every hop",
+        "NAME",
+    )
+
+
+@dataclass(frozen=True)
+class ShapeSetting(Setting):
+    """An option of methods on a tile grid."""
+
+    tile: tuple[int, int] | None = option(
+        None,
+        "a Q partitions by b KV partitions that a rank computes: a times b is the number of ranks "
+        "(of units of `ulysses` ranks); left out: chosen",
+        "AxB",
+    )
+
+
+@dataclass(frozen=True)
+class TileSetting(ShapeSetting, CombineSetting):
+    """Options of methods that reduce partial results on a tile grid."""
+
+    alpha: int | None = option(
+        None, "a node is an alpha-wide patch of the tile grid (needs `ranks_per_node`)"
+    )
+
+
+@dataclass(frozen=True)
+class RotationSetting(Setting):
+    """An option of methods whose keys rotate."""
+
+    gradients: Reach = option(
+        Reach.DIRECT,
+        "dK and dV go `direct` to the owner, once from each node, or `travel` with their block",
+        "NAME",
+    )
+
+
+@dataclass(frozen=True)
+class DegreeSetting(Setting):
+    """An option of methods around which ranks exchange tokens for heads."""
+
+    ulysses: int | None = option(
+        None,
+        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
+        "the largest up to 8 (or a node); 1 for a double ring",
+        "U",
+    )
+    units_per_node: int | None = option(
+        None,
+        "a node has ranks of so many units of `ulysses` ranks, as many of each: a patch of the "
+        "tile grid, or of the ring, inside a node, and heads exchanged between nodes (needs "
+        "`ranks_per_node`); left out: units in order",
+    )
+
+
+@dataclass(frozen=True)
+class SliceSetting(Setting):
+    """Options of methods that fetch what a slice of heads needs while another is computed."""
+
+    head_slices: HeadSlices | None = option(
+        None, "KV heads of the first slice of heads and of the largest (`slices.md`)", "FIRSTxMOST"
+    )
+    backward_head_slices: HeadSlices | None = option(
+        None, "the same for the backward pass, if others", "FIRSTxMOST"
+    )
+
+
+@dataclass(frozen=True)
+class ChunkSetting(SliceSetting):
+    """Options of methods that also cut the rows of a slice of heads.
+
+    Where neither chunks nor head slices are given, both are chosen by the size of the problem.
+    """
+
+    chunks: tuple[int, int] | None = option(
+        None,
+        "kq x kkv chunks of a tile, so that communication hides behind computation: at most 16, "
+        "1x1 is uncut; left out together with slices: chosen by size. Queries that ranks exchange "
+        "for heads are cut by heads first, where they are of one KV head",
+        "KQxKKV",
+    )
+    backward_chunks: tuple[int, int] | None = option(
+        None, "the chunks of the backward pass, if others", "KQxKKV"
+    )
+
+
+@dataclass(frozen=True)
+class CutSetting(ChunkSetting):
+    """Options of methods that gather: also in what order, and in how much memory."""
+
+    scheduler: Scheduler = option(
+        Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"
+    )
+    gamma: float = option(1.05, "how far the greedy scheduler fills a step", "X")
+    max_memory_bytes: int | None = option(
+        None, "cap on the workspace of each pass; the schedule keeps to it or refuses", "BYTES"
+    )

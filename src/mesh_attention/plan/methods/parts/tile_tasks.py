@@ -1,0 +1,294 @@
+"""The tasks of a tile on one head group, and their order.
+
+The order is found once, from costs averaged over all ranks, so every rank derives the same one.
+Slices of the heads have the same tasks: they are ordered once, and follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from functools import lru_cache
+from operator import add
+
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Call, CallKind, Collective, Operation, Task
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.language.traffic import TrafficMeter
+from mesh_attention.plan.methods.parts.chunks import Chunk
+from mesh_attention.plan.methods.parts.head_group import HeadGroup
+from mesh_attention.plan.methods.parts.reduce import ReduceBy
+from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
+from mesh_attention.plan.problem.spans import slice_spans
+from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.schedule.memory import (
+    MemoryCapError,
+    MemoryModel,
+    greedy_capped,
+    peak_bytes,
+    smallest_cap,
+)
+from mesh_attention.plan.schedule.search import search
+from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
+
+COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
+CAPPED = "capped"  # how an order under a memory cap calls itself
+
+
+class Scheduler(StrEnum):
+    GREEDY = "greedy"
+    SEARCH = "search"
+
+
+def order_tasks(
+    mesh: TilePass,
+    costs: Costs,
+    scheduler: Scheduler,
+    *,
+    rows: RowRanges,
+    gamma: float,
+    max_memory_bytes: int | None,
+) -> Schedule:
+    """`rows`: what queries see; tasks that see nothing are left out."""
+    tasks = _present_tasks(mesh, rows)
+    largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
+    graph = _task_graph(mesh, tasks, costs, [largest])
+
+    def everywhere(found: Schedule) -> list[Schedule]:
+        return [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
+
+    free = search(graph).schedule if scheduler is Scheduler.SEARCH else greedy(graph, gamma=gamma)
+    if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
+        free = reduced_early(graph, free)
+    if max_memory_bytes is None:
+        return follow_each_other(everywhere(free))
+    whole = _task_graph(mesh, tasks, costs, range(len(mesh.slices)))
+    model, cap = _memory_model(mesh, whole), max_memory_bytes
+    if len(mesh.slices) == 1:
+        return greedy_capped(whole, model, cap, gamma=gamma)
+    # Slices that help each other where there is room for two, and otherwise one after the other.
+    together = follow_each_other(everywhere(free))
+    if peak_bytes(model, together.order()) <= cap:
+        return together
+    of_slice = _memory_model(mesh, graph)
+    least = smallest_cap(graph, of_slice)
+    for tried in (max(cap, least), least):
+        alone = greedy_capped(graph, of_slice, tried, gamma=gamma)
+        in_turn = one_after_another(everywhere(alone))
+        needed = peak_bytes(model, in_turn.order())
+        if needed <= cap:
+            return in_turn
+    raise MemoryCapError(cap, needed)
+
+
+def _of_slice(mesh: TilePass, found: Schedule, part: int) -> Schedule:
+    """The schedule of a slice of heads, for the one so many places behind it."""
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+
+    def moved(task: Task) -> Task:
+        by_q = task.kind in (GATHER_Q, mesh.q_reduce_kind)
+        by_chunks = (num_q, num_kv) if task.kind == COMPUTE else (num_q if by_q else num_kv,)
+        shifts = (part * chunks for chunks in by_chunks)
+        return Task(task.kind, tuple(map(add, task.index, shifts)))
+
+    def step(old: Step) -> Step:
+        communication = None if old.communication is None else moved(old.communication)
+        return Step(communication, tuple(map(moved, old.compute)))
+
+    return Schedule(tuple(map(step, found.steps))) if part else found
+
+
+Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
+
+
+def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
+    """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
+    on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+    q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
+    kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
+    return dict(_num_visible(tuple(map(tuple, q_runs)), tuple(map(tuple, kv_runs)), rows))
+
+
+@lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
+def _num_visible(
+    queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], rows: RowRanges
+) -> Pairs:
+    """Of chunks that see something."""
+    pairs = {
+        (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
+    }
+    return {key: count for key, count in pairs.items() if count}
+
+
+def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:
+    """Positions of a chunk of all units, as a set."""
+    layout = head_group.layout(kind)
+    if chunk.size == head_group.size(kind):
+        return (Run(0, layout.padded_tokens),)
+    if head_group.degree == 1:
+        return layout.slot_runs(chunk.start, chunk.stop)
+    if head_group.cut is not None:
+        slots = head_group.slots(kind)  # the same of every rank
+        return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
+    found = [
+        run
+        for unit in range(head_group.num_units)
+        for span in slice_spans(head_group.rows(kind, unit), chunk.start, chunk.stop)
+        for run in layout.runs(*span)
+    ]
+    return join_runs(sorted(found, key=lambda run: run.start))
+
+
+def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
+    """Operations of a communication task on one unit, without what is exchanged for it."""
+    key = fragment_key(mesh, unit, task)
+    found = mesh.fragments.get(key)
+    if found is None:
+        found = mesh.fragments[key] = _make_fragment(mesh, unit, task)
+    return found
+
+
+def fragment_key(mesh: TilePass, unit: int, task: Task) -> tuple[Task, int]:
+    """Units with the same key do the same for a task."""
+    reduced = {mesh.q_reduce_kind: mesh.q, mesh.kv_reduce_kind: mesh.kv}.get(task.kind)
+    if reduced is not None and reduced.reduce_by is ReduceBy.NODES:
+        return task, unit
+    q_side = task.kind == GATHER_Q or reduced is mesh.q
+    return task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit)
+
+
+def _make_fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
+    (i,) = task.index
+    row = mesh.tile.row(unit)
+    if task.kind == GATHER_Q:
+        return [mesh.gather_q(row, i)] if mesh.tile.a > 1 else []
+    if task.kind == GATHER_KV:
+        return [mesh.fetch_kv(mesh.fetch_key(unit), i)] if mesh.tile.b > 1 else []
+    if task.kind == mesh.q_reduce_kind:
+        return mesh.reduce_q(i, mesh.q.reduction(unit, i))
+    assert task.kind == mesh.kv_reduce_kind
+    return mesh.reduce_kv(i, mesh.kv.reduction(unit, i))
+
+
+def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
+    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+    tasks = {  # queries meet keys of their own heads only
+        (part * num_q + i, part * num_kv + j): (part, pairs)
+        for part in slices
+        for (i, j), pairs in pairs_of.items()
+    }
+    computes = {key: Task(COMPUTE, key) for key in tasks}
+    communication: list[TaskNode] = []
+    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
+
+    def add_tasks(kind: str, chunks: Iterable[int], needs: dict[int, tuple[Task, ...]]) -> None:
+        for index in chunks:
+            task = Task(kind, (index,))
+            seconds = _communication_seconds(mesh, task, costs, groups)
+            communication.append(TaskNode(task, seconds, needs.get(index, ())))
+
+    q_indices, kv_indices = (
+        [part * count + at for part in slices for at in range(count)] for count in (num_q, num_kv)
+    )
+    if mesh.kv.is_fetched:
+        add_tasks(GATHER_KV, kv_indices, {})
+    if mesh.q.is_fetched:
+        add_tasks(GATHER_Q, q_indices, {})
+    by_q = {i: tuple(n for (x, _), n in computes.items() if x == i) for i in q_indices}
+    add_tasks(mesh.q_reduce_kind, q_indices, by_q)
+    if mesh.kv_reduce_kind:
+        by_kv = {j: tuple(n for (_, y), n in computes.items() if y == j) for j in kv_indices}
+        add_tasks(mesh.kv_reduce_kind, kv_indices, by_kv)
+    backward = mesh.direction is Direction.BACKWARD
+    compute = []
+    for (i, j), (part, pairs) in tasks.items():
+        share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
+        share /= mesh.q.parts_of_slice
+        flops = mesh.problem.flops(pairs, backward=backward) * share
+        gathers = [Task(GATHER_Q, (i,))] * mesh.q.is_fetched
+        gathers += [Task(GATHER_KV, (j,))] * mesh.kv.is_fetched
+        seconds = costs.compute_seconds(flops)
+        compute.append(TaskNode(computes[i, j], seconds, tuple(gathers)))
+    return TaskGraph(tuple(communication), tuple(compute))
+
+
+def _communication_seconds(
+    mesh: TilePass, task: Task, costs: Costs, groups: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Mean over all units; with rotation they are all alike."""
+    units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
+    total = 0.0
+    for unit in units:
+        meter = _meter(mesh, unit)
+        for op in fragment(mesh, unit, task):
+            if isinstance(op, Collective):
+                members = groups[op.group]
+                traffic = meter.traffic(op, members.index(unit), len(members))
+                total += costs.communication_seconds(traffic.received_bytes)
+    return total / len(units) + _exchange_seconds(mesh, task, costs)
+
+
+@lru_cache(maxsize=8)  # asked for by every task of a pass
+def _meter(mesh: TilePass, unit: int) -> TrafficMeter:
+    return TrafficMeter(mesh.problem, {**_local_buffers(mesh, unit), **buffers_of(mesh, unit)})
+
+
+def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
+    """Of the portion that a gather brings on, or of that which a reduction sends away."""
+    if mesh.head_group.cut is None:
+        return 0.0
+    side = mesh.q if task.kind in (GATHER_Q, mesh.q_reduce_kind) else mesh.kv
+    kinds = side.inputs if task.kind in (GATHER_Q, GATHER_KV) else side.partials
+    local, degree = _local_buffers(mesh, 0), mesh.head_group.degree
+    (index,) = task.index
+    names = [side.chunks[index].name(mesh.head_group.local(kind)) for kind in kinds]
+    moved = sum(local[name].num_bytes(mesh.problem) for name in names) * (degree - 1) / degree
+    return costs.communication_seconds(moved)
+
+
+def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
+    """Of a rank on which no task is empty: no other rank needs more."""
+    table = {**_local_buffers(mesh, 0), **buffers_of(mesh, 0)}
+    whole = (Call(CallKind.FULL, 0, 1, 0, 1),)
+    touches: dict[Task, tuple[tuple[str, ...], ...]] = {}
+    for communication in graph.communication:
+        operations = fragment(mesh, 0, communication.task)
+        touches[communication.task] = tuple(op.touched for op in operations)
+    for compute in graph.compute:
+        i, j = compute.index
+        op = mesh.compute(i, j, whole, (True, True))
+        touches[compute.task] = (op.touched,)
+    held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
+    return MemoryModel(
+        held,
+        {
+            task: tuple(tuple(b for b in op if b in held) for op in operations)
+            for task, operations in touches.items()
+        },
+    )
+
+
+@lru_cache(maxsize=8)  # for costs, and for the program of the same unit
+def buffers_of(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
+    return {
+        **mesh.q.buffers(mesh.tile.row(unit)),
+        **mesh.kv.buffers(mesh.tile.column(unit)),
+        **mesh.stack_buffers(unit),
+    }
+
+
+@lru_cache(maxsize=8)  # asked for by every task of a pass
+def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
+    """The unit's own rows, for what must be measured before the programs exist. Delta is no
+    input: it is computed first, and held until its last chunk is gathered."""
+    roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
+    return {
+        buffer.name: buffer
+        for kind, role in roles.items()
+        for buffer in mesh.head_group.local_buffers(kind, unit, role)
+    }

@@ -1,0 +1,174 @@
+"""A question is what a plan answers: a problem, a number of ranks, a method and its options.
+
+This is the one place that turns the options of a method into a question; `choose/ask.py` is the
+door before it, where the method may be left out. An option that is None was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesh_attention.errors import PlanError
+from mesh_attention.machine.rates import Costs
+from mesh_attention.plan.language.plan import Direction, Plan, a_direction
+from mesh_attention.plan.methods.options import renamed
+from mesh_attention.plan.methods.parts.setting import Setting
+from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.problem.arguments import flag, number
+from mesh_attention.plan.problem.layout import LayoutKind, Stretches
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+
+BOTH = (Direction.FORWARD, Direction.BACKWARD)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Equal questions have equal plans, on every rank. `backward`: asked apart for that pass, by
+    another method or setting; both must lay out the tokens alike."""
+
+    problem: Problem
+    num_ranks: int
+    method: str
+    setting: Setting
+    directions: tuple[Direction, ...] = BOTH
+    backward: Question | None = None
+
+    @property
+    def of_any_mask(self) -> Question | None:
+        """The question whose programs answer this one too, and those of all other masks; None
+        where the mask decides what goes where."""
+        if METHODS[self.method].reads_mask or not self.setting.one_call or self.backward:
+            return None
+        if self.setting.layout is None:  # it is chosen by the mask
+            return None
+        return replace(self, problem=replace(self.problem, mask=Mask()))
+
+    def for_batch(
+        self, problem: Problem, layout: LayoutKind, stretches: Stretches | None
+    ) -> Question:
+        """The same for a batch that brings its documents and is cut already."""
+        setting = replace(
+            self.setting, layout=layout, stretches=stretches, stripe_block=1, one_call=True
+        )
+        return replace(self, problem=problem, setting=setting)
+
+    def with_problem(self, problem: Problem) -> Question:
+        backward = None if self.backward is None else self.backward.with_problem(problem)
+        return replace(self, problem=problem, backward=backward)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of the plan, whose programs are not made for it."""
+        return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
+
+    def plan(self) -> Plan:
+        build = METHODS[self.method].build
+        plan = build(self.problem, self.num_ranks, self.setting, self.directions)
+        if self.backward is None:
+            return plan
+        other = self.backward.plan()
+        shards = [(one.q_layout, one.kv_layout, one.devices) for one in (plan, other)]
+        if shards[0] != shards[1]:
+            raise PlanError("the passes of a plan must have the same shards on the same devices")
+        name = plan.method if plan.method == other.method else f"{plan.method}/{other.method}"
+        return replace(plan, passes=(*plan.passes, *other.passes), method=name)
+
+
+def joined(forward: Question, backward: Question) -> Question:
+    """One question from one for each pass."""
+    alike = replace(forward, directions=backward.directions) == backward
+    if alike:
+        return replace(forward, directions=BOTH)
+    return replace(forward, backward=backward)
+
+
+def ask(
+    problem: Problem,
+    num_ranks: int,
+    *,
+    method: str,
+    directions: tuple[Direction, ...] = BOTH,
+    **options: Any,
+) -> Question:
+    """Every option is used, or refused by name. Method `auto` is asked for in `choose/ask.py`."""
+    if not isinstance(method, str) or method not in METHODS:
+        known_methods = ", ".join((*METHODS, AUTO))
+        raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
+    num_ranks = number("ranks", num_ranks)
+    if not isinstance(problem, Problem):
+        raise PlanError(f"problem={problem!r}: must be a Problem")
+    if isinstance(directions, str):
+        raise PlanError(f"directions={directions!r}: must be a tuple of passes")
+    options = {name: value for name, value in options.items() if value is not None}
+    setting = _setting(method, options)
+    return Question(problem, num_ranks, method, setting, tuple(map(a_direction, directions)))
+
+
+def ask_passes(
+    problem: Problem,
+    num_ranks: int,
+    chosen: Mapping[Direction, tuple[str, Mapping[str, Any]]],
+    *,
+    ranks_per_node: int,
+    costs: Costs,
+) -> Question:
+    """One question from a method and its options for each pass, with the costs that its scheduler
+    reckons with, where it has one."""
+    questions = []
+    for direction, (method, options) in chosen.items():
+        how: dict[str, Any] = {"ranks_per_node": ranks_per_node, **options}
+        if "costs" in METHODS[method].options():
+            how.setdefault("costs", costs)
+        questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
+    return joined(*questions)
+
+
+def _setting(method: str, options: Mapping[str, Any]) -> Setting:
+    known = METHODS[method].options()
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        name, others = unknown[0], ", ".join(known)
+        raise PlanError(
+            f"method {method} has no option {name!r}{renamed(name)}; its options: {others}"
+        )
+    return METHODS[method].setting(**{n: known[n].read(value) for n, value in options.items()})
+
+
+def attention_mask(
+    *, causal: bool | None, mask: Mask | None = None, window_size: tuple[int, int] | None = None
+) -> Mask:
+    """One mask from the ways to say it; contradictions are refused. Causal None: as the mask."""
+    if causal is not None:
+        flag("causal", causal)
+    window = _window(window_size)
+    if mask is not None and not isinstance(mask, Mask):
+        raise PlanError(f"mask={mask!r}: must be a Mask, such as Mask(causal=True)")
+    if mask is None:
+        return Mask(causal=bool(causal), window=window)
+    if window is not None:
+        raise PlanError("give the window either as window_size or inside mask, not both")
+    if causal is not None and causal != mask.causal:
+        kind = "causal" if mask.causal else "not causal"
+        raise PlanError(
+            f"causal={causal} contradicts a mask that is {kind}; say it in the mask, and leave "
+            "causal out"
+        )
+    return mask
+
+
+def _window(size: Any) -> tuple[int | None, int | None] | None:
+    """flash-attn's window: -1 is no limit."""
+    if size is None:
+        return None
+    try:
+        left, right = (number("window_size", side, least=-1) for side in size)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"window_size={size!r}: give (left, right), -1 for no limit") from None
+    if (left, right) == (-1, -1):
+        return None
+    return (None if left == -1 else left, None if right == -1 else right)

@@ -1,0 +1,1 @@
+"""What is to be computed: sizes, masks, and which rank owns which token."""

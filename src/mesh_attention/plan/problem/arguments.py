@@ -1,0 +1,100 @@
+"""What people write, made into what plans take: numbers, pairs and flags, or a clear refusal.
+
+A bool is not a number here and a string is not a flag: `causal="no"` must never mean True.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from mesh_attention.errors import PlanError
+
+Member = TypeVar("Member", bound=StrEnum)
+
+
+def number(name: str, value: Any, *, least: int | None = 1) -> int:
+    """A whole number; `least` None leaves the bound to the caller.
+
+    >>> number("ranks", 4)
+    4
+    """
+    if type(value) is int and (least is None or value >= least):
+        return value  # as almost always, and batches bring many
+    bound = "" if least is None else f" of at least {least}"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise PlanError(f"{name}={value!r}: must be a whole number{bound}") from None
+    if least is not None and found < least:
+        raise PlanError(f"{name}={found}: must be a whole number{bound}")
+    return found
+
+
+def real(name: str, value: Any) -> float:
+    """A finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlanError(f"{name}={value!r}: must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= 0:
+        raise PlanError(f"{name}={value!r}: must be finite and above 0")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r}: must be True or False")
+    return value
+
+
+def choice(kind: type[Member], name: str, value: Any) -> Member:
+    """A member of a closed choice, or its text."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise PlanError(f"{name}={value!r} is unknown; known: {', '.join(kind)}") from None
+
+
+def pair(name: str, value: Any) -> tuple[int, int]:
+    """
+    >>> pair("tile", "4x2"), pair("tile", [4, 2])
+    ((4, 2), (4, 2))
+    """
+    parts: Any = value.lower().split("x") if isinstance(value, str) else value
+    try:
+        if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
+            raise TypeError
+        a, b = (_digits(p) if isinstance(value, str) else operator.index(p) for p in parts)
+        if any(isinstance(p, bool) for p in parts):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise PlanError(f"{name}={value!r}: give two numbers, as in (2, 4) or '2x4'") from None
+    return a, b
+
+
+def _digits(text: str) -> int:
+    """`int` alone would also read 1_0, +1 and the digits of other scripts."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError
+    return int(text)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """
+    >>> bytes_text(0), bytes_text(1536), bytes_text(2028994560)
+    ('0 B', '1.50 KiB', '1.89 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,314 @@
+"""Which rank owns which token: contiguous, zigzag, striped or listed (algorithm.md, section 7).
+
+A layout is exact for any number of tokens. The sequence is padded at its end to a length that
+divides evenly, and every rank owns the same number of *slots*; a slot whose position lies past the
+last token is padding, and is known as padding everywhere because no mask shows it anything.
+
+    contiguous   rank g owns block g of n
+    zigzag       rank g owns blocks g and 2n-1-g of 2n (low and high half)
+    striped      blocks of `block` tokens are dealt out in turn; block = 1 deals single tokens
+    listed       rank g owns the stretches of positions that are listed for it, in that order
+
+Listed ranks may own different numbers of tokens: all have the slots of the largest.
+
+A *place* numbers all slots of all ranks: `place = rank * slots + slot`. Buffers name their rows by
+places, so every piece of a partition is one interval whatever the layout.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.runs import Run, clip_run
+from mesh_attention.plan.problem.spans import Spans, joined
+
+MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow
+Stretches = tuple[tuple[tuple[int, int], ...], ...]  # intervals of positions, of each rank
+
+
+class LayoutKind(StrEnum):
+    CONTIGUOUS = "contiguous"
+    ZIGZAG = "zigzag"
+    STRIPED = "striped"
+    LISTED = "listed"
+
+
+def read_stretches(value: Any) -> Stretches:
+    """What people write, or a text holds, as nested tuples; whether it fits is for `Layout`."""
+    try:
+        return tuple(
+            tuple((number("stretches", a, least=0), number("stretches", b, least=0)) for a, b in of)
+            for of in value
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            "stretches: give for each rank its (start, stop) positions, as in "
+            "(((0, 2), (6, 8)), ((2, 6),))"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    >>> Layout(LayoutKind.ZIGZAG, num_tokens=8, num_ranks=2).tokens(0)
+    [0, 1, 6, 7]
+    >>> Layout(LayoutKind.STRIPED, num_tokens=5, num_ranks=2).tokens(1)
+    [1, 3, None]
+    >>> Layout(
+    ...     LayoutKind.LISTED, num_tokens=5, num_ranks=2, stretches=(((0, 1), (3, 5)), ((1, 3),))
+    ... ).tokens(1)
+    [1, 2, None]
+    """
+
+    kind: LayoutKind
+    num_tokens: int
+    num_ranks: int
+    block: int = 1
+    stretches: Stretches | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", LayoutKind(self.kind))
+        if self.num_tokens < 1 or self.num_ranks < 1:
+            raise PlanError(
+                f"a layout needs at least one token and one rank, "
+                f"got {self.num_tokens} tokens on {self.num_ranks} ranks"
+            )
+        if not 1 <= self.block <= MAX_STRIPE:
+            raise PlanError(
+                f"stripe_block={self.block}: a stripe has at least one token, at most {MAX_STRIPE}"
+            )
+        if self.block > 1 and self.kind is not LayoutKind.STRIPED:
+            raise PlanError(
+                f"stripe_block={self.block} only applies to the striped layout, not {self.kind}"
+            )
+        if self.stretches is None:
+            if self.kind is LayoutKind.LISTED:
+                raise PlanError("layout=listed needs 'stretches', the positions of each rank")
+        elif self.kind is not LayoutKind.LISTED:
+            raise PlanError(f"'stretches' only apply to layout=listed, not {self.kind}")
+        else:
+            # Equal layouts compare equal, however their stretches were cut.
+            object.__setattr__(self, "stretches", tuple(map(joined, self.stretches)))
+            self._check_stretches()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: layouts of many stretches are looked up again and again. Of numbers
+        only, so it is the same in processes that a layout is sent to."""
+        return hash((self.num_tokens, self.num_ranks, self.block, self.stretches or ()))
+
+    def _check_stretches(self) -> None:
+        assert self.stretches is not None
+        if len(self.stretches) != self.num_ranks:
+            raise PlanError(
+                f"stretches of {len(self.stretches)} ranks were given for {self.num_ranks} ranks"
+            )
+        table = np.array([pair for of in self.stretches for pair in of], np.int64).reshape(-1, 2)
+        starts, stops = table[np.argsort(table[:, 0], kind="stable")].T
+        if (stops < starts).any():
+            at = int(np.flatnonzero(stops < starts)[0])
+            raise PlanError(f"stretches: {starts[at]}..{stops[at]} ends before it starts")
+        # One after the other they must reach from the first token to the last.
+        ends, begins = [0, *stops.tolist()], [*starts.tolist(), self.num_tokens]
+        for end, begin in zip(ends, begins, strict=True):
+            if end != begin:
+                low, high = min(end, begin), max(end, begin)
+                what = "are not listed" if end < begin else "are listed twice, or are no tokens"
+                raise PlanError(
+                    f"stretches: positions {low}..{high} {what}; each of the {self.num_tokens} "
+                    "positions belongs to one rank"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, without stretches where there are none."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in given if value is not None}
+
+    @property
+    def _grain(self) -> int:
+        """Tokens that are dealt out in one turn to all ranks."""
+        return self.num_ranks * (2 if self.kind is LayoutKind.ZIGZAG else self.block)
+
+    @cached_property
+    def padded_tokens(self) -> int:
+        if self.kind is LayoutKind.LISTED:
+            return self.num_ranks * max(offsets[-1] for _, offsets in self._listed)
+        return -(-self.num_tokens // self._grain) * self._grain
+
+    @cached_property
+    def _listed(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
+        """Of each rank: its stretches, and the slot at which each begins. All are filled up to the
+        largest with positions past the last token, each used once."""
+        found = [
+            (list(own), list(accumulate((b - a for a, b in own), initial=0)))
+            for own in self.stretches or ()
+        ]
+        slots, unused = max(offsets[-1] for _, offsets in found), self.num_tokens
+        for own, offsets in found:
+            missing = slots - offsets[-1]
+            if missing:
+                own.append((unused, unused + missing))
+                offsets.append(slots)
+                unused += missing
+        return found
+
+    @cached_property
+    def slots(self) -> int:
+        """Slots of each rank, padding included."""
+        return self.padded_tokens // self.num_ranks
+
+    @cached_property
+    def halves(self) -> tuple[int, ...]:
+        """Slot boundaries that a gather keeps apart, so that each part is one run of positions."""
+        if self.kind is LayoutKind.ZIGZAG:
+            return (0, self.slots // 2, self.slots)
+        return (0, self.slots)
+
+    def parts(self, rank: int) -> Spans:
+        """Slots of a rank, cut so that the positions of each part are consecutive; a striped rank
+        is one part nevertheless."""
+        cuts = self._listed[rank][1] if self.kind is LayoutKind.LISTED else self.halves
+        return tuple(pairwise(cuts))
+
+    def runs(self, place_start: int, place_stop: int) -> list[Run]:
+        """Positions of an interval of places, in order, padding included."""
+        runs: list[Run] = []
+        while place_start < place_stop:
+            rank, slot = divmod(place_start, self.slots)
+            stop = min(self.slots, slot + place_stop - place_start)
+            runs += self._rank_runs(rank, slot, stop)
+            place_start += stop - slot
+        return runs
+
+    def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
+        """Stretches of positions of intervals of places, in order: what `runs` says, in less time;
+        None of layouts in which they may be many."""
+        if self.kind is LayoutKind.CONTIGUOUS:
+            return list(spans)
+        if self.kind is not LayoutKind.ZIGZAG:
+            return None
+        half, last = self.slots // 2, 2 * self.num_ranks - 1
+        found = []
+        for start, stop in spans:
+            while start < stop:
+                index, within = divmod(start, half)
+                end = min(stop, start - within + half)
+                rank, high = divmod(index, 2)
+                position = (last - rank if high else rank) * half + within
+                found.append((position, position + end - start))
+                start = end
+        return found
+
+    def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return [Run(rank * self.slots + start, stop - start)]
+            case LayoutKind.ZIGZAG:
+                half = self.slots // 2
+                low = [Run(rank * half + start, min(stop, half) - start)] if start < half else []
+                base = (2 * self.num_ranks - 1 - rank) * half - half
+                begin = max(start, half)
+                return low + ([Run(base + begin, stop - begin)] if begin < stop else [])
+            case LayoutKind.STRIPED:
+                stride = self.num_ranks * self.block
+                whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
+                first = whole.start + (start // self.block) * stride + start % self.block
+                last_slot = stop - 1
+                last = whole.start + (last_slot // self.block) * stride + last_slot % self.block
+                return clip_run(whole, first, last + 1)
+            case LayoutKind.LISTED:
+                stretches, offsets = self._listed[rank]
+                inside = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
+                cuts = [start, *offsets[inside.start + 1 : inside.stop], stop]
+                return [
+                    Run(stretches[at][0] + a - offsets[at], b - a)
+                    for at, (a, b) in zip(inside, pairwise(cuts), strict=True)
+                ]
+
+    def all_runs(self) -> NDArray[np.int64]:
+        """Those of all ranks in order: start, block, stride and count of each."""
+        if self.kind is LayoutKind.LISTED:
+            rows = [(a, b - a, 0, 1) for own, _ in self._listed for a, b in own]
+        else:
+            runs = self.runs(0, self.padded_tokens)
+            rows = [(run.start, run.block, run.stride, run.count) for run in runs]
+        return np.array(rows, dtype=np.int64)
+
+    def slot_runs(self, start: int, stop: int) -> list[Run]:
+        """Positions of these slots of all ranks together, as a set."""
+        ranks = self.num_ranks
+        match self.kind:
+            case LayoutKind.CONTIGUOUS:
+                return [Run(start, stop - start, self.slots, ranks)]
+            case LayoutKind.ZIGZAG:
+                half = self.slots // 2
+                parts = ((start, min(stop, half)), (max(start, half), stop))
+                return [
+                    Run(low + (ranks - 1) * half * (low >= half), high - low, half, ranks)
+                    for low, high in parts
+                    if low < high
+                ]
+            case LayoutKind.STRIPED:
+                runs = []
+                while start < stop:
+                    turn, within = divmod(start, self.block)
+                    if within or stop - start < self.block:
+                        end = min(stop, (turn + 1) * self.block)
+                        first = turn * ranks * self.block + within
+                        runs.append(Run(first, end - start, self.block, ranks))
+                    else:
+                        end = stop - stop % self.block
+                        runs.append(Run(start * ranks, (end - start) * ranks))
+                    start = end
+                return runs
+            case LayoutKind.LISTED:
+                return [run for rank in range(ranks) for run in self._rank_runs(rank, start, stop)]
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Position of every slot of a rank; padding positions are `>= num_tokens`."""
+        if not 0 <= rank < self.num_ranks:
+            raise PlanError(f"rank {rank} is outside 0..{self.num_ranks - 1}")
+        return self.positions_of(((rank * self.slots, (rank + 1) * self.slots),))
+
+    def positions_of(self, spans: Spans) -> NDArray[np.int64]:
+        parts = [
+            (r.start + np.arange(r.count)[:, None] * r.stride + np.arange(r.block)[None, :]).ravel()
+            for start, stop in spans
+            for r in self.runs(start, stop)
+        ]
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+
+    def tokens(self, rank: int) -> list[int | None]:
+        """Positions of a rank's slots with None for padding; for reading, not for speed."""
+        return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
+
+
+@lru_cache(maxsize=64)
+def contiguous_shards(num_tokens: int, devices: tuple[int, ...]) -> Layout:
+    """Contiguous by device: the rank that device d plays owns block d.
+
+    >>> contiguous_shards(5, (1, 0)).tokens(0)
+    [3, 4, None]
+    """
+    num_ranks = len(devices)
+    plain = Layout(LayoutKind.CONTIGUOUS, num_tokens, num_ranks)
+    if devices == tuple(range(num_ranks)):
+        return plain
+    ends = [min(device * plain.slots, num_tokens) for device in range(num_ranks + 1)]
+    stretches = tuple(((ends[d], ends[d + 1]),) if ends[d] < ends[d + 1] else () for d in devices)
+    return Layout(LayoutKind.LISTED, num_tokens, num_ranks, stretches=stretches)

@@ -1,0 +1,221 @@
+"""Masks that are unions of slices: some queries see some keys, all of them or up to a diagonal.
+
+A slice is one interval of keys whose ends are lines of slope 0 or 1, so that a union of slices
+becomes `RowRanges`: wherever slices begin, end or cross, queries are cut, and between two cuts
+what overlaps or touches is one interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.row_ranges import Interval, RowRanges, Segment, joined
+
+
+class SliceKind(StrEnum):
+    """Which pairs of a slice are seen. In these, of 3 queries (rows) and 5 keys:
+
+    full         causal       inverse_causal   bicausal
+    # # # # #    # # # . .    # # # # #        # # # . .
+    # # # # #    # # # # .    . # # # #        . # # # .
+    # # # # #    # # # # #    . . # # #        . . # # #
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"  # the last query sees the last key
+    INVERSE_CAUSAL = "inverse_causal"  # the first query sees the first key
+    BICAUSAL = "bicausal"  # both
+
+
+# (start, stop) of queries, of keys, and a `SliceKind` or its text.
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+
+
+# With MagiAttention's words and numbers for the same.
+_ALSO: dict[Any, SliceKind] = {
+    **{kind.value: kind for kind in SliceKind},
+    **dict(enumerate((SliceKind.FULL, SliceKind.CAUSAL, SliceKind.INVERSE_CAUSAL))),
+    3: SliceKind.BICAUSAL,
+    "inv_causal": SliceKind.INVERSE_CAUSAL,
+    "bi_causal": SliceKind.BICAUSAL,
+}
+_FORM = "give ((query start, stop), (key start, stop), kind)"
+
+
+def checked_slices(slices: Any) -> tuple[Slice, ...]:
+    if not isinstance(slices, Iterable) or isinstance(slices, str | bytes):
+        raise PlanError(f"slices={slices!r}: give a list of slices, and of each {_FORM[5:]}")
+    return tuple(_plain(one) or _checked(at, one) for at, one in enumerate(slices))
+
+
+def _plain(one: Any) -> Slice | None:
+    """A slice as it should be, told quickly: masks may have thousands, and change with batches."""
+    try:
+        (q0, q1), (k0, k1), kind = one
+        if type(q0) is type(q1) is type(k0) is type(k1) is int and type(kind) in (str, SliceKind):
+            return ((q0, q1), (k0, k1), _ALSO[kind]) if 0 <= q0 <= q1 and 0 <= k0 <= k1 else None
+    except (TypeError, ValueError, KeyError):
+        pass
+    return None
+
+
+def _checked(at: int, one: Any) -> Slice:
+    try:
+        queries, keys, kind = one
+        ranges = tuple((start, stop) for start, stop in (queries, keys))
+    except (TypeError, ValueError):
+        raise PlanError(f"slice {at} is {one!r}: {_FORM}") from None
+    found = []
+    for name, (start, stop) in zip(("queries", "keys"), ranges, strict=True):
+        first, end = (number(f"slice {at}: {name}", x, least=0) for x in (start, stop))
+        if end < first:
+            raise PlanError(f"slice {at} has {name} {first} to {end}: it stops before it starts")
+        found.append((first, end))
+    return found[0], found[1], _kind(at, kind)
+
+
+def _kind(at: int, kind: Any) -> SliceKind:
+    try:
+        if isinstance(kind, bool):
+            raise ValueError
+        return _ALSO[kind]
+    except (TypeError, ValueError, KeyError):
+        raise PlanError(
+            f"slice {at} is of kind {kind!r}; valid kinds are: {', '.join(SliceKind)}"
+        ) from None
+
+
+class _Piece(NamedTuple):
+    """A slice without the queries that see nothing of it."""
+
+    start: int
+    stop: int
+    interval: Interval
+
+
+def _pieces(slices: Iterable[Slice]) -> Iterator[_Piece]:
+    for (q0, q1), (k0, k1), kind in slices:
+        rises = kind in (SliceKind.CAUSAL, SliceKind.BICAUSAL)
+        follows = kind in (SliceKind.INVERSE_CAUSAL, SliceKind.BICAUSAL)
+        lo = (k0 - q0, 1) if follows else (k0, 0)
+        hi = (k1 - q1 + 1, 1) if rises else (k1, 0)
+        start, stop = q0, q1
+        if rises and follows:
+            stop = q1 if k1 - k0 >= q1 - q0 else q0
+        elif rises:
+            start = max(q0, q1 - (k1 - k0))
+        elif follows:
+            stop = min(q1, q0 + k1 - k0)
+        if start < stop and k0 < k1:
+            yield _Piece(start, stop, Interval(*lo, *hi))
+
+
+def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
+    """All queries, each with the union of what slices show of it."""
+    pieces = sorted(_pieces(slices))
+    cuts = sorted({0, q_tokens, *(p.start for p in pieces), *(p.stop for p in pieces)})
+    segments: list[Segment] = []
+    active: list[_Piece] = []
+    reached = 0
+    for start, stop in pairwise(cuts):
+        active = [p for p in active if p.stop > start]
+        while reached < len(pieces) and pieces[reached].start == start:
+            active.append(pieces[reached])
+            reached += 1
+        if len(active) < 2:
+            segments.append(Segment(start, stop, tuple(p.interval for p in active)))
+            continue
+        intervals = {p.interval for p in active}
+        for a, b in pairwise(_crossings(intervals, start, stop)):
+            segments.append(Segment(a, b, _union(intervals, a, b)))
+    return _ordered_if_possible(joined(segments))
+
+
+def _crossings(intervals: set[Interval], start: int, stop: int) -> list[int]:
+    """Two ends can only swap places where a flat line meets a steep one: c = base + q."""
+    flat: set[int] = set()
+    steep: set[int] = set()
+    for lo, lo_slope, hi, hi_slope in intervals:
+        (steep if lo_slope else flat).add(lo)
+        (steep if hi_slope else flat).add(hi)
+    inside = {c - s for s in steep for c in flat if start < c - s < stop}
+    return sorted({start, stop} | inside)
+
+
+def _union(intervals: set[Interval], start: int, stop: int) -> tuple[Interval, ...]:
+    """Those that overlap or touch are one; on these queries no two ends swap places."""
+    last = stop - 1
+    at_ends = sorted(
+        (i.lo + i.lo_slope * start, i.lo + i.lo_slope * last, i.hi + i.hi_slope * start, i)
+        for i in intervals
+    )
+    found: list[Interval] = []
+    hi0 = hi1 = -1  # of the last one found, at the first and the last query
+    for lo0, lo1, end0, one in at_ends:
+        end1 = one.hi + one.hi_slope * last
+        if not found or lo0 > hi0 or lo1 > hi1:
+            found.append(one)
+            hi0, hi1 = end0, end1
+        elif (end0, end1) > (hi0, hi1):
+            before = found[-1]
+            found[-1] = Interval(before.lo, before.lo_slope, one.hi, one.hi_slope)
+            hi0, hi1 = end0, end1
+    return tuple(found)
+
+
+def _ordered_if_possible(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Queries that see nothing get an empty interval between those of their neighbours, so that
+    bounds do not fall there."""
+    if any(len(s.intervals) > 1 for s in segments):
+        return segments
+    found: list[Segment] = []
+    edge = 0
+    for s in segments:
+        if s.intervals:
+            edge = s.intervals[0].at(s.stop - 1)[1]
+        found.append(s if s.intervals else Segment(s.start, s.stop, (Interval(edge, 0, edge, 0),)))
+    return tuple(found)
+
+
+def slices_of(rows: RowRanges) -> Iterator[Slice]:
+    """A mask as slices: one for each interval of each segment."""
+    for s in rows.segments:
+        for i in s.intervals:
+            first, last = i.at(s.start), i.at(s.stop - 1)
+            kind = {
+                (0, 0): SliceKind.FULL,
+                (0, 1): SliceKind.CAUSAL,
+                (1, 0): SliceKind.INVERSE_CAUSAL,
+                (1, 1): SliceKind.BICAUSAL,
+            }[i.lo_slope, i.hi_slope]
+            if first[0] < last[1]:
+                yield (s.start, s.stop), (first[0], last[1]), kind
+
+
+def tree_slices(parents: Sequence[int | None], lengths: Sequence[int]) -> Iterator[Slice]:
+    """Of nodes that lie one after another: each sees itself causally and its ancestors whole."""
+    starts = list(accumulate(lengths, initial=0))
+    above: list[tuple[tuple[int, int], ...]] = []  # what the children of a node see of its like
+    for node, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
+        seen = [] if parent is None else list(above[parent])
+        if seen and seen[-1][1] == own[0]:  # it follows its parent: one stretch of keys
+            seen[-1] = (seen[-1][0], own[1])
+        else:
+            seen.append(own)
+        above.append(tuple(seen))
+        yield from ((own, keys, SliceKind.FULL) for keys in seen[:-1])
+        yield own, seen[-1], SliceKind.CAUSAL
+        assert parent is None or parent < node
+
+
+def frame_slices(num_tokens: int, frame: int, num_seen: int | None) -> Iterator[Slice]:
+    """Frames of so many tokens: each sees itself and those before it, or the last few of them."""
+    for start in range(0, num_tokens, frame):
+        stop = min(start + frame, num_tokens)
+        first = 0 if num_seen is None else max(0, start - (num_seen - 1) * frame)
+        yield (start, stop), (first, stop), SliceKind.FULL

@@ -1,0 +1,1 @@
+"""Readers of a plan: proofs, counts, comparisons and pictures."""

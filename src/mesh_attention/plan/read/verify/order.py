@@ -1,0 +1,83 @@
+"""One rank's own program, proven in its order alone: cheap enough for every program that runs.
+
+`verify` needs the programs of all ranks. A rank that runs has its own, and one look at each
+operation shows whether it reads rows that nothing has written, or a buffer that is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_attention.plan.language.buffers import Buffer, Piece, Role
+from mesh_attention.plan.language.dependencies import Area, Heads, together
+from mesh_attention.plan.language.program import Free, Program, reads, writes
+
+_Written = dict[Heads, list[tuple[int, int]]]  # rows by heads
+
+
+def order_fault(program: Program) -> str | None:
+    """The first operation that reads what is not there, and how; None if there is none.
+
+    >>> from mesh_attention.plan.language.buffers import Kind
+    >>> from mesh_attention.plan.language.program import Merge, MergeRule, Task
+    >>> a, b = (Buffer(name, Kind.GRAD_Q, ((0, 4),), (0, 1)) for name in "ab")
+    >>> copy = Merge(Task("copy"), MergeRule.SUM, (Piece("a", 0, 4),), (Piece("b", 0, 4),))
+    >>> order_fault(Program(0, (a, b), (copy,)))
+    'copy reads a before it is written'
+    """
+    table = program.buffer_table()
+    written: dict[str, _Written] = {}
+    freed: set[str] = set()
+    for op in program.operations:
+        if isinstance(op, Free):
+            freed.update(op.buffers)
+            continue
+        if not freed.isdisjoint(op.touched):
+            name = next(name for name in op.touched if name in freed)
+            return f"{op.name} uses {name} after it is freed"
+        for area in _inside(reads(op), table):
+            if not _covered(written.get(area[0], {}), area, table[area[0]]):
+                return f"{op.name} reads {area[0]} before it is written"
+        for buffer, heads, start, stop in _inside(writes(op), table):
+            rows = written.setdefault(buffer, {}).setdefault(heads, [])
+            if (start, stop) not in rows:
+                rows.append((start, stop))
+    return None
+
+
+def _inside(pieces: Sequence[Piece], table: dict[str, Buffer]) -> list[Area]:
+    """Those of buffers that the program itself has to fill."""
+    return together([p for p in pieces if p.stop > p.start and table[p.buffer].role is not _GIVEN])
+
+
+_GIVEN = Role.INPUT
+
+
+def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:
+    _, heads, start, stop = area
+    for others in (heads, None):
+        if any(a <= start and stop <= b for a, b in written.get(others, ())):
+            return True
+    # By several pieces: each takes away its part, and nothing may be left.
+    left = [(start, stop, *(heads or (0, buffer.num_heads)))]
+    for others, rows in written.items():
+        first, last = others or (0, buffer.num_heads)
+        for a, b in rows:
+            left = [part for one in left for part in _without(one, (a, b, first, last))]
+            if not left:
+                return True
+    return False
+
+
+_Rectangle = tuple[int, int, int, int]  # rows, then heads
+
+
+def _without(one: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
+    """Up to four rectangles."""
+    top, bottom, left, right = one
+    a, b = max(top, other[0]), min(bottom, other[1])
+    c, d = max(left, other[2]), min(right, other[3])
+    if a >= b or c >= d:
+        return [one]
+    parts = [(top, a, left, right), (b, bottom, left, right), (a, b, left, c), (a, b, d, right)]
+    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]

@@ -1,0 +1,297 @@
+"""What `verify` reports, and what it looks at before it runs anything: names that exist, pieces
+inside their buffers, groups with this rank, tasks in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.language.buffers import Kind, Piece, Precision, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import (
+    AllGather,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Communication,
+    Free,
+    Operation,
+    Program,
+    ReduceScatter,
+    SendRecv,
+    Task,
+    reads,
+    writes,
+)
+from mesh_attention.plan.language.workspace import lifetimes
+from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.spans import Spans, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The rank and the operation at which a plan breaks, and how."""
+
+    direction: str
+    rank: int
+    operation: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.direction}, rank {self.rank}, {self.operation}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "pass": self.direction,
+            "rank": self.rank,
+            "operation": self.operation,
+            "message": self.message,
+        }
+
+
+def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
+    findings: list[Finding] = []
+    direction = str(one.direction)
+    if [program.rank for program in one.programs] != list(range(plan.num_ranks)):
+        findings.append(
+            Finding(direction, 0, "programs", "there must be one program for each rank")
+        )
+    p = plan.problem
+    for name, layout, tokens in (("q", plan.q_layout, p.q_tokens), ("kv", plan.kv_layout, p.keys)):
+        if (layout.num_tokens, layout.num_ranks) != (tokens, plan.num_ranks):
+            message = "is not one of the problem's tokens on the plan's ranks"
+            findings.append(Finding(direction, 0, f"{name}_layout", message))
+    if sorted(plan.devices) != list(range(plan.num_ranks)):
+        findings.append(Finding(direction, 0, "devices", "must number every rank exactly once"))
+    for name, members in one.groups.items():
+        if len(set(members)) != len(members) or not set(members) <= set(range(plan.num_ranks)):
+            findings.append(Finding(direction, 0, name, f"is not a group of ranks: {members}"))
+    if findings:
+        return findings
+    for program in one.programs:
+        wrong = (
+            _caller_fault(plan, one, program)
+            or _program_fault(plan, one, program)
+            or _place_fault(plan, program)
+        )
+        if wrong:
+            findings.append(Finding(direction, program.rank, *wrong))
+    return findings or _schedule_findings(one) or _meeting_findings(one)
+
+
+CALLER = {
+    Direction.FORWARD: ((Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)),
+    Direction.BACKWARD: (
+        (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
+        (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
+    ),
+}
+
+
+def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
+    """The caller's tensors: each exactly once, the whole own partition, all heads."""
+    wanted = {
+        (role, kind): _caller_buffer(plan, program.rank, kind)
+        for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[one.direction], strict=True)
+        for kind in kinds
+    }
+    for buffer in program.buffers:
+        if buffer.role is Role.WORKSPACE:
+            continue
+        want = wanted.pop((buffer.role, buffer.kind), None)
+        if want is None:
+            return buffer.name, f"is not an {buffer.role} of the {one.direction} pass, or is twice"
+        if buffer.name != str(buffer.kind):  # callers give and get their tensors by name
+            return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
+        if (buffer.rows, buffer.heads, buffer.precision) != want:
+            return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
+    if wanted:
+        role, kind = next(iter(wanted))
+        return str(kind), f"the {role} is missing"
+    return None
+
+
+def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
+    rows = _shard_places(*_layouts(plan, kind), rank)
+    heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
+    precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
+    return rows, (0, heads), precision
+
+
+def _layouts(plan: Plan, kind: Kind) -> tuple[Layout, Layout]:
+    """Of the caller's tensor, and of the plan."""
+    side = int(kind.is_key_side)
+    return plan.shards[side], (plan.q_layout, plan.kv_layout)[side]
+
+
+@lru_cache(maxsize=1024)
+def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
+    """The places that the positions of a shard have in the layout, one by one."""
+    if shards == layout:
+        return ((rank * layout.slots, (rank + 1) * layout.slots),)
+    return joined((place, place + 1) for place in _places(layout)[shards.positions(rank)].tolist())
+
+
+@lru_cache(maxsize=4)
+def _places(layout: Layout) -> NDArray[np.int64]:
+    """Of every position."""
+    return np.argsort(layout.positions_of(((0, layout.padded_tokens),)))
+
+
+def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
+    """Of a compiled program: buffers that live at the same time lie apart."""
+    placed = {b.name: b for b in program.buffers if b.offset is not None}
+    if not placed:
+        return None
+    lives = lifetimes(program)
+    left_out = [name for name in lives if name not in placed]
+    if left_out:
+        return left_out[0], "has no place, though others have"
+    alive: list[tuple[int, int, int, str]] = []  # freed, start, stop
+    for name in sorted((n for n in placed if n in lives), key=lambda n: lives[n]):
+        born, freed = lives[name]
+        start = placed[name].offset or 0
+        stop = start + placed[name].num_bytes(plan.problem)
+        alive = [one for one in alive if one[0] >= born]
+        for _, other_start, other_stop, other in alive:
+            if start < other_stop and other_start < stop:
+                return name, f"lies where {other} lies at the same time"
+        alive.append((freed, start, stop, name))
+    return None
+
+
+def _schedule_findings(one: Pass) -> list[Finding]:
+    """The schedule that is drawn and simulated is the order in which the programs run."""
+    place = {task: at for at, task in enumerate(one.schedule.order())}
+    for program in one.programs:
+        last = -1
+        begun: set[Task] = set()
+        for op in program.operations:
+            task = op.task.whole
+            at = place.get(task)
+            # Tasks begin in the order of the schedule; what needs their data may come later.
+            if at is None or task in begun:
+                continue
+            begun.add(task)
+            if at < last:
+                message = "does not stand where the schedule has it"
+                return [Finding(str(one.direction), program.rank, op.name, message)]
+            last = at
+        attends = [op.task for op in program.operations if isinstance(op, Attend | AttendBackward)]
+        strange = [task for task in attends if task not in place]
+        if strange:
+            message = "is not in the schedule"
+            return [Finding(str(one.direction), program.rank, str(strange[0]), message)]
+    return []
+
+
+def _meeting_findings(one: Pass) -> list[Finding]:
+    """Members come to the tasks of their group in the same order: said here, where the odd rank can
+    be named, rather than when all of them wait. Of two ranks the odd one is the one that is not
+    with the schedule."""
+    tasks = {task: at for at, task in enumerate(one.schedule.order())}
+    orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in one.groups}
+    for program in one.programs:
+        met: dict[str, list[Task]] = {}
+        for op in program.operations:
+            if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.task in tasks:
+                met.setdefault(op.group, []).append(op.task)
+        for group, names in met.items():
+            orders[group].setdefault(tuple(names), []).append(program.rank)
+
+    def scheduled(order: tuple[Task, ...]) -> bool:
+        return list(order) == sorted(order, key=tasks.__getitem__)
+
+    for group, by_order in orders.items():
+        usual = max(
+            by_order, key=lambda order: (len(by_order[order]), scheduled(order)), default=()
+        )
+        for order, ranks in by_order.items():
+            for here, there in zip(order, usual, strict=False):
+                if here != there:
+                    message = f"others of group {group} come to {there} first"
+                    return [Finding(str(one.direction), ranks[0], str(here), message)]
+    return []
+
+
+def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
+    table = program.buffer_table()
+    if len(table) != len(program.buffers):
+        return "buffers", "two buffers have the same name"
+    for buffer in program.buffers:
+        layout = plan.kv_layout if buffer.kind.is_key_side else plan.q_layout
+        places = layout.slots * layout.num_ranks
+        if any(not 0 <= start < stop <= places for start, stop in buffer.rows):
+            return buffer.name, f"has rows outside the {places} places of all ranks"
+        heads = plan.problem.kv_heads if buffer.kind.is_key_side else plan.problem.num_heads
+        if not 0 <= buffer.heads[0] < buffer.heads[1] <= heads:
+            return buffer.name, f"has heads {buffer.heads}, of which there are {heads}"
+        if buffer.kind.is_statistic and buffer.precision is not Precision.ACCUMULATE:
+            return buffer.name, f"holds {buffer.kind}, which would be lost in less than fp32"
+    sizes = {name: (b.num_rows, b.num_heads) for name, b in table.items()}
+    tasks: set[Task] = set()
+    for op in program.operations:
+        fault = _piece_fault(op, sizes)
+        if fault is None and isinstance(op, Communication):
+            fault = "occurs twice" if op.task in tasks else _group_fault(one, program.rank, op)
+            tasks.add(op.task)
+        if fault:
+            return op.name, fault
+    return None
+
+
+def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None:
+    if isinstance(op, Free):
+        missing = [name for name in op.buffers if name not in sizes]
+        return f"frees the unknown buffer {missing[0]}" if missing else None
+    taken, given = reads(op), writes(op)
+    for piece in (*taken, *given):
+        if piece.buffer not in sizes:
+            return f"uses the unknown buffer {piece.buffer}"
+        rows, heads = sizes[piece.buffer]
+        if not 0 <= piece.start < piece.stop <= rows:
+            return f"uses rows {piece.start}:{piece.stop} of {piece.buffer}, which has {rows}"
+        if piece.heads and not 0 <= piece.heads[0] < piece.heads[1] <= heads:
+            return f"uses heads {piece.heads} of {piece.buffer}, which has {heads}"
+    if isinstance(op, Communication):
+        return overlap_fault(taken, given)
+    return None
+
+
+def overlap_fault(taken: Sequence[Piece], given: Sequence[Piece]) -> str | None:
+    """What a communication sends it must not receive into: what arrives first would be sent on."""
+    arriving: dict[str, list[Piece]] = {}
+    for piece in given:
+        arriving.setdefault(piece.buffer, []).append(piece)
+    for piece in taken:
+        if any(piece.overlaps(other) for other in arriving.get(piece.buffer, ())):
+            return f"sends rows {piece.start}:{piece.stop} of {piece.buffer} and receives into them"
+    return None
+
+
+def _group_fault(one: Pass, rank: int, op: Communication) -> str | None:
+    members = one.groups.get(op.group)
+    if members is None:
+        return f"uses the unknown group {op.group}"
+    if rank not in members:
+        return f"uses group {op.group}, which this rank is not in"
+    size = len(members)
+    if isinstance(op, AllToAll) and not len(op.sends) == len(op.receives) == size:
+        return f"must name pieces for each of the {size} members of {op.group}"
+    if isinstance(op, SendRecv) and not (0 <= op.to_member < size and 0 <= op.from_member < size):
+        return f"names a member that group {op.group} does not have"
+    if isinstance(op, AllGather | ReduceScatter):
+        for move in op.moves:
+            rows = move.part.num_rows
+            rising = all(a < b for a, b in pairwise(move.cuts))
+            if not rising or move.cuts[0] != 0 or move.cuts[-1] != rows:
+                return f"cuts {move.cuts} do not divide the {rows} rows of {move.part.buffer}"
+            if move.whole.num_rows != rows * size:
+                return f"{move.whole.buffer} is not {size} times {move.part.buffer}"
+    return None

@@ -1,0 +1,277 @@
+"""Agreement before data moves: every rank says what it is about to do, and all get the verdict.
+
+Ranks that hold another plan, pass other shapes or dtypes, or found an error of their own would hang
+or, worse, compute nonsense. So before the first collective of a new kind of call each rank posts
+its statement in the job's key-value store; the first rank compares and posts the verdict; and if
+they differ, every rank raises an error that names the odd one. It uses no collective and no
+device, and calls of a kind that was agreed on before skip it.
+
+Of their plans ranks compare digests: of the question, and for each group of the collectives in
+which its members meet (`plan.agreement`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
+from mesh_attention.runtime.agreement.identity import OF_ONE_KIND, ORDER, Statement
+from mesh_attention.runtime.transport.groups import Groups, default_store
+from mesh_attention.runtime.transport.job_store import JobStore
+
+_PATIENCE_SECONDS = 10.0  # then a warning says who is missing
+_GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
+_LOOK_AROUND_SECONDS = 1.0
+_AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
+# In a verdict, and in the cause of what is refused then; all ranks read it there.
+OUT_OF_STEP = (
+    "the ranks are at different points of their programs, and this process group is refused from "
+    "now on"
+)
+_FOLLOW = "follow the first rank: "  # with what it chose by
+
+Said = dict[int, dict[str, Any]]  # by global rank
+
+
+class DisagreementError(MeshAttentionError):
+    """The ranks of a group do not agree on a call; raised on all of them."""
+
+
+class Handshake:
+    def __init__(self, groups: Groups) -> None:
+        self._ranks = groups.ranks
+        self._me = groups.global_rank_of_self
+        self._store = JobStore(f"{groups.lasting_name}/agreement", default_store())
+        self._timeout = groups.timeout(None)
+        # Why others will never come, if that is known; asked in a long wait.
+        self.find_cause: Callable[[], str | None] = lambda: None
+        self._lock = threading.Lock()  # the thread that watches calls may take part for us
+        self._rounds = 0
+        self._first_kept = 1  # rounds before it have no keys in the store any more
+        self.followed: str | None = None  # what the first rank chose by, where others differed
+        self.left_in_flight = False  # the last disagreement broke a call off, or may have
+
+    def allow(self, seconds: float) -> None:
+        """For the store to answer, as `JobStore` has it."""
+        self._store.allow(seconds)
+
+    def is_called_for(self, call: int) -> bool:
+        """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
+        if self._lock.locked():
+            return False  # we are making one
+        key = f"round{self._rounds + 1}/call"
+        return any(int(asked) < call for asked in self._store.there([key]).values())
+
+    def agree(
+        self,
+        statement: Statement,
+        error: Exception | None = None,
+        *,
+        call: int,
+        timeout: timedelta,
+        in_flight: bool = False,
+    ) -> bool:
+        """Returns when all ranks made the same statement and none has an error.
+
+        A rank with an error of its own raises that error; it does not wait long for the others,
+        who may be past the agreement already. `call`: how many calls this rank has begun;
+        `in_flight`: the last of them waits for this agreement.
+        True: some ranks made their programs and others were given them; compare all programs.
+        """
+        with self._lock:
+            self._timeout = timeout
+            self.allow(timeout.total_seconds())
+            self._rounds += 1
+            prefix = f"round{self._rounds}"
+            mine = {"statement": statement, "error": error and told(error), "in_flight": in_flight}
+            self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
+            if not in_flight:  # those who join later look how far the one got who asks them to
+                self._store.compare_set(f"{prefix}/call", "", str(call))
+            try:
+                # Before the first call nobody can be past an agreement: wait until all have spoken.
+                grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
+                verdict = self._verdict(prefix, error, grace)
+            except Exception:
+                said = self._statements(prefix, {})
+                silent = len(said) < len(self._ranks)
+                self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
+                raise
+            self._forget_earlier_rounds()
+            follow = verdict.startswith(_FOLLOW)
+            self.followed = verdict.removeprefix(_FOLLOW) if follow else None
+            return verdict == _COMPARE_PROGRAMS
+
+    def _forget_earlier_rounds(self) -> None:
+        """All ranks have spoken in this round, so none of them reads an earlier one any more."""
+        names = [str(self._me)] + ["verdict", "call"] * (self._me == self._ranks[0])
+        earlier = range(self._first_kept, self._rounds)
+        self._store.forget([f"round{number}/{name}" for number in earlier for name in names])
+        self._first_kept = self._rounds
+
+    def _verdict(self, prefix: str, error: Exception | None, grace: float) -> str:
+        """The verdict of a round, as an error unless all agree.
+
+        The first rank judges for all; where it does not come, each judges for itself. The first
+        verdict is that of all ranks, also of those who come late.
+        """
+        key, said = f"{prefix}/verdict", Said()
+        limit = self._timeout.total_seconds()
+        limit = limit if error is None else min(limit, _PATIENCE_SECONDS)
+        judges_from = 0.0 if self._me == self._ranks[0] else 2 * _GRACE_SECONDS
+        begun, pause = time.monotonic(), 0.001
+        contradicted, warned, looked = math.inf, False, begun
+        while not self._store.check([key]):
+            waited, verdict = time.monotonic() - begun, ""
+            if waited >= judges_from:
+                said |= self._statements(prefix, said)
+                complete = len(said) == len(self._ranks)
+                found = verdict_on(said, complete=complete)
+                contradicted = min(contradicted, waited) if found else contradicted
+                # Those who are silent may be past the agreement, and wait for us in the call.
+                if complete or waited > contradicted + grace:
+                    verdict = found or _AGREED
+            if waited > limit:
+                own = f"rank {self._me}: {error and told(error)}"
+                call = f"did not reach the same attention call within {limit:.0f} s"
+                verdict = f"{self._missing()} {call}" if error is None else own
+            if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
+                looked = time.monotonic()
+                verdict = self.find_cause() or ""
+            if verdict:
+                self._store.compare_set(key, "", verdict)
+                continue
+            if waited > _PATIENCE_SECONDS and not warned:
+                warned = True
+                warnings.warn(
+                    f"rank {self._me} has waited {waited:.0f} s for {self._missing()} "
+                    "to reach the same attention call",
+                    stacklevel=2,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        if error is not None:
+            raise error
+        verdict = self._store.get(key).decode()
+        if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
+            raise DisagreementError(verdict)
+        return verdict
+
+    def _statements(self, prefix: str, known: Said) -> Said:
+        """What ranks have said since we last looked."""
+        keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
+        there = self._store.there(keys.values())
+        return {rank: json.loads(there[key]) for rank, key in keys.items() if key in there}
+
+    def _missing(self) -> str:
+        spoken = self._statements(f"round{self._rounds}", {})
+        absent = [rank for rank in self._ranks if rank not in spoken]
+        return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
+
+
+def verdict_on(said: Said, *, complete: bool) -> str:
+    """Empty if all agree; otherwise one line that names the odd ranks."""
+    broken = [(rank, one["error"]) for rank, one in said.items() if one["error"]]
+    if broken:
+        rank, error = broken[0]
+        others = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
+        return f"rank {rank}{others}: {error}"
+    statements = {rank: dict(one["statement"]) for rank, one in said.items()}
+    meetings = {rank: one.pop("meetings", None) for rank, one in statements.items()}
+    programs = {one.get("programs") for one in statements.values()}
+    mixed = AS_MADE in programs and len(programs) > 1
+    if mixed:
+        for one in statements.values():
+            one.pop("programs", None)  # a rank that is inside a call says nothing of them
+    chosen_by = {rank: one.pop("auto", None) for rank, one in statements.items()}
+    follow = len({*chosen_by.values()}) > 1 and None not in chosen_by.values()
+    if follow:
+        for one in statements.values():
+            one.pop("plan", None)  # it comes of the choice
+    differ = _odd_statement(statements)
+    if differ and is_of_order(said):
+        return f"{differ}; {OUT_OF_STEP}"
+    if differ or not complete:
+        return differ
+    if follow:
+        return f"{_FOLLOW}{chosen_by[min(chosen_by)]}"
+    if mixed:
+        return _COMPARE_PROGRAMS
+    # A rank that is inside a call may know nothing of them any more.
+    return _odd_meetings({rank: own for rank, own in meetings.items() if own is not None})
+
+
+def is_of_order(said: Said) -> bool:
+    """Whether ranks are at different points of their programs: each will take its next call for
+    that of the others."""
+    stated = [one["statement"] for one in said.values()]
+    places = [
+        ([one.get(name) for name in ORDER], [name in one for name in OF_ONE_KIND]) for one in stated
+    ]
+    return any(place != places[0] for place in places)
+
+
+def _odd_statement(said: dict[int, Statement]) -> str:
+    texts = {rank: json.dumps(one, sort_keys=True) for rank, one in said.items()}
+    usual = Counter(texts.values()).most_common(1)[0][0]
+    odd = [rank for rank, text in texts.items() if text != usual]
+    if not odd:
+        return ""
+    expected = json.loads(usual)
+    differ = "; ".join(
+        f"{name} is {_by_ranks(name, {rank: said[rank] for rank in odd}, expected)}"
+        for name in {**expected, **{name: None for rank in odd for name in said[rank]}}
+        if any(said[rank].get(name) != expected.get(name) for rank in odd)
+    )
+    who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
+    if 2 * len(odd) == len(said):  # no majority says who is right
+        who += f" (or {[rank for rank in said if rank not in odd]})"
+    verb = "disagrees" if len(odd) == 1 else "disagree"
+    return f"{who} of the group {sorted(said)} {verb}: {differ}"
+
+
+def _by_ranks(name: str, odd: dict[int, Statement], expected: Statement) -> str:
+    """The values of something that differs, with the ranks that have them."""
+    usual, ranks = repr(expected.get(name)), dict[str, list[int]]()
+    for rank, one in odd.items():
+        ranks.setdefault(repr(one.get(name)), []).append(rank)
+    if len(ranks) == 1:
+        return f"{next(iter(ranks))} there, {usual} elsewhere"
+    values = [f"{value} on ranks {on}" for value, on in ranks.items()]
+    return f"{', '.join(values)}, {usual} elsewhere"
+
+
+def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
+    told = []
+    for name, odd in disagreements(
+        {rank: {name: Meetings(*one) for name, one in own.items()} for rank, own in said.items()}
+    ).items():
+        others = [rank for rank, own in said.items() if name in own and rank not in odd]
+        tie = f" (or {others})" if len(others) == len(odd) else ""
+        told.append(f"ranks {odd}{tie} in group {name}")
+    if not told:
+        return ""
+    return (
+        "the plans of the ranks do not fit together, although they answer the same question: "
+        f"collectives differ in order, kind or size on {'; '.join(told)}; "
+        "give all ranks the same plan"
+    )
+
+
+def told(error: BaseException) -> str:
+    """Our own errors speak for themselves."""
+    try:
+        words = str(error)
+    except Exception as found:  # of a caller's error
+        words = f"it cannot be told ({type(found).__name__})"
+    if isinstance(error, MeshAttentionError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}()"

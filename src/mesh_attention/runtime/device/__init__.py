@@ -1,0 +1,1 @@
+"""The streams and the memory of one rank."""

@@ -1,0 +1,1 @@
+"""One rank runs one program."""

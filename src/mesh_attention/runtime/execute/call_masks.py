@@ -1,0 +1,171 @@
+"""The masks of kernel calls: what each query sees of the rows of a buffer, as they lie there.
+
+Made once for a plan, on the device, from a few numbers: runs of positions and segments of the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mesh_attention.kernels import (
+    BlockMask,
+    Causal,
+    Full,
+    RowRange,
+)
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind, Program
+from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import Run, join_runs
+from mesh_attention.plan.problem.spans import slice_spans
+
+Masks = dict[int, tuple[BlockMask, ...]]  # of the calls of an attention, by its place
+Column = NDArray[np.int32]  # of numbers of segments, or of those of each of several intervals
+Spread = Callable[[Column], Tensor]
+KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by queries and keys
+
+
+def masks_of(plan: Plan, program: Program, device: torch.device, known: KnownRanges) -> Masks:
+    """The masks of a program's kernel calls, made once, on a device from a few numbers. Those of
+    both passes may be the same, and are kept in `known`."""
+    made = _Ranges(plan, device, known)
+    table = program.buffer_table()
+    return {
+        at: tuple(made.mask(table, op, call) for call in op.calls)
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward)
+    }
+
+
+class _Ranges:
+    """Attentions with the same rows share a mask, and with it what kernels make of it."""
+
+    def __init__(self, plan: Plan, device: torch.device, known: KnownRanges) -> None:
+        self._plan = plan
+        self._rows = plan.problem.rows
+        self._device = device
+        self._known = known
+
+    def mask(
+        self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
+    ) -> BlockMask:
+        if call.kind is CallKind.FULL:
+            return Full()
+        if call.kind is CallKind.CAUSAL:
+            return Causal()
+        queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
+        keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
+        key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
+        if self._all_see_all(*key):  # wherever they lie: one mask for all calls of a size
+            key = _from_first(key[0]), _from_first(key[1])
+        if key not in self._known:
+            self._known[key] = row_range(self._rows, *key, self._device)
+        return self._known[key]
+
+    def _all_see_all(self, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> bool:
+        problem = self._plan.problem
+        tokens = (problem.q_tokens, queries), (problem.keys, keys)
+        return problem.mask.is_full and all(
+            run.stop <= real for real, runs in tokens for run in runs
+        )
+
+
+@lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
+def _runs(layout: Layout, spans: tuple[tuple[int, int], ...]) -> tuple[Run, ...]:
+    return join_runs(run for span in spans for run in layout.runs(*span))
+
+
+def _from_first(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """As many rows, from the first position on."""
+    return (Run(0, sum(run.num_tokens for run in runs)),)
+
+
+def row_range(
+    rows: RowRanges, queries: tuple[Run, ...], keys: tuple[Run, ...], device: torch.device
+) -> RowRange:
+    """What these queries see of these keys. Padding is seen by nobody and sees nothing: padded keys
+    have the position -1, so that a kernel can leave out what lies there."""
+    position = positions(keys, device)
+    query = position if queries == keys else positions(queries, device)
+    if not rows.segments:
+        nothing = torch.zeros_like(query)
+        return RowRange(nothing, nothing, position)
+    most = max(rows.intervals_between(run.start, run.stop) for run in queries)
+    lo, hi = _bounds(rows, most, queries, query)
+    if any(run.stop > rows.q_tokens for run in queries):
+        real = query < rows.q_tokens
+        lo, hi = lo * real, hi * real
+    if any(run.stop > rows.kv_tokens for run in keys):
+        position.masked_fill_(position >= rows.kv_tokens, -1)
+    if keys[-1].stop > rows.kv_tokens or any(a.stop > b.start for a, b in pairwise(keys)):
+        return RowRange(lo, hi, position)
+    begin, slope, _, _ = rows.table(1)
+    from_first = most == 1 and not slope.any() and bool((begin <= keys[0].start).all())
+    return RowRange(lo, hi, position, ascending=True, from_first=from_first)
+
+
+def _bounds(
+    rows: RowRanges, most: int, queries: tuple[Run, ...], query: Tensor
+) -> tuple[Tensor, Tensor]:
+    """lo and hi of each query: lines on the segments of the mask."""
+    lo, lo_slope, hi, hi_slope = rows.table(most).astype(np.int32)
+    spread = _spread(rows, queries, query)
+    return _line(lo, lo_slope, spread, query), _line(hi, hi_slope, spread, query)
+
+
+def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
+    """Slopes are 0 or 1, and mostly the same in all segments."""
+    found = spread(base)
+    if slope.all():
+        return found.add_(query)
+    return torch.addcmul(found, spread(slope), query) if slope.any() else found
+
+
+def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
+    """From values of segments to those of the queries in them."""
+    device = query.device
+    if sum(run.count for run in queries) > (_MANY_BLOCKS if device.type == "cpu" else len(queries)):
+        starts = _on(device, torch.from_numpy(rows.edges[0].astype(np.int32)))
+        index = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
+        return lambda column: _on(device, torch.from_numpy(column)).index_select(-1, index)
+    # Consecutive queries: as many of each segment as the block has.
+    at: list[int] = []
+    counts: list[int] = []
+    for start, stop in (block for run in queries for block in run.blocks()):
+        between = rows.segments_between(start, stop)
+        cuts = [start, *rows.edges[0, between.start + 1 : between.stop].tolist(), stop]
+        at += between or (0,)
+        counts += [b - a for a, b in pairwise(cuts)]
+    if device.type == "cpu":
+        return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
+    index = torch.repeat_interleave(_on(device, torch.tensor(counts)), output_size=len(query))
+    return lambda column: _on(device, torch.from_numpy(column[..., at])).index_select(-1, index)
+
+
+_MANY_BLOCKS = 256  # of consecutive queries; then the processor looks every query up
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    """A copy there, for which the host does not wait."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
+    """Of all rows, one run after the other."""
+    found = []
+    for run in runs:
+        rows = torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
+        if run.count > 1:
+            turns = torch.arange(run.count, dtype=torch.int32, device=device)
+            rows = (turns[:, None] * run.stride + rows).flatten()
+        found.append(rows)
+    return found[0] if len(found) == 1 else torch.cat(found)

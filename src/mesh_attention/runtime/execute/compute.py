@@ -1,0 +1,243 @@
+"""The compute operations of a program on real tensors: attention by kernel calls, and merges.
+
+`bind` takes an operation, by its place in the program, and the tensors behind its pieces, and
+returns the work as a function without arguments: what can be known before the tensors hold anything
+is done once, and an operation on workspace buffers keeps its function from call to call.
+
+Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
+be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
+(batch, heads, rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from math import inf
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mesh_attention.kernels import (
+    BackwardInputs,
+    Block,
+    BlockMask,
+    Kernel,
+    RowKernels,
+)
+from mesh_attention.kernels.results import check_forward
+from mesh_attention.plan.language.program import (
+    Attend,
+    AttendBackward,
+    Attention,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+)
+from mesh_attention.plan.language.workspace import WorkspaceMap
+from mesh_attention.runtime.device.streams import ComputeStreams, must_follow
+from mesh_attention.runtime.execute.accumulate import (
+    Coverage,
+    MergedRows,
+    SummedRows,
+    clear,
+    coverage,
+    wanted,
+)
+from mesh_attention.runtime.execute.backward import BackwardCall, BackwardCalls
+from mesh_attention.runtime.execute.binding import GRAD_LSE, Views, cut
+from mesh_attention.runtime.execute.call_masks import Masks
+
+Work = Callable[[], None]
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys, as `Block` has it."""
+
+    softmax_scale: float
+    softcap: float = 0.0
+
+
+class ComputeOperations:
+    def __init__(
+        self,
+        program: Program,
+        memory: WorkspaceMap,
+        masks: Masks,
+        kernels: Mapping[str, Kernel],
+        rows: RowKernels,
+        scores: Scores,
+        streams: ComputeStreams,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.operations = program.operations
+        self._follow = must_follow(program.operations, memory) if streams.two else set()
+        self.masks = masks
+        covered = cache(_coverage)  # slices of heads have the same calls
+        self._coverage = {at: covered(*_rows_of_calls(program.operations[at])) for at in masks}
+        self._kernels = kernels
+        self._rows = rows
+        self._scores = scores
+        self._deterministic = deterministic
+        self._streams = streams
+
+    def with_masks(self, masks: Masks) -> ComputeOperations:
+        """The same calls under other masks of the same kinds."""
+        other = copy(self)
+        other.masks = masks
+        return other
+
+    def bind(self, at: int, views: Views) -> Work:
+        op = self.operations[at]
+        match op:
+            case Attend():
+                return self._attend(at, op, views)
+            case AttendBackward():
+                return self._attend_backward(at, op, views)
+            case Merge():
+                return self._merge(op, views)
+            case _:
+                raise AssertionError(f"{op.name} computes nothing")
+
+    def _attend(self, at: int, op: Attend, views: Views) -> Work:
+        q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
+        lse = views.statistics(op.lse)
+        (covered,) = self._coverage[at]
+        calls = []
+        for i, mask in enumerate(self.masks[at]):
+            target = MergedRows(self._rows, out, lse, covered.stretches[i])
+            block = self._block(at, i, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
+            kernel = self._kernels[op.calls[i].kernel]
+            calls.append((partial(_checked_forward, kernel, block), target))
+        untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
+        return partial(_forward, self._streams, at in self._follow, untouched, calls)
+
+    def _block(self, at: int, i: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Block:
+        """Of a call of an attention."""
+        op = self.operations[at]
+        assert isinstance(op, Attention)
+        call = op.calls[i]
+        queries = cut(q, 1, call.q_start, call.q_stop)
+        keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
+        block = Block(queries, keys, values, mask, *self._scores, call.leave_sms)
+        return block._replace(deterministic=self._deterministic)
+
+    def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
+        q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
+        inputs = BackwardInputs(
+            views.tokens(op.grad_out),
+            None if op.out is None else views.tokens(op.out),
+            views.statistics(op.lse),
+            None if op.delta is None else views.statistics(op.delta),
+        )
+        by_query, by_key = self._coverage[at]
+        sums = [
+            (views.tokens(op.grad_q), by_query),
+            (views.tokens(op.grad_k), by_key),
+            (views.tokens(op.grad_v), by_key),
+        ]
+        calls = []
+        for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
+            targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
+            into = tuple(wanted(target, q.dtype) for target in targets)
+            block = self._block(at, i, q, k, v, mask)._replace(into=into)
+            rows = call.q_start, call.q_stop
+            calls.append(BackwardCall(self._kernels[call.kernel], block, rows, targets))
+        return BackwardCalls(
+            self._rows,
+            calls,
+            inputs,
+            untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
+            streams=self._streams,
+            follows=at in self._follow,
+        )
+
+    def _merge(self, op: Merge, views: Views) -> Work:
+        rows, tokens, statistics = self._rows, views.tokens, views.statistics
+        inputs, outputs = op.inputs, op.outputs
+        match op.rule:
+            case MergeRule.SOFTMAX:
+                out, lse = tokens(outputs[0]), statistics(outputs[1])
+                if not inputs:
+                    return partial(clear, out, lse)
+                outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+                return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
+            case MergeRule.LSE:
+                if not inputs:
+                    return partial(_fill, statistics(outputs[0]), -inf)
+                return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
+            case MergeRule.RESCALE:
+                out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
+                return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
+            case MergeRule.SUM:
+                total = tokens(outputs[0])
+                if not inputs:
+                    return partial(clear, total)
+                return partial(rows.sum, tuple(map(tokens, inputs)), total)
+            case MergeRule.DELTA:
+                out, grad_out = map(tokens, inputs)
+                delta = statistics(outputs[0])
+                if not views.has(GRAD_LSE):
+                    return partial(rows.delta, out, grad_out, delta)
+                grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
+                return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+
+def _fill(x: Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+def _checked_forward(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+    result = kernel.forward(block)
+    check_forward(kernel, block, result)
+    return result
+
+
+def _delta_less(
+    rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
+) -> None:
+    """All that the log-sum-exp of the whole changes in a backward pass: its gradient with respect
+    to a score is the weight of that score, as that of delta is, with the other sign."""
+    rows.delta(out, grad_out, delta)
+    delta.sub_(grad_lse)
+
+
+def _forward(
+    streams: ComputeStreams,
+    follows: bool,
+    untouched: Sequence[tuple[Tensor, Tensor]],
+    calls: Sequence[tuple[Callable[[], tuple[Tensor, Tensor]], MergedRows]],
+) -> None:
+    """`follows`: the first kernel call reads what was computed right before it."""
+    for out, lse in untouched:
+        clear(out, lse)
+    for forward, target in calls:
+        streams.turn()
+        if follows:
+            streams.follow()
+            follows = False
+        result = forward()
+        streams.follow()
+        target.take(*result)
+        del result  # before the next call asks for as much memory again
+
+
+_Side = tuple[tuple[tuple[int, int], ...], int, bool]  # rows of the calls, of all, and if fresh
+
+
+def _rows_of_calls(op: Operation) -> tuple[_Side, ...]:
+    """Of queries; in backward of keys too."""
+    assert isinstance(op, Attend | AttendBackward)
+    queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
+    if isinstance(op, Attend):
+        return ((queries, op.q.num_rows, op.fresh),)
+    keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
+    return (queries, op.q.num_rows, op.fresh_q), (keys, op.k.num_rows, op.fresh_kv)
+
+
+def _coverage(*sides: _Side) -> tuple[Coverage, ...]:
+    return tuple(coverage(rows, length, fresh=fresh) for rows, length, fresh in sides)

@@ -1,0 +1,1 @@
+"""Calls on a process group: plans made ready once, and run many times."""

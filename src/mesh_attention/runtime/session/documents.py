@@ -1,0 +1,122 @@
+"""The documents of a batch: what `ContextParallel.documents` makes, once a batch, for all layers.
+
+It holds how the tensors of the batch are shared out, and the calls that were made ready for it,
+which go when it goes, or with the last backward pass of compiled code that may need them. Nothing
+in it is agreed on with other ranks: every call compares what it is made for, and a rank with other
+documents is named then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mesh_attention.choose.pack import Layer, Pack
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.context import Context
+from mesh_attention.runtime.session.modes import outside_inference_mode
+from mesh_attention.runtime.session.plan_on_rank import PlanSource
+from mesh_attention.runtime.session.prepared_call import PreparedCall
+from mesh_attention.runtime.session.shards import Shards
+from mesh_attention.runtime.session.weak_registry import Registered
+
+
+class BatchPlans:
+    """Plans for the calls on one batch, of every layer that it goes through."""
+
+    def __init__(self, context: Context, pack: Pack) -> None:
+        self.contents = ""  # of the tensors of the batch, in words that calls compare
+        self._context = context
+        self.pack = pack
+        self._sources: dict[Layer, PlanSource] = {}
+        self._releases = context.groups.releases
+
+    def source(self, context: Context, layer: Layer) -> PlanSource:
+        """Plans for the calls of a layer."""
+        if context is not self._context:
+            raise MeshAttentionError(
+                "these documents were made on another process group; make them with documents() "
+                "of an object on this one"
+            )
+        if (
+            self._releases != context.groups.releases
+        ):  # what calls held is gone with the last object
+            self._sources.clear()
+            self._releases = context.groups.releases
+        if layer not in self._sources:
+            question = self.pack.question(layer)
+            self._sources[layer] = self._context.source_of_batch(question)
+        self._sources[layer].contents = self.contents
+        return self._sources[layer]
+
+    def make_ready_like(self, other: BatchPlans) -> None:
+        for layer, source in list(other._sources.items()):
+            mine = self.source(self._context, layer)
+            for kind in list(source.kinds):
+                self._context.make_ready(mine, *kind)
+
+    def calls(self) -> list[PreparedCall]:
+        """Those made ready so far."""
+        kept = [source.calls for source in self._sources.values() if source.calls is not None]
+        return [call for calls in kept for call in calls.values()]
+
+
+BATCH_PLANS: Registered[BatchPlans] = Registered(
+    "the documents of this call are gone: hooks that offload saved tensors copy them, so hold the "
+    "documents, or the batch, until its backward pass is over"
+)
+
+
+class Documents:
+    """Of one batch, for every object on the process group that it was made for. `pack` is what
+    planning alone has chosen for it; printed, it says what and why."""
+
+    def __init__(self, context: Context, pack: Pack) -> None:
+        num_ranks, place = len(context.groups.ranks), dist.get_rank(context.groups.parent)
+        if pack.layout.num_ranks != num_ranks:
+            raise MeshAttentionError(
+                f"the pack is for {pack.layout.num_ranks} ranks, and the process group has "
+                f"{num_ranks}"
+            )
+        self.pack = pack
+        self.shards = Shards(
+            *(*pack.shards, pack.devices.index(place)),
+            devices=pack.devices,
+            words=pack.words,
+            starts=(pack.documents, pack.kv_documents),
+            num_rows=pack.num_rows,
+            of_batch=True,
+        )
+        self.plans = BatchPlans(context, pack)
+        # In compiled code the documents are this tensor: no graph depends on which ones they are,
+        # and whoever keeps it for a backward pass keeps the plans, which hang on it.
+        with outside_inference_mode():
+            self.number = torch.tensor([BATCH_PLANS.add(self.plans)], device="cpu")
+        self.number.plans = self.plans  # type: ignore[attr-defined]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole batch: of all its rows, where each has documents of its own."""
+        return self.pack.documents[-1]
+
+    def __len__(self) -> int:
+        """How many documents."""
+        return len(self.pack.documents) - 1
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} documents of {self.num_tokens} tokens: {self.pack.reason}>"
+
+    def hold(self, contents: str) -> None:
+        """What the tensors of the batch hold, in words: calls compare them too."""
+        self.plans.contents = contents
+        self.shards = replace(self.shards, words=f"{self.pack.words}, {contents}")
+
+    def make_ready_like(self, other: Documents) -> None:
+        """For the kinds of call that another batch was used for."""
+        self.plans.make_ready_like(other.plans)
+
+    def calls(self) -> list[PreparedCall]:
+        """Those made ready so far."""
+        return self.plans.calls()

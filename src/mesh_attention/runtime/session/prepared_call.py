@@ -1,0 +1,301 @@
+"""One kind of call: a plan on tensors of one shape, made ready once and run many times.
+
+Whoever holds a call can run it. The context keeps the latest kinds; an autograd graph holds the one
+it was made by, so its backward pass runs although the context has long let that kind go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import table_version
+from mesh_attention.kernels.determinism import Determinism, asked_of_torch
+from mesh_attention.machine.cluster import Links
+from mesh_attention.machine.rates import usual_links
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.runtime.agreement.identity import AgreedKind, Statement, current_stream
+from mesh_attention.runtime.device.workspace import PassMemory, WorkspaceBlock
+from mesh_attention.runtime.execute.call_masks import KnownRanges
+from mesh_attention.runtime.execute.executor import CallShape, Executor, nvtx_span, run_to_end
+from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.session.transports import CallTransport, TransportName, Transports
+from mesh_attention.runtime.transport.interface import Counters, Meter
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a caller chooses besides the plan."""
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    differentiable_lse: bool = False
+    kernel: str | None = None
+    transport: TransportName = TransportName.AUTO
+    cuda_graph: bool = False
+    nvtx: bool = False
+    timeout: timedelta | None = None
+    kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
+    must_be_deterministic: bool = False  # whatever PyTorch is asked for
+    deterministic: Determinism = field(default_factory=asked_of_torch)
+    links: Links = field(default_factory=usual_links)  # by which calls make room for transfers
+    tuned: str | None = None  # digest of the answers that plans come from
+
+    def now(self) -> CallOptions:
+        """With what PyTorch is asked for at this time, unless the caller asks for more."""
+        asked = asked_of_torch()
+        if asked is self.deterministic or self.must_be_deterministic:
+            return self
+        return replace(self, deterministic=asked)
+
+    def statement(self) -> Statement:
+        """What must be the same on all ranks; kernels may differ, as devices may."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "differentiable_lse": self.differentiable_lse,
+            "transport": self.transport.value,
+            "cuda_graph": self.cuda_graph,
+            "deterministic": self.deterministic.value,
+            "timeout": self.timeout and self.timeout.total_seconds(),
+            "tuned": self.tuned,
+        } | (self._of_graphs() if self.cuda_graph else {})
+
+    def _of_graphs(self) -> Statement:
+        """Ranks capture a graph together, so all of them must see that one is missing."""
+        return {
+            "kernel": self.kernel,
+            "nvtx": self.nvtx,
+            "kernels registered": self.kernels,
+            "links": str(self.links),
+        }
+
+    @cached_property
+    def compared(self) -> CallOptions:
+        """Equal on all ranks where their statements are: without what only this rank chooses."""
+        if self.cuda_graph:
+            return self
+        return replace(self, kernel=None, nvtx=False, kernels=0, links=usual_links())
+
+    def of_batch(self) -> CallOptions:
+        """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
+        return replace(self, transport=TransportName.DISTRIBUTED)
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass of a call is made with, for people. It outlives the call, and keeps neither its
+    masks nor its memory."""
+
+    kernels: dict[str, tuple[tuple[str, str], ...]]  # asked, and why one was chosen, by kind
+    transport: CallTransport
+    _executor: ref[Executor]
+    _without_masks: PassMemory
+
+    @property
+    def memory(self) -> PassMemory:
+        executor = self._executor()
+        return self._without_masks if executor is None else executor.memory
+
+    @staticmethod
+    def of(executor: Executor, transport: CallTransport) -> PassReport:
+        kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
+        kernels["calls"] = (("predicted", executor.calls),)
+        if executor.row_choice is not None:
+            kernels["rows"] = executor.row_choice.reasons
+        without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
+        return PassReport(kernels, transport, ref(executor), without_masks)
+
+
+class PreparedCall:
+    def __init__(
+        self,
+        transports: Transports,
+        mine: PlanOnRank,
+        options: CallOptions,
+        call_shape: CallShape,
+        base: PreparedCall | None = None,
+    ) -> None:
+        """`base`: of a plan with the same programs, for any mask."""
+        # Signals between blocks of shared memory have not been captured; NCCL's operations are.
+        wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
+        self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
+        # By needs_grad, once agreed on; the same for all calls of a kind.
+        self.kinds: dict[bool, AgreedKind] = {}
+        self.options = options
+        self.reports: dict[Direction, PassReport] = {}
+        self._mine = mine
+        self._base = base
+        self._call_shape = call_shape
+        self._executors: dict[Direction, tuple[Executor, Meter]] = {}
+        self._known_ranges: KnownRanges = {}
+        self._made: torch.cuda.Event | None = None
+        self._last_stream: list[torch.cuda.Stream] = []
+        self._captured: dict[Direction, CapturedCall] = {}
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The passes that all ranks have agreed on."""
+        return tuple(Direction) if True in self.kinds else (Direction.FORWARD,)
+
+    def padding(self) -> Tensor:
+        """(rows), true where a row of this rank's queries holds no token."""
+        layout, _ = self._mine.plan.shards
+        positions = torch.from_numpy(layout.positions(self._mine.rank))
+        return (positions >= layout.num_tokens).to(self._call_shape.device)
+
+    @property
+    def executors(self) -> dict[Direction, Executor]:
+        return {direction: executor for direction, (executor, _) in self._executors.items()}
+
+    def is_ready(self, directions: Iterable[Direction]) -> bool:
+        return all(direction in self._executors for direction in directions)
+
+    def make_ready(self, directions: Iterable[Direction]) -> None:
+        """Raises where a kernel refuses what this rank has to do."""
+        for direction in directions:
+            if direction not in self._executors:
+                self._executors[direction] = executor, _ = self._executor(direction)
+                self.reports[direction] = PassReport.of(executor, self.transport)
+
+    def make_kernels_ready(self) -> None:
+        """What a kernel makes of a mask for a backward pass may serve the forward pass too."""
+        for direction in reversed(Direction):
+            if direction in self._executors:
+                self._executors[direction][0].prepare_kernels()
+
+    def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
+        """Made ahead there: the first run waits for it, and what it read there stays until the last
+        run is over."""
+        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._made.record(stream)
+        finalize(self, _retire, retired, self._known_ranges, self._last_stream)
+
+    def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
+        plan, rank = self._mine.plan, self._mine.rank
+        if self._base is not None:
+            self._base.make_ready((direction,))
+            executor, meter = self._base._executors[direction]
+            return executor.for_mask(plan, self._known_ranges), meter
+        transport, meter = self.transport.make(direction)
+        scale = self.options.softmax_scale
+        executor = make_executor(
+            plan,
+            plan.direction(direction),
+            rank,
+            transport,
+            self.transport.workspace,
+            self._call_shape,
+            softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
+            softcap=self.options.softcap,
+            lse_gradient=self.options.differentiable_lse,
+            kernel=self.options.kernel,
+            deterministic=self.options.deterministic,
+            trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
+            known_ranges=self._known_ranges,
+            links=self.options.links,
+        )
+        return executor, meter
+
+    def reserve(self) -> None:
+        """A graph replays on the memory it was captured with, so that must not grow later."""
+        if not self._on_cuda:
+            device = self._call_shape.device.type
+            raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
+        most = max(executor.workspace_bytes for executor in self.executors.values())
+        self.transport.workspace.take(most, self._call_shape.device)
+
+    def run(
+        self, direction: Direction, inputs: Mapping[str, Tensor], counters: Counters
+    ) -> dict[str, Tensor]:
+        """`counters`: of whoever makes the call."""
+        executor, meter = self._executors[direction]
+        meter.counters = counters
+        if self._made is not None:
+            stream = torch.cuda.current_stream(self._call_shape.device)
+            stream.wait_event(self._made)
+            self._last_stream[:] = [stream]
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.cuda.device(self._call_shape.device) if self._on_cuda else nullcontext():
+            if self.options.cuda_graph:
+                return self._replay(direction, executor, inputs)
+            return run_to_end(executor.run(inputs))
+
+    def _replay(
+        self, direction: Direction, executor: Executor, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if direction not in self._captured:
+            workspace, stream = self.transport.workspace, self.transport.stream
+            assert stream is not None  # `reserve` refuses other devices
+            block = workspace.take(executor.workspace_bytes, self._call_shape.device)
+            self._captured[direction] = CapturedCall(
+                lambda static: run_to_end(executor.run(static)), inputs, block, stream
+            )
+        return self._captured[direction](inputs)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._call_shape.device.type == "cuda"
+
+    def clear(self) -> None:
+        """Before the process groups go: graphs hold on to communicators."""
+        self._captured.clear()
+        self._executors.clear()
+
+
+# What calls that are gone may still be reading on the device, with an event that says when not.
+Retired = deque[tuple[torch.cuda.Event, KnownRanges]]
+
+
+def _retire(retired: Retired, ranges: KnownRanges, last_stream: list[torch.cuda.Stream]) -> None:
+    for stream in last_stream:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        retired.append((event, ranges))
+
+
+class CapturedCall:
+    """A whole call as a CUDA graph: inputs are copied in, the graph is replayed, results copied
+    out. So the host's cost of a call does not depend on the number of its operations. What is
+    captured must live on streams alone: NCCL does, gloo does not.
+
+    `block` is the workspace that it was captured on: it must stay for as long as the graph is
+    replayed. `stream` is that of communications: graphs hold some, on the communicators that calls
+    outside of graphs use, and NCCL wants all that one of them does in one order.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+        inputs: Mapping[str, Tensor],
+        block: WorkspaceBlock,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._stream = stream
+        self._inputs = {name: x.clone() for name, x in inputs.items()}
+        self._block = block
+        call(self._inputs)  # kernels are compiled and connections made outside the capture
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may go on using CUDA meanwhile; NCCL's own does.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = call(self._inputs)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with self._block.in_use():
+            for name, x in self._inputs.items():
+                x.copy_(inputs[name])
+            current = current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            self._graph.replay()
+            self._stream.wait_stream(current)
+            return {name: x.clone() for name, x in self._outputs.items()}

@@ -1,0 +1,1 @@
+"""What training needs around attention: batches, losses, replaced and compiled attention."""

@@ -1,0 +1,232 @@
+"""`scaled_dot_product_attention` over all ranks inside a block, for model code that stays as it is,
+with the buffers convention of PyTorch's own `context_parallel`.
+
+A torch function mode finds the calls however a model imported the name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.collective_call import of_object, told_to_all
+from mesh_attention.runtime.session.distributed_tensors import own_heads
+from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.runtime.session.tensor_checks import fault_of_kind, fault_of_unsupported
+from mesh_attention.train.compiled_attention import BLOCKS
+from mesh_attention.train.sharded_batch import Sharder
+from mesh_attention.train.sharded_buffers import check_buffers, sharded_buffers
+
+
+class Attending(Sharder, Protocol):
+    """What is asked of a `ContextParallel`; `fault` is raised by all ranks."""
+
+    @property
+    def _length_is_known(self) -> bool: ...
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fault: MeshAttentionError | None,
+        *,
+        documents: Documents | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool | None = None,
+        block: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@contextmanager
+def replaced_attention(
+    cp: Attending,
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    no_restore: Collection[Tensor],
+    documents: Documents | None,
+) -> Iterator[Documents | None]:
+    if is_dynamo_compiling():
+        raise MeshAttentionError("open a block of context_parallel around compiled code, not in it")
+    check_buffers(buffers, dims, no_restore)
+    if buffers and documents is None and not cp._length_is_known:
+        documents = cp.documents([0, buffers[0].shape[dims[0]]])
+    mode = _OverRanks(cp, documents)
+    with sharded_buffers(cp._shards(documents) if buffers else None, buffers, dims, no_restore):
+        with mode:
+            yield documents
+        mode.refuse_backward_to_come()
+
+
+# They attend without a call of scaled_dot_product_attention that could be seen from here.
+_WHOLE_LAYERS = tuple(
+    getattr(home, name)
+    for home, name in (
+        (functional, "multi_head_attention_forward"),
+        (torch, "_native_multi_head_attention"),
+        (torch, "_transformer_encoder_layer_fwd"),
+    )
+    if hasattr(home, name)
+)
+
+
+class _OverRanks(TorchFunctionMode):
+    """Of this thread; PyTorch's threads of a backward pass have the modes of who called it."""
+
+    def __init__(self, cp: Attending, documents: Documents | None) -> None:
+        super().__init__()
+        self._cp, self._documents = cp, documents
+        self._to_come = 0
+        self.number = torch.tensor([BLOCKS.add(self)], device="cpu")  # in compiled code
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            if not is_dynamo_compiling():  # otherwise when the graph runs
+                self.count_checkpoints(2)
+            return _attend(self._cp, self._documents, self.number, *args, **kwargs)
+        if func is Tensor.backward:
+            func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
+        if func in _PASSES:
+            # A mode is off while it is asked, and a checkpoint attends again in this call.
+            with self:
+                return _of_edges(func, *args, **kwargs)
+        if func in _WHOLE_LAYERS:
+            nothing: Any = None
+            self._cp._attend(
+                *(nothing, nothing, nothing),
+                MeshAttentionError(
+                    "torch.nn.MultiheadAttention and layers with it are not replaced; call "
+                    "torch.nn.functional.scaled_dot_product_attention in the model"
+                ),
+            )
+        return func(*args, **kwargs)
+
+    def count_checkpoints(self, depth: int) -> None:
+        """Calls in reentrant checkpoints whose backward pass has not called again. `depth`: how
+        many of the latest frames are our own."""
+        if self._to_come or not torch.is_grad_enabled():
+            self._to_come += _in_reentrant_checkpoint(sys._getframe(depth))
+
+    def refuse_backward_to_come(self) -> None:
+        if self._to_come > 0:
+            raise MeshAttentionError(
+                "a checkpoint with use_reentrant=True attends again in its backward pass, which "
+                "has not come yet: after this block it would see the tokens of this rank alone; "
+                "call backward in the block, or torch.no_grad() where no backward pass follows"
+            )
+
+
+def _in_reentrant_checkpoint(frame: FrameType | None) -> int:
+    """1 in the forward pass, where a backward pass follows; -1 in that; 0 elsewhere."""
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return -1
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            given = frame.f_locals["args"]
+            return int(any(isinstance(x, Tensor) and x.requires_grad for x in given))
+        frame = frame.f_back
+    return 0
+
+
+_PASSES = (torch.autograd.backward, torch.autograd.grad)
+
+
+def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backward pass by edges of the graph in place of tensors: nobody is asked about it."""
+    roots = _several(roots)
+    name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
+    if kwargs.get(name) is None:  # of an edge nothing but the shape is known
+        scalar = [isinstance(x, Tensor) and x.numel() == 1 for x in roots]
+        kwargs[name] = [
+            torch.ones_like(x) if one else None for x, one in zip(roots, scalar, strict=True)
+        ]
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = _edges(kwargs["inputs"])
+    return func(_edges(roots), *map(_edges, args), **kwargs)
+
+
+def _several(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+
+
+def _edges(tensors: Any) -> tuple[Any, ...]:
+    return tuple(get_gradient_edge(x) if isinstance(x, Tensor) else x for x in _several(tensors))
+
+
+def _as_backward(
+    tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `Tensor.backward` as those of `torch.autograd.backward`."""
+    names = dict(zip(("retain_graph", "create_graph", "inputs"), args, strict=False))
+    return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
+
+
+@told_to_all(of_object)
+def _attend(
+    cp: Attending,
+    documents: Documents | None,
+    block: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """With the arguments of `scaled_dot_product_attention`."""
+    tensors = {"query": query, "key": key, "value": value}
+    own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
+    tensors = dict(zip(tensors, own, strict=True))
+    fault = fault_of_unsupported(dropout_p=dropout_p) or spread.fault
+    if not is_dynamo_compiling():  # otherwise found out when the graph runs
+        fault = fault or fault_of_kind(**tensors)
+    if fault is None:
+        fault = _fault_of_shapes(tensors, enable_gqa)
+    if attn_mask is not None:
+        fault = MeshAttentionError(
+            "attn_mask is not supported; give the mask to ContextParallel (causal, window_size or "
+            "mask) and documents to context_parallel, and leave attn_mask out"
+        )
+    q, k, v = tensors.values()
+    if fault is None:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _ = cp._attend(
+        *(q, k, v, fault),
+        documents=documents,
+        softmax_scale=scale,
+        is_causal=bool(is_causal),
+        block=block,
+    )
+    return spread.whole(out.transpose(1, 2))
+
+
+def _fault_of_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> MeshAttentionError | None:
+    for name, x in tensors.items():
+        if x.ndim != 4:
+            return MeshAttentionError(
+                f"{name} has shape {tuple(x.shape)}; expected (batch, heads, local_seq, head_dim)"
+            )
+    query, key = tensors["query"], tensors["key"]
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        return MeshAttentionError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True"
+        )
+    return None

@@ -1,0 +1,219 @@
+"""A batch of training code, made ready for this rank: labels shifted before anything is cut.
+
+What goes wrong in silence when it is done by hand is done here: the target of a shard's last token
+is on another rank, padding must not count in the loss, positions are not 0, 1, 2, ... on a rank,
+and a padding mask must reach attention, as documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.choose.pack import Pack
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.runtime.session.prepared_call import CallOptions
+from mesh_attention.runtime.session.shards import Shards
+from mesh_attention.runtime.session.share import Share
+from mesh_attention.train.batch_documents import Rows
+from mesh_attention.train.whole_batch import MARK, WholeBatch, checked_tensors
+
+IGNORE_INDEX = -100
+
+
+class Sharder(Protocol):
+    """What is asked of a `ContextParallel`."""
+
+    _share: Share
+
+    @property
+    def _options(self) -> CallOptions: ...
+
+    def documents(self, cu_seqlens: Any, *, also: Sequence[Any] = ()) -> Documents: ...
+
+    def _layer(self) -> object: ...
+
+    def _shards(self, documents: Documents | None) -> Shards: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBatch(Mapping[str, Any]):
+    """This rank's slots of a batch, (rows, local tokens) each; also a mapping of what there is.
+
+    labels        targets: what each token is to predict, `ignore_index` where nothing
+    position_ids  as given, or counted in each document
+    padding       true where a slot holds no token, or one that the mask says is padding
+    documents     to hand to `attention` and `unshard`; None where the object says all
+    others        tensors that were given by other names
+    num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it
+
+    Where rows have documents of their own they are one pack, and `rows` is 1 here.
+    """
+
+    input_ids: Tensor | None
+    labels: Tensor | None
+    position_ids: Tensor
+    padding: Tensor
+    documents: Documents | None
+    num_targets: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """What a model takes: no labels, since models that take some shift them once more."""
+        found = {"input_ids": self.input_ids, "position_ids": self.position_ids, **self.others}
+        found["documents"] = self.documents  # type: ignore[assignment]
+        return {name: x for name, x in found.items() if x is not None}
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedBatch:
+        def moved(x: Tensor | None) -> Any:
+            if x is None:
+                return None
+            there = x.to(device, non_blocking=non_blocking)
+            setattr(there, MARK, True)
+            return there
+
+        return ShardedBatch(
+            moved(self.input_ids),
+            moved(self.labels),
+            moved(self.position_ids),
+            moved(self.padding),
+            self.documents,
+            moved(self.num_targets),
+            {name: moved(x) for name, x in self.others.items()},
+        )
+
+    def _named(self) -> dict[str, Any]:
+        own = {"labels": self.labels, "padding": self.padding, "num_targets": self.num_targets}
+        return self.model_inputs() | {name: x for name, x in own.items() if x is not None}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._named()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named())
+
+    def __len__(self) -> int:
+        return len(self._named())
+
+
+def shard_batch(
+    cp: Sharder,
+    tensors: Mapping[str, Any],
+    *,
+    cu_seqlens: Any,
+    documents: Documents | None,
+    also: Sequence[Any],
+    shift_labels: bool,
+    ignore_index: int,
+    check: bool | None,
+) -> ShardedBatch:
+    """As `ContextParallel.shard_batch` describes it."""
+    whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
+    if documents is not None:
+        cp._shards(documents)  # refuses what is none
+    if not isinstance(shift_labels, bool):
+        raise MeshAttentionError(
+            "shift_labels is True or False: give labels that are targets already as labels, with "
+            "shift_labels=False"
+        )
+    if type(ignore_index) is not int:
+        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
+    if not whole.says_documents:
+        _refuse_local_length(cp, whole)
+    handle, shards, rows = _sharing(cp, whole, also)
+    if handle is not None:
+        handle.hold(whole.contents(shift_labels=shift_labels, ignore_index=ignore_index))
+    tensors = {**whole.tensors}
+    num_targets = None
+    if "labels" in tensors:
+        tensors["labels"] = _targets(whole, rows, shift_labels, ignore_index)
+        num_targets = (tensors["labels"] != ignore_index).sum()
+    device = next(iter(tensors.values())).device  # what else was kept on the CPU goes there too
+    found = {
+        name: shards.shard(x, 1, "q").to(device, non_blocking=True) for name, x in tensors.items()
+    }
+    empty = shards.padding("q", device)
+    size = next(iter(found.values())).shape[:2]
+    if "labels" in found:
+        found["labels"].masked_fill_(empty, ignore_index)
+    if "position_ids" not in found:
+        found["position_ids"] = shards.positions("q", device, restart=True).expand(size)
+    real = found.pop("attention_mask", None)
+    for x in found.values():
+        setattr(x, MARK, True)
+    return ShardedBatch(
+        found.pop("input_ids", None),
+        found.pop("labels", None),
+        found.pop("position_ids"),
+        padding=empty.expand(size) if real is None else ~real.bool(),
+        documents=handle,
+        num_targets=num_targets,
+        others=found,
+    )
+
+
+def _refuse_local_length(cp: Sharder, whole: WholeBatch) -> None:
+    """What is on a device is not compared among ranks: there the length is all that tells."""
+    if all(x.device.type == "cpu" for x in whole.tensors.values()):
+        return
+    try:
+        layout = cp._shards(None).q_layout
+    except MeshAttentionError:
+        return  # the length comes with batches
+    if whole.shape[1] == layout.slots != layout.num_tokens:
+        raise MeshAttentionError(
+            f"the batch has {layout.slots} tokens, as a shard of {layout.num_tokens} has, and "
+            f"looks sharded already; if it is whole, give cu_seqlens=(0, {layout.slots})"
+        )
+
+
+def _sharing(
+    cp: Sharder, whole: WholeBatch, also: Sequence[Any]
+) -> tuple[Documents | None, Shards, Rows]:
+    """How the batch is shared out; by the object alone where that is for one length and mask."""
+    handle = whole.documents
+    rows = whole.rows()
+    if handle is None:
+        same = all(row == rows[0] for row in rows)
+        try:
+            cp._layer()
+        except MeshAttentionError:
+            shards = cp._shards(None)
+            own = shards.starts[0]
+            if not same or rows[0] not in (own, (0, own[-1])):
+                raise
+            return None, shards, [own] * len(rows)
+        made = whole.cu_seqlens
+        if not isinstance(made, Pack):
+            made = rows[0] if same else rows
+        handle = cp.documents(made, also=also)
+    return handle, cp._shards(handle), rows
+
+
+def _roomy(labels: Tensor, ignore_index: int) -> Tensor:
+    """Labels of bytes would take `ignore_index` for another token."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
+    range_of = torch.iinfo(labels.dtype)
+    return labels if range_of.min <= ignore_index <= range_of.max else labels.long()
+
+
+def _targets(whole: WholeBatch, rows: Rows, shift_labels: bool, ignore_index: int) -> Tensor:
+    """What each token of the whole batch is to predict: nothing at the end of a document."""
+    targets = labels = _roomy(whole.tensors["labels"], ignore_index)
+    if shift_labels:
+        whole.refuse_next_tokens(ignore_index)
+        targets = labels.new_full(labels.shape, ignore_index)
+        targets[:, :-1] = labels[:, 1:]
+        tokens = labels.shape[1]
+        ends = [at * tokens + s - 1 for at, row in enumerate(rows) for s in row[1:] if s]
+        targets.view(-1)[torch.tensor(ends, device=labels.device)] = ignore_index
+    mask = whole.tensors.get("attention_mask")
+    if mask is None:
+        return targets
+    return targets.masked_fill((mask == 0).to(targets.device), ignore_index)

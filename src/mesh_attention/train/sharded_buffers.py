@@ -1,0 +1,131 @@
+"""Buffers that hold this rank's tokens inside a block, and their own data again after it.
+
+What autograd has saved of them keeps the data of the block, so backward may come after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.shards import Shards
+from mesh_attention.runtime.session.tensor_checks import fault_of_kind
+
+
+@contextmanager
+def sharded_buffers(
+    shards: Shards | None,
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    no_restore: Collection[Tensor],
+) -> Iterator[None]:
+    """After `check_buffers`; `shards` is needed where there are some."""
+    parts = [
+        _shard(shards, number, x, dim)
+        for number, (x, dim) in enumerate(zip(buffers, dims, strict=True))
+        if shards is not None
+    ]
+    restored = [_Buffer(x) for x in buffers if not any(x is kept for kept in no_restore)]
+    for x, part in zip(buffers, parts, strict=True):
+        x.data = part
+    try:
+        with _keeping(restored) if restored else nullcontext():
+            yield
+    finally:
+        for buffer in restored:
+            buffer.restore()
+
+
+class _Buffer:
+    """A tensor that has other data until it is restored."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._whole = tensor, tensor.data
+        self._last_version: int | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the data in the block."""
+        return _version(self.tensor) if self._last_version is None else self._last_version
+
+    def restore(self) -> None:
+        self._last_version = _version(self.tensor)
+        self.tensor.data = self._whole
+
+
+def _keeping(buffers: list[_Buffer]) -> saved_tensors_hooks:
+    """Autograd saves tensors, not their data: a buffer would bring its whole data to backward.
+
+    It asks whether a saved tensor was changed only where there are no hooks, so we ask here.
+    """
+    by_id = {id(buffer.tensor): buffer for buffer in buffers}
+
+    def pack(x: Tensor) -> tuple[Tensor, Callable[[], int], int]:
+        buffer = by_id.get(id(x))
+        if buffer is not None:
+            return x.data, lambda: buffer.version, buffer.version
+        return x, lambda: _version(x), _version(x)
+
+    def unpack(saved: tuple[Tensor, Callable[[], int], int]) -> Tensor:
+        x, version, then = saved
+        if version() != then:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(x.shape)} of {x.dtype} is at version {version()}; "
+                f"expected version {then} instead"
+            )
+        return x
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _shard(shards: Shards, number: int, x: Tensor, dim: int) -> Tensor:
+    layout = shards.layout("q")
+    if layout.padded_tokens != layout.num_tokens:
+        raise MeshAttentionError(
+            f"{layout.num_tokens} tokens do not divide evenly, and 0 would be put in place of "
+            f"labels too; pad all buffers to {layout.padded_tokens} tokens, or use shard_batch, "
+            "which takes any length"
+        )
+    try:
+        return shards.shard(x, dim, "q").contiguous()
+    except MeshAttentionError as error:
+        raise MeshAttentionError(f"buffers[{number}]: {error}") from None
+
+
+def check_buffers(
+    buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Collection[Tensor]
+) -> None:
+    if len(buffers) != len(dims):
+        raise MeshAttentionError(
+            f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each"
+        )
+    for number, x in enumerate(buffers):
+        name = f"buffers[{number}]"
+        fault = fault_of_kind(**{name: x})
+        if fault is not None:
+            raise fault
+        if x.requires_grad:
+            raise MeshAttentionError(
+                f"{name} requires a gradient, which a buffer in place cannot have; use "
+                "shard(x, dim), which is differentiable"
+            )
+        if any(x is other for other in buffers[:number]):
+            raise MeshAttentionError(f"{name} is given twice")
+        if isinstance(dims[number], bool) or not isinstance(dims[number], int):
+            raise MeshAttentionError(f"buffer_seq_dims[{number}]={dims[number]!r}: must be an int")
+        if not -x.ndim <= dims[number] < x.ndim:
+            raise MeshAttentionError(
+                f"buffer_seq_dims[{number}]={dims[number]} is outside a tensor of {x.ndim} "
+                "dimensions"
+            )
+    if any(not any(x is kept for x in buffers) for kept in no_restore):
+        raise MeshAttentionError("no_restore_buffers has a tensor that is not among the buffers")
