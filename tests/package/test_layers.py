@@ -43,7 +43,6 @@ LAYERS = (
     ("report",),
     ("choose",),
     ("cost",),
-    ("plan.read.draw",),
     ("plan.read.verify",),
     ("plan.read",),
     ("plan.passes",),
