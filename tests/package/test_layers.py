@@ -44,7 +44,6 @@ LAYERS = (
     ("report",),
     ("choose",),
     ("cost",),
-    ("plan.read.draw",),
     ("plan.read.verify",),
     ("plan.read",),
     ("plan.passes",),

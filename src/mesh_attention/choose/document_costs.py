@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.machine.rates import Rates
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, pairs_of_ranks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 Array = NDArray[np.float64]
 

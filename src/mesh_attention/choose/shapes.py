@@ -17,13 +17,13 @@ import numpy as np
 
 from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.needed_rows import usual_layout
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)
