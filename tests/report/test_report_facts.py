@@ -15,7 +15,7 @@ from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.read.draw.matrix import visible_cells
+from mesh_attention.plan.read.draw import visible_cells
 from mesh_attention.report.assignment_facts import assignment_facts
 from mesh_attention.report.facts import CHOSEN, ReportFacts
 from mesh_attention.report.scaling import Scaling, points_of_scaling, scaling_lines
@@ -59,7 +59,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
     options: dict[str, object], groups: set[str], heads: tuple[int, ...]
 ) -> None:
     problem = Problem(256, 8, 16, mask=Mask(causal=True))
-    plan = plan_on("hgx-h100", problem, 8, **options)  # type: ignore[arg-type]
+    plan = plan_on("hgx-h100", problem, 8, **options)
     found = assignment_facts(plan)
     assert found.heads == heads
     visible = visible_cells(plan, 8).tolist()

@@ -31,9 +31,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.question import BOTH, Question, joined
-from mesh_attention.plan.methods.table import METHODS, all_options
+from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import choice, number
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem

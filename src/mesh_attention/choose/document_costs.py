@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.machine.rates import Rates
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
+from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
-from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks, seen_keys
-from mesh_attention.plan.methods.parts.slices import sizes_for, suggested_cut
+from mesh_attention.plan.methods.parts.needed_rows import needed_keys, pairs_of_ranks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 Array = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ class LayerCosts:
         """Every rank has its own queries, and receives the keys that they see."""
         n = self._ranks
         pairs = pairs_of_ranks(layout, self._rows)
-        tokens = seen_keys(layout, kv_layout, self._rows).tokens_between()
+        tokens = needed_keys(layout, kv_layout, self._rows, 1).tokens_between()
         np.fill_diagonal(tokens, 0)
         node = np.arange(n) // self._rates.ranks_per_node
         near = np.where(node[:, None] == node, tokens, 0)

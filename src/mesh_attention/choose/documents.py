@@ -21,10 +21,8 @@ from typing import Any
 
 from mesh_attention.choose.document_costs import Cost, LayerCosts
 from mesh_attention.machine.rates import Rates, usual_rates
-from mesh_attention.plan.methods.needed_rows import most_stretches
 from mesh_attention.plan.methods.parts.assignment import best_tile
-from mesh_attention.plan.methods.parts.exchanged_rows import can_relayout
-from mesh_attention.plan.methods.parts.needed_rows import num_stretches
+from mesh_attention.plan.methods.parts.needed_rows import has_few_ranges
 from mesh_attention.plan.methods.question import Question, ask
 from mesh_attention.plan.methods.table import HEADS_FIRST
 from mesh_attention.plan.methods.table import SEEN_ROWS as SEEN
@@ -123,9 +121,9 @@ class _LayoutBoard:
     ) -> None:
         self.layout = layout
         self._moves = relayout and layout.kind is not LayoutKind.CONTIGUOUS
-        fits = not self._moves or (can_relayout(layout) and can_relayout(kv_layout))
+        fits = not self._moves or (has_few_ranges(layout) and has_few_ranges(kv_layout))
         self._asked, self._tile = asked, tile
-        can_see = num_stretches(kv_layout) <= most_stretches(layout.num_ranks)
+        can_see = has_few_ranges(kv_layout)
         self._costs: dict[Problem, dict[str, Cost]] = {}
         for problem, cost in costs.items():
             by_method = self._costs[problem] = {}

@@ -17,14 +17,13 @@ import numpy as np
 
 from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.needed_rows import usual_layout
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.needed_rows import seen_keys, seen_queries
+from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node:
         pairs = pairs_of_tiles(*layouts, rows, tile, degree)
         ranks = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
     if METHODS[method].by_stretches:
-        grid = Tile(*tile)
-        keys, queries = (find(*layouts, rows, grid) for find in (seen_keys, seen_queries))
+        finders = (needed_keys, needed_queries)
+        keys, queries = (find(*layouts, rows, tile[0]) for find in finders)
         tokens = keys.tokens_between() + queries.tokens_between()
         node = np.arange(plan.num_ranks) // per_node
         far = np.where(node[:, None] == node, 0, tokens)

@@ -27,9 +27,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.files import FileError, read_text
 from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.question import Question, ask_passes
-from mesh_attention.plan.methods.table import METHODS, all_options
+from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import number, real
 from mesh_attention.plan.problem.problem import Problem, problem_text
 

@@ -30,7 +30,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Program
-from mesh_attention.plan.methods.options import methods_with
+from mesh_attention.plan.methods.table import methods_with
 from mesh_attention.plan.problem.problem import Problem
 
 _OF_METHOD = 3  # settings, beside the best that is not cut

@@ -38,7 +38,7 @@ from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem, problem_text
-from mesh_attention.plan.read.bounds import least_bytes
+from mesh_attention.plan.read.count import least_bytes
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from mesh_attention.plan.language.program import (
     Operation,
 )
 from mesh_attention.plan.language.traffic import Flows
-from mesh_attention.plan.passes.transfers import TransferCosts
+from mesh_attention.plan.passes.seconds import TransferCosts
 
 _ROUNDING_SECONDS = 1e-9  # less than this of a round is left by rounding
 _ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes

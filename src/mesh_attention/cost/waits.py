@@ -9,11 +9,10 @@ from __future__ import annotations
 from enum import StrEnum
 
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, Free, Program
 from mesh_attention.plan.language.tasks import Schedule
-from mesh_attention.plan.language.workspace import workspace_map
+from mesh_attention.plan.language.workspace import dependencies, workspace_map
 
 WaitsOfOps = tuple[tuple[int, ...], ...]
 

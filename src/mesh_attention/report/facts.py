@@ -16,7 +16,7 @@ from mesh_attention.choose.scored import Scored, gpu_bytes
 from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.problem import problem_text
-from mesh_attention.plan.read.bounds import least_bytes
+from mesh_attention.plan.read.count import least_bytes
 from mesh_attention.report.assignment_facts import AssignmentFacts, assignment_facts
 from mesh_attention.report.scaling import (
     Scaling,
