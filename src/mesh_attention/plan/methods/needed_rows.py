@@ -42,7 +42,7 @@ from mesh_attention.plan.methods.parts.needed_side import (
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, attention
-from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, layouts_of, shards_of
+from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_sides
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -64,12 +64,11 @@ def plan_seen(
     shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
         shared = replace(shared, layout=usual_layout(problem.mask))
-    layouts = layouts_of(problem, ranks, shared)
-    _check_ranges(layouts[1])
     tile = tile_for(setting.tile or (1, ranks), ranks)
-    devices = tuple(range(ranks))
-    shards = shards_of(layouts, devices, shared)
-    head_group = HeadGroup(problem, *layouts, shards=shards)
+    planner = TilePlanner(problem, ranks, shared, tile)
+    layouts = planner.layouts
+    _check_ranges(layouts[1])
+    head_group = HeadGroup(problem, *layouts, shards=planner.shards)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
     travels = [side.travels for side in needed]
@@ -89,15 +88,7 @@ def plan_seen(
         builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
         return with_exchanges([builder])
 
-    return Plan(
-        problem,
-        *layouts,
-        tuple(map(build, directions)),
-        devices=devices,
-        ranks_per_node=setting.ranks_per_node,
-        method="seen",
-        relayout=shards is not None,
-    )
+    return planner.plan(map(build, directions))
 
 
 def usual_layout(mask: Mask) -> LayoutKind:
