@@ -42,6 +42,14 @@ _OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-d
 _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
 # Operations that are kept for the next mask: in training those of one rank.
 _KEPT, _KEPT_CHUNKS = 48, 1024
+_INPUTS = (Kind.Q, Kind.K, Kind.V)
+_CALLER_KINDS = {  # inputs and outputs of a pass
+    Direction.FORWARD: (_INPUTS, (Kind.OUT, Kind.LSE)),
+    Direction.BACKWARD: (
+        (*_INPUTS, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
+        (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
+    ),
+}
 Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
 
 
@@ -54,14 +62,6 @@ def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> T
     """The exchange that takes away the results of a chunk."""
     chunked = _OUT_CHUNKS[direction][key_side]
     return Task(TO_TOKENS.kind if cut.chunks == (1, 1) else chunked, (index,))
-
-
-def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
-    """Inputs and outputs of a pass."""
-    if direction is Direction.FORWARD:
-        return (Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)
-    inputs = (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT)
-    return inputs, (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
 
 
 def exchange_of(head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
@@ -85,7 +85,7 @@ class Exchange:
         first = self._first = head_groups[0]
         self._head_groups = head_groups
         self._needs = needs
-        self._inputs, self._outputs = caller_kinds(direction)
+        self._inputs, self._outputs = _CALLER_KINDS[direction]
         self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
         self._shards = first.shards or (first.q_layout, first.kv_layout)
         self.groups = self._rows.groups

@@ -17,7 +17,6 @@ from mesh_attention.plan.methods.parts.rotate import (
     GradientRoute,
     Rotation,
     deliveries,
-    double_ring,
     hop,
     ring,
 )
@@ -238,7 +237,7 @@ class KeyRings:
         tile, local = mesh.tile, mesh.head_group.local
         members = tile.kv_group(tile.column(unit))
         place, size, begun = members.index(unit), len(members), set[int]()
-        rotation = double_ring(place, size, order.inner) if order.inner else ring(place, size)
+        rotation = ring(place, size, order.inner)
         self._rings: list[KeyRing] = []
         for part, chunk in enumerate(mesh.kv.chunks):
             k, v, grad_k, grad_v = (chunk.local(local(kind)) for kind in (*_KEYS, *_GRADS))
