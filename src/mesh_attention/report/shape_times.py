@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.choose.search import SearchQuestion
+from mesh_attention.choose.scored import SearchQuestion
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction

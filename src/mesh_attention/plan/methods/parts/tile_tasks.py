@@ -29,10 +29,10 @@ from mesh_attention.plan.methods.parts.tile_pass import (
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
 from mesh_attention.plan.problem.spans import slice_spans
-from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.memory import (
+from mesh_attention.plan.schedule.greedy import (
     MemoryCapError,
     MemoryModel,
+    greedy,
     greedy_capped,
     peak_bytes,
     smallest_cap,
