@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 
 from mesh_attention.cli import plan, simulate
 from mesh_attention.cli.main import main
-from mesh_attention.cost import load_cluster
 from mesh_attention.errors import MeshAttentionError, PlanTextError
 from mesh_attention.files import FileError, read_text, replacing
-from mesh_attention.machine.load import ClusterError
+from mesh_attention.machine.load import ClusterError, load_cluster
 from mesh_attention.plan.language.text import HEADER, parse_plan
 
 SMALL = ("--ranks", "2", "--tokens", "8", "--chunks", "1x1")

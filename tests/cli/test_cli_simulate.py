@@ -11,9 +11,9 @@ import pytest
 
 from mesh_attention.cli.main import main
 from mesh_attention.cli.simulate import Simulated, for_people
-from mesh_attention.cost import cluster_names
 from mesh_attention.cost import simulate as simulate_plan
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.machine.load import cluster_names
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
