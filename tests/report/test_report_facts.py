@@ -16,10 +16,8 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.draw.matrix import visible_cells
-from mesh_attention.report.assignment_facts import assignment_facts
-from mesh_attention.report.facts import CHOSEN, ReportFacts
-from mesh_attention.report.scaling import Scaling, points_of_scaling, scaling_lines
-from mesh_attention.report.shape_times import shape_times
+from mesh_attention.report.estimates import Scaling, points_of_scaling, scaling_lines, shape_times
+from mesh_attention.report.facts import CHOSEN, ReportFacts, assignment_facts
 from support.report_case import PROBLEM, RANKS
 
 
