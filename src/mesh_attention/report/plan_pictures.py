@@ -37,8 +37,9 @@ def assignment_picture(facts: ReportFacts) -> Picture:
     colours += [("rank", "rank"), *((kind, f"{kind} group") for kind in kinds)]
     heads = tuple((str(head), f"head {head}") for head in assignment.heads)
     part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
-    if len(heads) < assignment.num_head_groups:
-        part += f" (a head of each of the first {len(heads)} of {assignment.num_head_groups} head groups)"
+    num_groups = assignment.num_head_groups
+    if len(heads) < num_groups:
+        part += f" (a head of each of the first {len(heads)} of {num_groups} head groups)"
 
     def make(direction: str, colour: str, head: str) -> Variant:
         matrix = assignment.matrix(Direction(direction), int(head)).ranks
