@@ -133,7 +133,7 @@ def test_documents_have_no_weak_scaling_and_lines_of_long_programs_end(
 
     assert points(Scaling.WEAK) == [2]
     assert points(Scaling.STRONG) == [2, 4, 8]
-    monkeypatch.setattr("mesh_attention.report.scaling.MOST_OPERATIONS", 30)
+    monkeypatch.setattr("mesh_attention.report.estimates.MOST_OPERATIONS", 30)
     assert points(Scaling.STRONG) == [2, 4]
 
 
