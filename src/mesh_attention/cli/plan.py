@@ -16,7 +16,7 @@ from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
 from mesh_attention.cli.values import count as count_of
-from mesh_attention.cost.target import target_on
+from mesh_attention.cost.planning import target_on
 from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
 from mesh_attention.machine.cluster import Cluster
@@ -25,13 +25,9 @@ from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.text import digest, plan_lines, program_lines
 from mesh_attention.plan.passes.compile import compile_plan
+from mesh_attention.plan.read.compare_schedulers import ScheduleComparison, compare_schedulers
 from mesh_attention.plan.read.count import count
-from mesh_attention.plan.read.draw.schedule import (
-    ScheduleComparison,
-    compare_schedulers,
-    draw_steps,
-)
-from mesh_attention.plan.read.draw.summary import draw_summary
+from mesh_attention.plan.read.draw import draw_steps, draw_summary
 
 Comparisons = dict[Direction, ScheduleComparison]
 

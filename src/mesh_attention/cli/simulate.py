@@ -90,11 +90,11 @@ class Simulated:
 
     @property
     def direction(self) -> Direction:
-        return self.timeline.one.direction
+        return self.timeline.pass_.direction
 
     @property
     def setting(self) -> dict[str, Any]:
-        return setting_of(self.timeline.plan, self.timeline.one, self.options)
+        return setting_of(self.timeline.plan, self.timeline.pass_, self.options)
 
     def to_json(self) -> dict[str, Any]:
         tried = {} if self.tried is None else {"settings_tried": self.tried}
@@ -130,14 +130,10 @@ def simulated(
             kernel=args.kernel,
             progress=tell,
         )
-    passes = []
-    for direction, scored in best.chosen.items():
-        timeline = scored.timeline
-        if timeline is None:  # too long for a search
-            plan = best.asked.plan(direction, scored.name, scored.options)
-            timeline = simulate(plan, cluster, direction, overlap=overlap, kernel=args.kernel)
-        passes.append(Simulated(timeline, scored.options, best.tried))
-    return passes
+    return [
+        Simulated(best.asked.timeline(scored), scored.options, best.tried)
+        for scored in best.chosen.values()
+    ]
 
 
 def _show_clusters(args: argparse.Namespace) -> int:

@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
     # Imported here, as they import torch, which most commands do not need.
-    from mesh_attention.api.auto import cluster_here
     from mesh_attention.measure.ranks import MeasureError
     from mesh_attention.measure.tune import tune_ranks
+    from mesh_attention.request.auto import cluster_here
 
     if args.ranks not in (None, ranks.size):
         raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")

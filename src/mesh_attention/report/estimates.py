@@ -12,14 +12,13 @@ from enum import StrEnum
 from typing import Any
 
 from mesh_attention.choose.ranking import glance
-from mesh_attention.choose.search import SearchQuestion
+from mesh_attention.choose.scored import SearchQuestion
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.parts.assignment import factorisations
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, methods_with
 from mesh_attention.plan.problem.problem import Problem
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -12,16 +12,16 @@ from itertools import count
 from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice
-from mesh_attention.choose.python_line import python_line
-from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, ranked
-from mesh_attention.choose.search import PassSearch, Scored
+from mesh_attention.choose.plan_file import python_line
+from mesh_attention.choose.ranking import RankedMethod, Ranking, ranked
+from mesh_attention.choose.scored import Scored, gpu_bytes
 from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.language.computed_pairs import heads_of
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.problem.problem import problem_text
-from mesh_attention.plan.read.bounds import least_bytes
-from mesh_attention.plan.read.draw.matrix import computed_cells
+from mesh_attention.plan.read.count import least_bytes
+from mesh_attention.plan.read.draw import computed_cells
 from mesh_attention.report.estimates import (
     Scaling,
     ScalingLine,
@@ -156,7 +156,7 @@ class ReportFacts:
 
 
 def report_facts(
-    found: PlanChoice,
+    searched: PlanChoice,
     *,
     cluster_found: str,
     most_ranks: int = 1024,
@@ -164,7 +164,7 @@ def report_facts(
     progress: Callable[[int, int], None] | None = None,
 ) -> ReportFacts:
     """`most_ranks` ends scaling."""
-    asked, directions = found.asked, tuple(found.chosen)
+    asked, directions = searched.asked, tuple(searched.chosen)
     problem, num_ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
     at = points_of_scaling(num_ranks, cluster, most_ranks)
     with_shapes = methods_with_shapes(asked.options)
@@ -176,7 +176,7 @@ def report_facts(
         if progress is not None:
             progress(done, max(done, expected))
 
-    ranking = ranked(found)
+    ranking = ranked(searched)
     choice, chosen = ranking.choice, ranking.chosen
     tell()
     assignment = assignment_facts(choice.plan())
@@ -296,9 +296,8 @@ def _gantts(ranking: Ranking) -> list[GanttFacts]:
             continue
         if is_choice or all(map(_is_short, row.passes.values())):
             drawn.append(row.seconds)
-            for direction, scored in row.passes.items():
-                timeline = PassSearch(row.asked, direction, None).simulate(scored).timeline
-                assert timeline is not None
+            for scored in row.passes.values():
+                timeline = row.asked.timeline(scored)
                 charts.append(_gantt(CHOSEN if is_choice else row.name, timeline))
     return charts
 
@@ -319,7 +318,7 @@ def _gantt(name: str, timeline: Timeline) -> GanttFacts:
     return GanttFacts(
         name,
         f"{timeline.plan.method}",
-        timeline.one.direction,
+        timeline.pass_.direction,
         timeline.runtime_seconds,
         timeline.mfu_percent,
         timeline.exposed_communication_seconds,
