@@ -2,8 +2,7 @@
 work.
 
 Each case is checked against float64 attention of the whole sequence, and its bytes are counted at
-the transport. The ranks report through a queue, so that the parent can show progress; the parent
-also draws pictures and writes a page.
+the transport. The parent runs the ranks in a pool of processes, draws pictures and writes a page.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import argparse
 import multiprocessing as mp
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from queue import Empty
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.output import Progress, progress, show, table
 from mesh_attention.cost.gantt import draw_gantt
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
@@ -39,8 +39,9 @@ from mesh_attention.report.page import plotly_js, write_page
 NUM_RANKS = 9
 TOLERANCE = 1e-10
 CLUSTER = "hgx-h100"
-_TIMEOUT_SECONDS = 100
+_TIMEOUT = timedelta(seconds=100)
 _TOKENS, _HEADS, _HEAD_DIM = 1152, 4, 32
+_Result = TypeVar("_Result")
 _SCALING_RANKS = 16  # of the page: seconds, and not half a minute
 
 
@@ -86,19 +87,8 @@ class Outcome:
 
 def run(args: argparse.Namespace) -> int:
     pictures = _draw(args.output)
-    total = NUM_RANKS * (2 + len(CASES)) + len(CASES)  # messages that the ranks will send
-    done = 0
     with progress(f"{NUM_RANKS} ranks at work") as tell:
-
-        def report(stage: str, case: int) -> None:
-            nonlocal done
-            done += 1
-            if tell is not None:
-                tell(done, total)
-            elif stage == "checked":  # in place of a bar
-                print(f"checked: {CASES[case].title}", file=sys.stderr, flush=True)
-
-        outcomes = run_cases(report)
+        outcomes = run_cases(tell)
     ok = all(outcome.ok for outcome in outcomes)
     page, line = write_report(args.output)
     show(
@@ -180,96 +170,75 @@ def _draw(folder: Path) -> list[str]:
     return [str(assignments), str(schedule)]
 
 
-def run_cases(report: Callable[[str, int], None]) -> list[Outcome]:
-    """Runs all cases; calls `report(stage, case index)` at every message of a rank."""
+def run_cases(tell: Progress | None) -> list[Outcome]:
+    """Runs all cases on nine processes. Without a bar, standard error says what was checked."""
     context = mp.get_context("forkserver")
     # Gradients import the last module, for half a second on each rank.
     needed = (__name__, "mesh_attention.api.context_parallel")
     context.set_forkserver_preload([*needed, "torch.fx.experimental.symbolic_shapes"])
-    queue: Any = context.Queue()
+    steps = count(1)
+
+    def results(tasks: Sequence[Future[_Result]]) -> list[_Result]:
+        for task in as_completed(tasks):
+            task.result()  # raises here what the rank has raised
+            if tell is not None:
+                tell(next(steps), NUM_RANKS * (1 + len(CASES)))
+        return [task.result() for task in tasks]
+
+    outcomes = []
+    ranks = ProcessPoolExecutor(NUM_RANKS, context)
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, store, queue), daemon=True)
-            for rank in range(NUM_RANKS)
-        ]
-        for rank in ranks:
-            rank.start()
         try:
-            return _collect(queue, ranks, report)
+            results([ranks.submit(_join, rank, folder) for rank in range(NUM_RANKS)])
+            for case in CASES:
+                # Each process takes one of the tasks: none of them ends before all have begun.
+                parts = results([ranks.submit(_run_case, case) for _ in range(NUM_RANKS)])
+                (checked,) = (errors for _, errors in parts if errors is not None)
+                outcomes.append(Outcome(case, sum(units for units, _ in parts), *checked))
+                if tell is None:
+                    print(f"checked: {case.title}", file=sys.stderr, flush=True)
+        except Exception as error:
+            for process in ranks._processes.values():  # they would wait for the one that failed
+                process.kill()
+            cause = error.__cause__ or error
+            raise MeshAttentionError(f"a rank of the demonstration failed:\n{cause}") from error
         finally:
-            for rank in ranks:
-                rank.join(timeout=10)
-                if rank.is_alive():
-                    rank.kill()
+            ranks.shutdown()
+    return outcomes
 
 
-def _collect(queue: Any, ranks: list[Any], report: Callable[[str, int], None]) -> list[Outcome]:
-    counted = [0.0] * len(CASES)
-    errors: dict[int, tuple[float, float, float]] = {}
-    finished = 0
-    while finished < NUM_RANKS:
-        kind, case, content = _next_message(queue, ranks)
-        if kind == "failed":
-            raise MeshAttentionError(f"a rank of the demonstration failed:\n{content}")
-        report(kind, case)
-        if kind == "case":
-            counted[case] += content
-        elif kind == "checked":
-            errors[case] = content
-        elif kind == "finished":
-            finished += 1
-    return [Outcome(case, counted[i], *errors[i]) for i, case in enumerate(CASES)]
+def _join(rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)  # type: ignore[attr-defined]
+    sizes: Any = {"rank": rank, "world_size": NUM_RANKS}
+    dist.init_process_group("gloo", store=store, timeout=_TIMEOUT, **sizes)
 
 
-def _next_message(queue: Any, ranks: list[Any]) -> tuple[str, int, Any]:
-    for _ in range(_TIMEOUT_SECONDS):
-        try:
-            message: tuple[str, int, Any] = queue.get(timeout=1)
-            return message
-        except Empty:
-            dead = [i for i, rank in enumerate(ranks) if rank.exitcode not in (None, 0)]
-            if dead:
-                raise MeshAttentionError(f"ranks {dead} of the demonstration ended") from None
-    raise MeshAttentionError(f"no rank of the demonstration answered for {_TIMEOUT_SECONDS} s")
-
-
-def _rank_main(rank: int, store: str, queue: Any) -> None:
-    try:
-        _run_rank(rank, store, queue)
-        queue.put(("finished", -1, None))
-    except Exception:  # the parent shows it; a silent rank would look like a hang
-        queue.put(("failed", -1, traceback.format_exc()))
-
-
-def _run_rank(rank: int, store: str, queue: Any) -> None:
+def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
+    """The units that this rank received; on the first rank also the planned ones and the errors."""
     import torch
     import torch.distributed as dist
 
     from mesh_attention.api.context_parallel import ContextParallel
 
-    torch.set_num_threads(1)
-    file_store = dist.FileStore(store, NUM_RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=NUM_RANKS)
-    queue.put(("ready", -1, None))
     torch.manual_seed(0)
     shape = (1, _TOKENS, _HEADS, _HEAD_DIM)
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(4))
     sizes: Any = {"seq_len": _TOKENS, "num_heads": _HEADS, "head_dim": _HEAD_DIM, "causal": False}
-    for index, case in enumerate(CASES):
-        with ContextParallel(dtype=torch.float64, **sizes, **case.options) as cp:
-            local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
-            out = cp.attention(*local)
-            assert isinstance(out, torch.Tensor)
-            grads = torch.autograd.grad(out, local, cp.shard(grad, 1))
-            planned = cp.volume()["forward"]
-            received = cp.traffic["forward"].total.token_bytes
-            queue.put(("case", index, received / planned.unit_bytes))
-            whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
-            if rank == 0:
-                errors = _errors((q, k, v), grad, whole)
-                queue.put(("checked", index, (float(planned.units_total), *errors)))
-    dist.destroy_process_group()
+    with ContextParallel(dtype=torch.float64, **sizes, **case.options) as cp:
+        local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*local)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.autograd.grad(out, local, cp.shard(grad, 1))
+        planned = cp.volume()["forward"]
+        units = cp.traffic["forward"].total.token_bytes / planned.unit_bytes
+        whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
+    if dist.get_rank() > 0:
+        return units, None
+    return units, (float(planned.units_total), *_errors((q, k, v), grad, whole))
 
 
 def _errors(inputs: Any, grad: Any, results: list[Any]) -> tuple[float, float]:
