@@ -11,9 +11,10 @@ from torch import Tensor
 from mesh_attention.measure.ranks import Ranks, Work
 from mesh_attention.runtime.transport.torch_operations import (
     Exchange,
+    Gather,
     PointToPoint,
     Works,
-    gather_kind,
+    gathers_by_messages,
     reduce_kind,
 )
 
@@ -51,9 +52,9 @@ class TimedTransfers:
         group = self._groups[members]
         part, whole = (self.tensor(n * part_bytes) for n in (1, len(members)))
         over_gloo = self._ranks.backend != "nccl"
-        made = reduce_kind(host_driven=over_gloo)
-        if kind == "all-gather":
-            made = gather_kind(len(members), host_driven=over_gloo)
+        if kind == "all-gather" and gathers_by_messages(len(members), host_driven=over_gloo):
+            return self.all_to_all(members, part_bytes)
+        made = Gather if kind == "all-gather" else reduce_kind(host_driven=over_gloo)
         stretch = made(part, whole, group, [*range(len(members))])
 
         def begin() -> Works:
