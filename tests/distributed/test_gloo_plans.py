@@ -51,7 +51,7 @@ SOURCES = {"made": made, "searched": searched, "parsed": parsed}
 def by_plan(rank: int, world_size: int, source: str, case: Case) -> tuple[Part, Any]:
     plan = SOURCES[source](case)
     with ContextParallel(plan=plan, softmax_scale=0.3) as cp:
-        cp._share.context.transports.poison = True
+        cp._calls.session.transports.poison = True
         assert cp.plan is plan
         cp.verify()
         return attend(cp, case), cp.transports()

@@ -32,6 +32,7 @@ LAYERS = (
     ("__init__", "testing"),
     ("api",),
     ("train",),
+    ("request",),
     ("runtime.session",),
     ("runtime.agreement", "runtime.execute"),
     ("runtime.transport",),

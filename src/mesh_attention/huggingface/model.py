@@ -22,6 +22,7 @@ from mesh_attention.choose.pack import Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.request.attend import attend
 
 Kind = tuple[int | None, float | None]  # window and softcap of a layer
 
@@ -83,13 +84,13 @@ class ModelContextParallel(ContextParallel):
     ) -> Tensor:
         """Of a layer of the model."""
         cp = self if fault is not None else self._of((window, softcap or None))
-        out, _ = cp._attend(*tensors, fault, **call)
+        out, _ = attend(cp._calls, *tensors, fault, **call)
         return out
 
     def _of(self, kind: Kind) -> ContextParallel:
         """Kinds that the config did not say are made when a layer comes, on all ranks alike."""
         if kind not in self._by_kind:
-            group = self._share.context.groups.parent
+            group = self._calls.session.groups.parent
             self._by_kind[kind] = ContextParallel(group, **self._of_layers, **_arguments(kind))
         return self._by_kind[kind]
 
