@@ -71,7 +71,7 @@ def test_with_one_stream_there_is_nothing_to_finish() -> None:
     assert waited == [1]
     streams.pause()
     streams.resume()
-    streams.finish()
+    streams.__exit__()
     assert streams._stream is only
 
 

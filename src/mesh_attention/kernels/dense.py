@@ -20,6 +20,7 @@ from mesh_attention.kernels.interface import (
     Block,
     BlockSize,
     Causal,
+    Full,
     Request,
     RowRange,
 )
@@ -51,7 +52,7 @@ class DenseKernel(ABC):
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q_BSHD, k_BTGD, v_BTGE, *_ = block
-        causal = self._is_causal(block)
+        causal = not isinstance(block.mask, Full) and self._is_causal(block)
         if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
             B, S, H, _ = q_BSHD.shape
             dtype = accumulator_dtype(q_BSHD.dtype)
@@ -65,7 +66,7 @@ class DenseKernel(ABC):
         q_BSHD, k_BTGD, v_BTGE, *_ = block
         grad_out_BSHE, out_BSHE, lse_BHS, _ = given
         assert out_BSHE is not None  # as `backward_needs` says
-        causal = self._is_causal(block)
+        causal = not isinstance(block.mask, Full) and self._is_causal(block)
         if q_BSHD.numel() == 0 or k_BTGD.numel() == 0:
             zeros = torch.zeros_like
             return zeros(q_BSHD), zeros(k_BTGD), zeros(v_BTGE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ import torch
 from mesh_attention.kernels.interface import MaskKind, Request
 
 
+@cache
 def aten(name: str) -> Any:
+    """An op of PyTorch's by its name, as `torch.ops.aten` has it."""
     return getattr(torch.ops.aten, name).default
 
 

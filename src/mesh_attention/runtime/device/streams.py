@@ -37,7 +37,7 @@ class ComputeStreams:
         self._turn = 0
         self._held: list[tuple[int, object]] = []
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """A new call begins here, on the stream that is now the current one."""
         self._main = self._stream = torch.cuda.current_stream(self._device)
         self._begin.record(self._main)
@@ -99,7 +99,7 @@ class ComputeStreams:
         if self._side is not None:
             torch.cuda.set_stream(self._stream)
 
-    def finish(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Both streams are done: the call goes on where it began."""
         if self._side is None:
             return

@@ -7,7 +7,7 @@ The caller's tensors come and go with every call. The executor asks for both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class CallShape:
         return self.dtype if buffer.precision is Precision.ELEMENT else self.accumulate_dtype
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Views:
     """The tensors of pieces: the caller's anew in every call, those of the workspace once."""
 
@@ -46,10 +46,6 @@ class Views:
     _rows: dict[Piece, Tensor] = field(default_factory=dict)
     _tokens: dict[Piece, Tensor] = field(default_factory=dict)
     _statistics: dict[Piece, Tensor] = field(default_factory=dict)
-
-    def with_passed(self, passed: Mapping[str, Tensor]) -> Views:
-        """The same with the caller's tensors of one call."""
-        return Views(self.workspace, passed, self._rows, self._tokens, self._statistics)
 
     def rows(self, piece: Piece) -> Tensor:
         """(rows, batch, heads, width)"""
@@ -125,7 +121,7 @@ class Bindings:
             assert x.dtype == dtype, (name, x.dtype, dtype)
         if GRAD_LSE in inputs:
             passed[GRAD_LSE] = inputs[GRAD_LSE]
-        return views.with_passed(passed), outputs
+        return replace(views, passed=passed), outputs
 
 
 def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:

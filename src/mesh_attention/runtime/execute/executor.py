@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -158,21 +158,13 @@ class Executor:
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
         block = self._workspace.take(self.workspace_bytes, self.call_shape.device)
-        with block.in_use():
-            return (yield from self._run_on(block, inputs))
-
-    def _run_on(
-        self, block: WorkspaceBlock, inputs: Mapping[str, Tensor]
-    ) -> Generator[None, None, dict[str, Tensor]]:
         bound, works = block.bound.get(self) or self._bind(block)
         views, outputs = self._bindings.call(bound, inputs)
-        if self._workspace.poisons:
-            self._workspace.poison(block.memory, outputs.values())
         streams = self._streams
         in_flight: dict[int, Handle] = {}
-        if streams is not None:
-            streams.begin()
-        try:
+        with block.in_use(), nullcontext() if streams is None else streams:
+            if self._workspace.poisons:
+                self._workspace.poison(block.memory, outputs.values())
             for step, work in zip(self._steps, works, strict=True):
                 for before in step.waits:
                     if before in in_flight:
@@ -189,9 +181,6 @@ class Executor:
                     streams.mark(step.at)
             for handle in in_flight.values():
                 yield from self._wait(handle)
-        finally:
-            if streams is not None:
-                streams.finish()
         return outputs
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:

@@ -52,7 +52,7 @@ class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _InFlight(Handle):
     """Works in flight, and the copies that must follow them."""
 
@@ -71,29 +71,31 @@ class _InFlight(Handle):
             ) from error
         for copy in self.finish:
             copy()
-        self.works, self.finish = [], []
+        self.works.clear()
+        self.finish.clear()
 
 
-@dataclass(slots=True)
 class _OnStream(Handle):
     """The same on a communication stream; what waits is the compute stream, through an event."""
 
-    in_flight: _InFlight | None
-    stream: torch.cuda.Stream
-    event: torch.cuda.Event
+    def __init__(
+        self, in_flight: _InFlight, stream: torch.cuda.Stream, event: torch.cuda.Event
+    ) -> None:
+        self._in_flight: _InFlight | None = in_flight
+        self._stream, self._event = stream, event
 
     def finish(self) -> None:
         """On the communication stream, which must be the current one."""
-        assert self.in_flight is not None
-        self.in_flight.wait()
-        self.in_flight = None
-        self.event.record(self.stream)
+        assert self._in_flight is not None
+        self._in_flight.wait()
+        self._in_flight = None
+        self._event.record(self._stream)
 
     def wait(self) -> None:
-        if self.in_flight is not None:  # gloo: the host has to drive it
-            with torch.cuda.stream(self.stream):
+        if self._in_flight is not None:  # gloo: the host has to drive it
+            with torch.cuda.stream(self._stream):
                 self.finish()
-        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
 class _Known(NamedTuple):

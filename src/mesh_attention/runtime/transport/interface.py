@@ -123,7 +123,7 @@ def _rows(piece: Piece, start: int, num_rows: int) -> Piece:
 Started = tuple[str, Traffic]  # kind of an operation, and the bytes of one start of it
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Counters:
     """Bytes handed to a transport, by kind of operation, as `plan.count` counts them."""
 

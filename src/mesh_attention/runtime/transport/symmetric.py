@@ -144,7 +144,7 @@ class _Ready:
             block.wait(reader, DONE)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Recorded(Handle):
     """What is on the communication stream up to an event."""
 
@@ -155,7 +155,7 @@ class _Recorded(Handle):
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Both(Handle):
     far: Handle
     near: Handle
