@@ -42,9 +42,9 @@ from mesh_attention.kernels import (
     choose,
     kernel_names,
 )
+from mesh_attention.kernels.launches import KernelTile
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
-from mesh_attention.kernels.triton_launch import KernelTile
 from mesh_attention.kernels.triton_ranges import KernelTiles, TritonRanges, tiles_for
 from mesh_attention.plan.language.plan import Direction
 

@@ -129,6 +129,12 @@ class Request:
     deterministic: bool = False
     lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
 
+    def why_not_grouped(self) -> str | None:
+        """Why query heads cannot share KV heads equally; None if they can."""
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} heads are no multiple of {self.num_kv_heads} KV heads"
+        return None
+
     def __str__(self) -> str:
         """In words, for those whose request is refused."""
         where = self.device_type
@@ -226,7 +232,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs, /) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) that this block contributes; exact zeros for a row that saw no key."""
         ...
 

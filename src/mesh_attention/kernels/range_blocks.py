@@ -43,8 +43,8 @@ class RangeBlocks(NamedTuple):
 
 def listed_intervals(mask: BlockMask) -> int:
     """A power of two, since a kernel is compiled for each; those too many are empty."""
-    found = mask.num_intervals if isinstance(mask, RowRange) else 1
-    return 1 << (found - 1).bit_length()
+    intervals = mask.num_intervals if isinstance(mask, RowRange) else 1
+    return 1 << (intervals - 1).bit_length()
 
 
 def range_blocks(
@@ -60,14 +60,13 @@ def range_blocks(
         check_mask(mask, num_queries, num_keys)
         mask = _as_range(isinstance(mask, Causal), num_queries, num_keys, device)
     key = ("range_blocks", query_block, key_block, device)
-    found = mask.kept.get(key)
-    if found is None:
+    blocks: RangeBlocks | None = mask.kept.get(key)
+    if blocks is None:
         check_mask(mask, num_queries, num_keys)
-        found = mask.kept[key] = _make(mask, query_block, key_block, device)
+        blocks = mask.kept[key] = _make(mask, query_block, key_block, device)
         if device.type == "cuda":  # later calls may be on other streams
             torch.cuda.current_stream(device).synchronize()
-    assert isinstance(found, RangeBlocks)
-    return found
+    return blocks
 
 
 @lru_cache(maxsize=64)
@@ -121,16 +120,15 @@ def _states(
     high_K = _cut(key_position, key_block, -1).amax(dim=1)
     # Padding is at the end of the last block alone, and raises its largest position here.
     highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
-    found: tuple[Tensor, Tensor] | None = None
+    all_QK = some_QK = torch.zeros((), dtype=torch.bool, device=lo.device)
     for lo_S, hi_S in zip(lo, hi, strict=True) if lo.dim() == 2 else ((lo, hi),):
         sees = hi_S > lo_S
         lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
         hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
         seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
         whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
-        found = (whole, seen) if found is None else (found[0] | whole, found[1] | seen)
-    assert found is not None
-    return found[0], found[1] & ~found[0]
+        all_QK, some_QK = all_QK | whole, some_QK | seen
+    return all_QK, some_QK & ~all_QK
 
 
 def _cut(x: Tensor, block: int, padding: int) -> Tensor:

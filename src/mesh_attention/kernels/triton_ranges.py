@@ -1,6 +1,6 @@
 """Our own attention kernels in Triton: any row ranges in one call, forward and backward.
 
-The kernels are in `fused/attention_*.py`, their launches in `triton_launch.py`; here is what stands
+The kernels are in `fused/attention_*.py`, their launches in `launches.py`; here is what stands
 around them: sizes of tiles, memory for results, and what is kept of calls of one kind.
 """
 
@@ -19,14 +19,14 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.probe import load, why_not_grouped
-from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
-from mesh_attention.kernels.triton_launch import (
+from mesh_attention.kernels.launches import (
     InnerTensor,
     KernelLaunch,
     KernelTile,
     padded,
 )
+from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
+from mesh_attention.kernels.ready_made import load, why_not_on_ampere
 from mesh_attention.plan.language.plan import Direction
 
 _LOG2_E = 1.4426950408889634
@@ -104,12 +104,8 @@ class TritonRanges:
         self._launches: dict[tuple[Any, ...], tuple[KernelLaunch, ...]] = {}
 
     def refuses(self, request: Request) -> str | None:
-        if request.device_type != "cuda":
-            return f"runs on cuda, not on {request.device_type}"
-        if not torch.cuda.is_available():
-            return "no CUDA device is visible"
-        if request.capability is None or request.capability < (8, 0):
-            return f"needs compute capability 8.0 or later, found {request.capability}"
+        if (reason := why_not_on_ampere(request)) is not None:
+            return reason
         if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"takes float16, bfloat16 and float32, not {request.dtype}"
         if max(request.head_dim, request.v_head_dim) > 256:
@@ -119,8 +115,8 @@ class TritonRanges:
             return "in float32 its tiles of head sizes above 64 do not fit into registers"
         if request.intervals > _MOST_INTERVALS:
             return f"takes up to {_MOST_INTERVALS} intervals of keys for a query"
-        found = load("triton", "jit")
-        return found if isinstance(found, str) else why_not_grouped(request)
+        triton = load("triton", "jit")
+        return triton if isinstance(triton, str) else request.why_not_grouped()
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         wide = max(block.element_bytes, 4) if self._wide else block.element_bytes
@@ -150,9 +146,9 @@ class TritonRanges:
         launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
         return out, lse
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *_ = block
-        grad_out, _, lse, delta = given
+        grad_out, _, lse, delta = inputs
         assert delta is not None  # as `backward_needs` says
         B, S, H, _ = q.shape
         into = block.into or (None, None, None)
@@ -168,11 +164,10 @@ class TritonRanges:
         blocks = self._blocks(block, of_queries.block)
         rows = whole_blocks(S, of_queries.block)
         statistics = torch.empty(2, B, H, rows, dtype=torch.float32, device=q.device)
-        lists = blocks[:4]
-        of_queries(
-            *(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
-        )
-        of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists, blocks.by_key)
+        lists = (*blocks[:4], blocks.by_query)
+        of_queries(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists)
+        lists = (*blocks[:4], blocks.by_key)
+        of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists)
         return dq, dk, dv
 
     def _result(self, wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
@@ -193,8 +188,8 @@ class TritonRanges:
             self._launches.clear()
         tiles = self._tiles or _tiles_of(block)
         make = _forward if len(tensors) == 4 else _backward
-        self._launches[key] = found = make(block, tensors, tiles)
-        return found
+        self._launches[key] = launches = make(block, tensors, tiles)
+        return launches
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
