@@ -170,12 +170,6 @@ def test_results_are_written_where_they_are_wanted_and_nowhere_else() -> None:
     assert KERNEL.forward(block.of_kernel()._replace(into=(narrow,)))[0] is not narrow
 
 
-def test_results_can_be_wide() -> None:
-    block = make_block(TINY, torch.float16, window, device=DEVICE)
-    found = check(block, kernel=TritonRanges(tiles=TILES, wide=True))
-    assert {x.dtype for x in found.named().values()} == {torch.float32}
-
-
 def test_scores_are_capped_and_so_are_their_gradients() -> None:
     block = make_block(TINY, torch.float32, window, device=DEVICE)
     check(replace(block, scale=2.0), softcap=1.5)

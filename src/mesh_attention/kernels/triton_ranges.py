@@ -90,7 +90,7 @@ def tiles_for(
 
 
 class TritonRanges:
-    """Sums are always made in the same order. Results have the dtype of the inputs, or fp32."""
+    """Sums are always made in the same order. Results have the dtype of the inputs."""
 
     name = "triton"
     has_softcap = True
@@ -98,9 +98,8 @@ class TritonRanges:
     deterministic = True
     backward_needs = BackwardNeeds(delta=True)
 
-    def __init__(self, *, tiles: KernelTiles | None = None, wide: bool = False) -> None:
+    def __init__(self, *, tiles: KernelTiles | None = None) -> None:
         self._tiles = tiles
-        self._wide = wide
         self._launches: dict[tuple[Any, ...], tuple[KernelLaunch, ...]] = {}
 
     def refuses(self, request: Request) -> str | None:
@@ -119,8 +118,7 @@ class TritonRanges:
         return triton if isinstance(triton, str) else request.why_not_grouped()
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
-        wide = max(block.element_bytes, 4) if self._wide else block.element_bytes
-        results = block.result_bytes(direction, wide)
+        results = block.result_bytes(direction, block.element_bytes)
         if direction is Direction.FORWARD:
             return results
         rows = whole_blocks(block.num_queries, self._tiles.block if self._tiles else _MOST_BLOCK)
@@ -135,7 +133,7 @@ class TritonRanges:
         q, k, v, *_ = block
         B, S, H, _ = q.shape
         (wanted,) = block.into or (None,)
-        out = self._result(wanted, (B, S, H, v.shape[3]), q)
+        out = _result(wanted, (B, S, H, v.shape[3]), q)
         lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -152,9 +150,7 @@ class TritonRanges:
         assert delta is not None  # as `backward_needs` says
         B, S, H, _ = q.shape
         into = block.into or (None, None, None)
-        dq, dk, dv = (
-            self._result(x, like.shape, q) for x, like in zip(into, (q, k, v), strict=True)
-        )
+        dq, dk, dv = (_result(x, like.shape, q) for x, like in zip(into, (q, k, v), strict=True))
         if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad_out = grad_out.to(q.dtype)
@@ -170,13 +166,6 @@ class TritonRanges:
         of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists)
         return dq, dk, dv
 
-    def _result(self, wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
-        """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
-        dtype = torch.float32 if self._wide else q.dtype
-        if wanted is not None and wanted.dtype == dtype and wanted.stride(3) == 1:
-            return wanted
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
     def _blocks(self, block: Block, size: int) -> RangeBlocks:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
         return range_blocks(block.mask, S, T, size, size, device)
@@ -190,6 +179,13 @@ class TritonRanges:
         make = _forward if len(tensors) == 4 else _backward
         self._launches[key] = launches = make(block, tensors, tiles)
         return launches
+
+
+def _result(wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
+    """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
+    if wanted is not None and wanted.dtype == q.dtype and wanted.stride(3) == 1:
+        return wanted
+    return torch.empty(shape, dtype=q.dtype, device=q.device)
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
