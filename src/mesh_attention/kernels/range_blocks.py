@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mesh_attention.kernels.interface import BlockMask, Causal, RowRange
-from mesh_attention.kernels.visibility import check_mask
+from mesh_attention.kernels.visibility import block_states, check_mask
 
 _NEVER = 2**31 - 1  # a position that no key has
 
@@ -85,7 +85,7 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
     if lo.dim() == 2:
         empty = listed_intervals(mask) - len(lo)
         lo, hi = (pad(x, (0, 0, 0, empty)) for x in (lo, hi))
-    all_QK, some_QK = _states(lo, hi, key_position, query_block, key_block)
+    all_QK, some_QK = block_states(lo, hi, key_position, query_block, key_block)
     listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
     edges = [_edges(seen) for seen in listed]
     ends = torch.cat([x.sum(dim=1) for x in edges]).cumsum(dim=0)
@@ -106,34 +106,6 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
         _table(firsts[0], counts[0], firsts[1], counts[1]),
         _table(firsts[2], counts[2], firsts[3], counts[3]),
     )
-
-
-def _states(
-    lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
-) -> tuple[Tensor, Tensor]:
-    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
-
-    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
-    a kernel need not look at bounds in whole blocks.
-    """
-    low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
-    high_K = _cut(key_position, key_block, -1).amax(dim=1)
-    # Padding is at the end of the last block alone, and raises its largest position here.
-    highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
-    all_QK = some_QK = torch.zeros((), dtype=torch.bool, device=lo.device)
-    for lo_S, hi_S in zip(lo, hi, strict=True) if lo.dim() == 2 else ((lo, hi),):
-        sees = hi_S > lo_S
-        lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
-        hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
-        seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
-        whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
-        all_QK, some_QK = all_QK | whole, some_QK | seen
-    return all_QK, some_QK & ~all_QK
-
-
-def _cut(x: Tensor, block: int, padding: int) -> Tensor:
-    """(blocks, block)"""
-    return pad(x, (0, -len(x) % block), value=padding).view(-1, block)
 
 
 def _edges(seen_RC: Tensor) -> Tensor:

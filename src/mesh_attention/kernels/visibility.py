@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
@@ -104,36 +105,61 @@ class BlockVisibility:
         check_mask(mask, num_queries, num_keys)
         self._blocks = query_block, key_block
         self._positions: tuple[Tensor, Tensor, Tensor] | None = None
-        self._bounds: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
+        self._states: list[list[int]] | None = None
         if isinstance(mask, Full):
             return
         self._positions = _positions(mask, num_queries, device)
-        # Reading bounds off a device would make the host wait for it.
+        # Reading states off a device would make the host wait for it.
         if isinstance(mask, Causal) or mask.key_position.device.type == "cpu":
-            self._bounds = _bounds(mask, num_queries, query_block, key_block)
+            kept = mask.kept if isinstance(mask, RowRange) else {}
+            key = ("states", query_block, key_block)
+            if key not in kept:
+                positions = _positions(mask, num_queries, torch.device("cpu"))
+                whole, part = block_states(*positions, query_block, key_block)
+                kept[key] = (whole * Seen.ALL.value + part * Seen.SOME.value).tolist()
+            self._states = kept[key]
 
     def seen(self, query_start: int, key_start: int) -> Seen:
         if self._positions is None:
             return Seen.ALL
-        if self._bounds is None:
+        if self._states is None:
             return Seen.SOME
-        queries, keys = self._bounds
-        key_min, key_max = keys[key_start // self._blocks[1]]
-        seen = Seen.NONE
-        bounds = queries[query_start // self._blocks[0]]
-        for at in range(0, len(bounds), 4):  # one interval after another
-            lo_min, lo_max, hi_min, hi_max = bounds[at : at + 4]
-            if lo_max <= key_min and key_max < hi_min:
-                return Seen.ALL
-            if not (key_max < lo_min or key_min >= hi_max):
-                seen = Seen.SOME
-        return seen
+        query_block, key_block = self._blocks
+        return Seen(self._states[query_start // query_block][key_start // key_block])
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
         """(queries, keys) bool, True where visible."""
         assert self._positions is not None
         lo, hi, key_position = self._positions
         return _visible(lo[..., queries], hi[..., queries], key_position[keys])
+
+
+def block_states(
+    lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
+) -> tuple[Tensor, Tensor]:
+    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
+
+    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
+    a kernel need not look at bounds in whole blocks.
+    """
+    low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
+    high_K = _cut(key_position, key_block, -1).amax(dim=1)
+    # Padding is at the end of the last block alone, and raises its largest position here.
+    highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
+    all_QK = some_QK = torch.zeros((), dtype=torch.bool, device=lo.device)
+    for lo_S, hi_S in zip(torch.atleast_2d(lo), torch.atleast_2d(hi), strict=True):
+        sees = hi_S > lo_S
+        lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
+        hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
+        seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
+        whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
+        all_QK, some_QK = all_QK | whole, some_QK | seen
+    return all_QK, some_QK & ~all_QK
+
+
+def _cut(x: Tensor, block: int, padding: int) -> Tensor:
+    """(blocks, block)"""
+    return pad(x, (0, -len(x) % block), value=padding).view(-1, block)
 
 
 def _positions(
@@ -149,42 +175,12 @@ def _positions(
     return lo, hi, key_position
 
 
-def _bounds(
-    mask: Causal | RowRange, num_queries: int, query_block: int, key_block: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    kept = mask.kept if isinstance(mask, RowRange) else {}
-    key = ("bounds", query_block, key_block)
-    if key not in kept:
-        lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
-        if lo.dim() == 2:  # intervals that a query does not have widen no others
-            has = lo < hi
-            lo, hi = lo.where(has, _NEVER), hi.where(has, -1)
-        ends = (x for pair in zip(_intervals(lo), _intervals(hi), strict=True) for x in pair)
-        kept[key] = _extremes(query_block, *ends), _extremes(key_block, key_position)
-    queries, keys = kept[key]
-    return queries, keys
-
-
 def _visible(lo: Tensor, hi: Tensor, key_position_T: Tensor) -> Tensor:
-    key = key_position_T[None, :]
-    seen: Tensor | None = None
-    for lo_S, hi_S in zip(_intervals(lo), _intervals(hi), strict=True):
-        inside = (lo_S[:, None] <= key) & (key < hi_S[:, None])
-        seen = inside if seen is None else seen.logical_or_(inside)
-    assert seen is not None
+    lo, hi = torch.atleast_2d(lo)[..., None], torch.atleast_2d(hi)[..., None]
+    seen = torch.zeros((), dtype=torch.bool, device=lo.device)
+    for lo_S1, hi_S1 in zip(lo, hi, strict=True):
+        seen = seen | ((lo_S1 <= key_position_T) & (key_position_T < hi_S1))
     return seen
-
-
-def _intervals(bound: Tensor) -> tuple[Tensor, ...]:
-    """The bounds (S,) of one interval after another."""
-    return (bound,) if bound.dim() == 1 else bound.unbind(0)
-
-
-def _extremes(block: int, *positions: Tensor) -> list[tuple[int, ...]]:
-    """Smallest and largest of each of the positions, block by block."""
-    starts = range(0, len(positions[0]), block)
-    runs = ([x[start : start + block] for x in positions] for start in starts)
-    return [tuple(int(end) for x in run for end in (x.min(), x.max())) for run in runs]
 
 
 def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
@@ -211,8 +207,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
         raise MeshAttentionError(
             f"keys that lie in {len(first_row)} runs are too many intervals for cudnn_ranges"
         )
-    if lo.dim() == 1:
-        lo, hi = lo[None], hi[None]
+    lo, hi = torch.atleast_2d(lo), torch.atleast_2d(hi)
     start = position[first_row].long()[:, None]
     length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
     runs = _Runs(first_row[:, None], start, length)
