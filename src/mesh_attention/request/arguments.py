@@ -25,9 +25,8 @@ from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan, Programs, a_plan
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.question import Question, ask, attention_mask
-from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS, methods_with
 from mesh_attention.plan.problem.arguments import choice, flag, number, real
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem

@@ -19,7 +19,6 @@ from mesh_attention.request.compiled_attention import traced_attention
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.autograd import attention
 from mesh_attention.runtime.session.call_cache import WarmCall
-from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import as_under_autocast
@@ -28,7 +27,6 @@ _MOST_WARM = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-@collective_call(of_calls)
 def attend(
     calls: ObjectCalls,
     q: Tensor,
@@ -43,9 +41,9 @@ def attend(
     is_causal: bool | None = None,
     block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). `fault`: what is wrong already, for all ranks to raise. A scale is of this call;
-    `is_causal`: what the caller takes the mask for; `block`: the number of a block that replaces
-    PyTorch's attention."""
+    """(out, lse); called inside a `collective_call`. `fault`: what is wrong already, for all ranks
+    to raise. A scale is of this call; `is_causal`: what the caller takes the mask for; `block`: the
+    number of a block that replaces PyTorch's attention."""
     how: dict[str, Any] = {
         "sinks": sinks,
         "documents": documents,

@@ -56,6 +56,7 @@ class ObjectCalls:
     latest      plans of the latest call, where calls say the sizes, without documents
     batch       plan, pack and layer of the latest call, if it has documents
     chosen_by   how method and setting were chosen, if they were chosen here
+    companions  other objects whose layers go through the batches of this one
     warm        prepared calls by what their checks depend on (`attend.py`)
     """
 
@@ -72,6 +73,7 @@ class ObjectCalls:
         self.batch: tuple[Plan, Pack, Layer] | None = None
         self.chosen_by: str | None = None
         self.warm: dict[Any, WarmCall] = {}
+        self.companions: list[ObjectCalls] = []
         self._layers: dict[tuple[Any, ...], Layer] = {}
         try:
             self._agree_on_plan(group, arguments)
@@ -203,7 +205,7 @@ class ObjectCalls:
             raise MeshAttentionError(
                 f"also={also!r}: give a list of ContextParallel objects on the same group"
             )
-        layers = tuple(each.layer() for each in (self, *calls))
+        layers = tuple(each.layer() for each in (self, *self.companions, *calls))
         wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
         if len(wanted) > 1:
             raise MeshAttentionError(

@@ -35,7 +35,7 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError
 
 Raised = TypeVar("Raised", bound=BaseException)
-_OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
+_OWN_FILES = (str(Path(__file__).parents[2]), str(Path(dist.__file__).parent))
 
 
 class Guard:

@@ -30,10 +30,9 @@ from mesh_attention.kernels import (
     RowChoice,
     RowKernels,
 )
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
-from mesh_attention.plan.language.workspace import lifetimes, workspace_map
+from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.read.verify.order import order_fault
 from mesh_attention.runtime.device.streams import ComputeStreams
 from mesh_attention.runtime.device.workspace import PassMemory, Workspace, WorkspaceBlock

@@ -18,7 +18,10 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, gradient_of_sinks
 from mesh_attention.runtime.session.collective_call import collective_call
-from mesh_attention.runtime.session.modes import outside_autocast, outside_inference_mode
+from mesh_attention.runtime.session.modes import (
+    outside_autocast,
+    outside_inference_mode,
+)
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
 
@@ -152,11 +155,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward, unless
     the options of the call ask for it."""
-    with outside_inference_mode(), outside_autocast():
-        if needs_grad:
-            out, lse = _Attention.apply(user, call, label, *tensors, sinks)  # type: ignore[no-untyped-call]
-            return out, lse
-        return forward_pass(user, call, needs_grad, label, tensors, sinks)
+    autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if autocast or torch.is_inference_mode_enabled():
+        with outside_inference_mode(), outside_autocast():
+            return attention(user, call, needs_grad, label, tensors, sinks)
+    if needs_grad:
+        out, lse = _Attention.apply(user, call, label, *tensors, sinks)  # type: ignore[no-untyped-call]
+        return out, lse
+    return forward_pass(user, call, needs_grad, label, tensors, sinks)
 
 
 def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:

@@ -17,7 +17,7 @@ from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.caches import AgreedCache, LruCache
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.prepared_call import CallKind, PreparedCall
+from mesh_attention.runtime.session.prepared_call import AgreedPasses, PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
 
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
@@ -25,7 +25,7 @@ NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each k
 
 
 class _CallsOfKind:
-    def __init__(self, kind: CallKind) -> None:
+    def __init__(self, kind: AgreedPasses) -> None:
         self.kind = kind
         self.calls: LruCache[CallKey, PreparedCall] = LruCache(NUM_CHOICES)
 

@@ -28,7 +28,7 @@ from mesh_attention.runtime.session.transports import CallTransport, TransportNa
 from mesh_attention.runtime.transport.interface import Counters, Meter
 
 
-class CallKind:
+class AgreedPasses:
     """What ranks compare as one kind of call. `agreed`: by whether gradients are needed, once ranks
     have agreed; `is_kept`: whether ranks take it for known."""
 
@@ -75,7 +75,7 @@ class PreparedCall:
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
-        self.kind = CallKind()
+        self.kind = AgreedPasses()
         self.options = options
         self.reports: dict[Direction, PassReport] = {}
         self._plan, self._rank = rank_plan.plan, rank_plan.rank

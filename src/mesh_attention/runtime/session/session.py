@@ -47,7 +47,7 @@ class Session:
     anew when they are needed again."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
         self.groups = Groups(parent)
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
@@ -107,12 +107,12 @@ class Session:
     @property
     def is_copy(self) -> bool:
         """In a process that was forked: its connections are those of its parent."""
-        return os.getpid() != self._process
+        return os.getpid() != self.process
 
     def refuse_copies(self) -> None:
         if self.is_copy:
             raise MeshAttentionError(
-                f"this process was forked from process {self._process}, whose connections it "
+                f"this process was forked from process {self.process}, whose connections it "
                 "shares, so it cannot communicate here: make such calls there, or start processes "
                 "anew (multiprocessing's spawn) that make process groups of their own"
             )
@@ -212,7 +212,7 @@ class User:
         """Raises also if the session is broken, or belongs to the process that this one was forked
         from, by whose connections nothing is sent."""
         session = self.session
-        if sends and session.is_copy:
+        if sends and os.getpid() != session.process:
             session.refuse_copies()
         if self._closed:
             closed = MeshAttentionError("this ContextParallel is closed; make a new one")

@@ -1,9 +1,8 @@
-"""The schedule of a plan: as a table of steps, and beside the best order that can be found.
+"""The order of a plan's tasks beside greedy's and the best that can be found.
 
-For the comparison the graph of its tasks is read back from the programs: an operation
-`RS-Q-0.merge` belongs to task `RS-Q-0`, what a task needs follows from the buffers it reads, what
-it costs from its bytes and visible pairs, averaged over all ranks. So any method's plan can be
-compared with the best order found.
+`mesh-attention plan` shows it. The graph of tasks is read back from the programs of any method: an
+operation `RS-Q-0.merge` belongs to task `RS-Q-0`, what a task needs follows from the buffers it
+reads, and its cost from its bytes and visible pairs, as the mean over all ranks.
 """
 
 from __future__ import annotations
@@ -17,32 +16,12 @@ from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.computed_pairs import pairs_of_tasks
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication, Program, Task, reads, writes
-from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode
+from mesh_attention.plan.language.tasks import TaskGraph, TaskNode
 from mesh_attention.plan.language.traffic import TrafficMeter
-from mesh_attention.plan.schedule.makespan import event_makespan
-from mesh_attention.plan.schedule.search import search
+from mesh_attention.plan.schedule.search import event_makespan, search
 
-_HEADS = ("step", "communication", "compute")
 # The order in which builders name kinds, which settles ties (algorithm.md, section 5).
 _KINDS = ("AG-KV", "AG-Q", "RS-Q", "RS-dQ", "RS-dKV")
-
-
-def draw_steps(schedule: Schedule) -> str:
-    """One row a step, with the paper's names; an idle stream is a dash.
-
-    >>> print(draw_steps(Schedule.parse("1 AG-Q-0 + C-0-0\\n2 compute only C-1-0")))
-    step  communication  compute
-       1  AG-Q-0         C-0-0
-       2  -              C-1-0
-    """
-    rows = [
-        (str(number), str(step.communication or "-"), " ".join(map(str, step.compute)) or "-")
-        for number, step in enumerate(schedule.steps, 1)
-    ]
-    width = max(len(_HEADS[1]), *(len(row[1]) for row in rows)) if rows else len(_HEADS[1])
-    lines = [f"{_HEADS[0]}  {_HEADS[1]:<{width}}  {_HEADS[2]}"]
-    lines += [f"{number:>4}  {left:<{width}}  {right}" for number, left, right in rows]
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,36 +51,36 @@ class ScheduleComparison:
         )
 
 
-def compare_schedulers(plan: Plan, one: Pass, costs: Costs | None = None) -> ScheduleComparison:
-    graph = task_graph(plan, one, costs or usual_costs())
-    found = search(graph)
-    own = event_makespan(graph, one.schedule)
+def compare_schedulers(plan: Plan, pass_: Pass, costs: Costs | None = None) -> ScheduleComparison:
+    graph = task_graph(plan, pass_, costs or usual_costs())
+    best = search(graph)
+    own = event_makespan(graph, pass_.schedule)
     return ScheduleComparison(
         own,
-        found.greedy_makespan,
-        min(found.makespan, own),
-        found.lower_bound,
-        found.proven_optimal,
+        best.greedy_makespan,
+        min(best.makespan, own),
+        best.lower_bound,
+        best.proven_optimal,
     )
 
 
-def task_graph(plan: Plan, one: Pass, costs: Costs) -> TaskGraph:
+def task_graph(plan: Plan, pass_: Pass, costs: Costs) -> TaskGraph:
     """The tasks of the schedule with the costs and needs that the programs show."""
-    communication = {s.communication for s in one.schedule.steps if s.communication is not None}
-    compute = {task for step in one.schedule.steps for task in step.compute}
+    communication = {s.communication for s in pass_.schedule.steps if s.communication is not None}
+    compute = {task for step in pass_.schedule.steps for task in step.compute}
     for task in compute:
         if (task.kind, len(task.index)) != ("C", 2):
             raise PlanError(
                 f"{task} is not a task such as C-0-1: there are no schedulers to compare"
             )
     needs: dict[Task, dict[Task, None]] = defaultdict(dict)
-    for program in one.programs:
+    for program in pass_.programs:
         _add_needs(program, communication, compute, needs)
-    seconds = _communication_seconds(plan, one, costs)
+    seconds = _communication_seconds(plan, pass_, costs)
     pairs: dict[Task, float] = defaultdict(float)
-    for _, task, found in pairs_of_tasks(plan, one):
-        pairs[task] += found
-    backward = one.direction is Direction.BACKWARD
+    for _, task, count in pairs_of_tasks(plan, pass_):
+        pairs[task] += count
+    backward = pass_.direction is Direction.BACKWARD
     return TaskGraph(
         tuple(
             TaskNode(task, seconds[task] / plan.num_ranks, tuple(needs[task]))
@@ -149,14 +128,14 @@ def _add_needs(
             written[piece.buffer].append((piece.start, piece.stop, task))
 
 
-def _communication_seconds(plan: Plan, one: Pass, costs: Costs) -> dict[Task, float]:
+def _communication_seconds(plan: Plan, pass_: Pass, costs: Costs) -> dict[Task, float]:
     """Summed over all ranks."""
     seconds: dict[Task, float] = defaultdict(float)
-    for program in one.programs:
+    for program in pass_.programs:
         meter = TrafficMeter(plan.problem, program.buffer_table())
         for op in program.operations:
             if isinstance(op, Communication):
-                members = one.members[op.group]
+                members = pass_.members[op.group]
                 traffic = meter.traffic(op, members[program.rank], len(members))
                 task = op.task.whole
                 seconds[task] += costs.communication_seconds(traffic.received_bytes)
