@@ -1,4 +1,4 @@
-"""Importing `ContextParallel` is cheap: it brings torch, numpy and this library, and nothing else."""
+"""Importing `ContextParallel` is cheap: it imports this library beside torch, and little else."""
 
 from __future__ import annotations
 
