@@ -147,7 +147,7 @@ def block_states(
     # Padding is at the end of the last block alone, and raises its largest position here.
     highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
     all_QK = some_QK = torch.zeros((), dtype=torch.bool, device=lo.device)
-    for lo_S, hi_S in zip(torch.atleast_2d(lo), torch.atleast_2d(hi), strict=True):
+    for lo_S, hi_S in zip(_by_interval(lo), _by_interval(hi), strict=True):
         sees = hi_S > lo_S
         lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
         hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
@@ -155,6 +155,11 @@ def block_states(
         whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
         all_QK, some_QK = all_QK | whole, some_QK | seen
     return all_QK, some_QK & ~all_QK
+
+
+def _by_interval(bound: Tensor) -> Tensor:
+    """(intervals, queries)"""
+    return bound[None] if bound.dim() == 1 else bound
 
 
 def _cut(x: Tensor, block: int, padding: int) -> Tensor:
@@ -176,7 +181,7 @@ def _positions(
 
 
 def _visible(lo: Tensor, hi: Tensor, key_position_T: Tensor) -> Tensor:
-    lo, hi = torch.atleast_2d(lo)[..., None], torch.atleast_2d(hi)[..., None]
+    lo, hi = _by_interval(lo)[..., None], _by_interval(hi)[..., None]
     seen = torch.zeros((), dtype=torch.bool, device=lo.device)
     for lo_S1, hi_S1 in zip(lo, hi, strict=True):
         seen = seen | ((lo_S1 <= key_position_T) & (key_position_T < hi_S1))
@@ -207,7 +212,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
         raise MeshAttentionError(
             f"keys that lie in {len(first_row)} runs are too many intervals for cudnn_ranges"
         )
-    lo, hi = torch.atleast_2d(lo), torch.atleast_2d(hi)
+    lo, hi = _by_interval(lo), _by_interval(hi)
     start = position[first_row].long()[:, None]
     length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
     runs = _Runs(first_row[:, None], start, length)
