@@ -46,10 +46,10 @@ class ComputeStreams:
             self._turn = 0
 
     def turn(self) -> None:
-        """A kernel call comes: go to the other stream, where what was before the last call is done.
+        """Go to the other stream for the next kernel call.
 
-        What was held for calls that are over is dropped; its memory belongs to the stream that made
-        it, and is given out again only to calls that wait for those."""
+        Tensors held for calls that are over are dropped. Their memory belongs to the stream that
+        made them, and is used again only by calls that wait for those."""
         assert self._side is not None
         self._ends[self._turn % 2].record(self._stream)
         self._turn += 1
@@ -75,10 +75,11 @@ class ComputeStreams:
         self._stream.wait_event(event)
 
     def wait(self, wait: Callable[[], None]) -> None:
-        """What comes now on either stream needs something that `wait` makes the current one wait
-        for: that of the next kernel call, and the other stream waits for that one. If both waited
-        by themselves, the call after the next could be the first to begin, and hold the
-        multiprocessors that the next was to have: up to 2 of 30 ms were lost so, now and then."""
+        """Let both streams wait for what `wait` makes the current stream wait for.
+
+        The stream of the next kernel call waits first, and the other stream waits for that one. If
+        both waited by themselves, the call after the next could begin first and hold the
+        multiprocessors that the next call should have: that cost up to 2 of 30 ms now and then."""
         if self._side is None:
             wait()
             return
@@ -113,8 +114,8 @@ class ComputeStreams:
         self._events[at].record(self._stream)
 
     def after(self, computations: Iterable[int], *, begin: bool) -> Marks:
-        """What a communication that depends on these computations, and on the call's begin, must
-        wait for. The same events serve every call."""
+        """The marks of these computations, and of the call's begin, for a communication that
+        depends on them. The same events serve every call."""
         marks = [self._events.setdefault(i, _event()) for i in computations]
         return (self._begin, *marks) if begin else tuple(marks)
 

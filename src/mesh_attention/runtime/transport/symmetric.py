@@ -31,7 +31,8 @@ from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, Symme
 
 
 class SymmetricTransport:
-    """Near where all ranks of an operation share memory, `far` elsewhere, on the same stream."""
+    """Copies where all ranks of an operation share memory; `far` carries the others, on the same
+    stream."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class SymmetricTransport:
         return lambda after: _Both(far_start(after), self._begin(near, view, after))
 
     def _begin(self, op: Communication, view: View, after: Marks) -> Handle:
-        """What of an operation is among ranks that the memory covers."""
+        """Start an operation, or its half, among ranks that share memory."""
         key = (op.group, op.name)
         if key not in self._near:
             self._near[key] = self._worked_out(op), torch.cuda.Event()  # type: ignore[no-untyped-call]
