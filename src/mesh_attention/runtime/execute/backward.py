@@ -25,7 +25,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.device.streams import ComputeStreams
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.binding import cut
 from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
 

@@ -21,7 +21,7 @@ import torch
 
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, SendRecv
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
