@@ -18,7 +18,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward, Communication
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.transport.interface import Handle, View
