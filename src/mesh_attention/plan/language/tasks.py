@@ -1,17 +1,17 @@
 """The task graph that every scheduler reads and the schedule that every scheduler writes.
 
-A rank's work is a set of communication tasks (gathers, and reductions that need computed
-results) and compute tasks (a Q chunk against a KV chunk), each with its own cost, because
-under a causal mask no two chunks need cost the same (algorithm, section 5, "unequal costs").
-A schedule is plain data: it prints one step a line and parses back.
+Methods make the graph, `plan/schedule/` orders it, and plans carry the schedule. A rank's work is a
+set of communication tasks (gathers, and reductions that need computed results) and compute tasks (a
+Q chunk against a KV chunk). Each has its own cost: under a causal mask no two chunks need cost the
+same (algorithm, section 5, "unequal costs"). A schedule prints one step a line and parses back.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from mesh_attention.plan.language.program import Task
 
@@ -20,9 +20,8 @@ _COMPUTE_ONLY = "compute only "
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
-    """A task in the graph, with its cost and the tasks that it needs: one collective, such as
-    AG-KV-0, needs computations, and one Q chunk against one KV chunk, such as C-0-1, collectives.
-    """
+    """A task with its cost and the tasks that it needs. A collective, such as RS-Q-0, needs
+    computations; a Q chunk against a KV chunk, such as C-0-1, needs collectives."""
 
     task: Task
     cost: float
@@ -52,10 +51,18 @@ class TaskGraph:
                 raise ValueError(f"task {node.task} appears {times[node.task]} times")
             if not (math.isfinite(node.cost) and node.cost >= 0):
                 raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
-        _check_needs(self.communication, frozenset(node.task for node in self.compute), "compute")
-        communication = frozenset(node.task for node in self.communication)
-        _check_needs(self.compute, communication, "communication")
-        _check_no_cycle(tasks)
+        streams = {"communication": self.communication, "compute": self.compute}
+        for own, other in (("communication", "compute"), ("compute", "communication")):
+            known = {node.task for node in streams[other]}
+            for node in streams[own]:
+                if not known.issuperset(node.needs):
+                    missing = next(need for need in node.needs if need not in known)
+                    raise ValueError(f"task {node.task} needs {missing}, which is no {other} task")
+        try:
+            self.in_order()
+        except CycleError as error:
+            task = error.args[1][0]
+            raise ValueError(f"task {task} can never start: its needs form a cycle") from None
 
     def tasks(self) -> tuple[TaskNode, ...]:
         return (*self.communication, *self.compute)
@@ -63,6 +70,10 @@ class TaskGraph:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
+
+    def in_order(self) -> tuple[Task, ...]:
+        """All tasks, each after those that it needs."""
+        return tuple(TopologicalSorter(self.needs()).static_order())
 
     def costs(self) -> dict[Task, float]:
         return {node.task: node.cost for node in self.tasks()}
@@ -122,9 +133,8 @@ class Schedule:
 def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> None:
     """Raise ValueError unless every task runs exactly once and after what it needs.
 
-    strict: what a task needs was done when its step began (the paper's steps, as `greedy`
-    makes them). Otherwise it is enough that what it needs appears earlier in `order()`,
-    which is all that event execution asks for.
+    strict: its needs were done when its step began (the paper's steps, as `greedy` makes them).
+    Otherwise they only have to appear earlier in `order()`, as event execution asks for.
     """
     communication = {node.task for node in graph.communication}
     needs = graph.needs()
@@ -148,25 +158,6 @@ def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> Non
             if missing:
                 raise ValueError(f"step {number} starts {task} before {missing[0]} is done")
             done.add(task)
-
-
-def _check_needs(nodes: Sequence[TaskNode], known: frozenset[Task], kind: str) -> None:
-    for node in nodes:
-        for need in node.needs:
-            if need not in known:
-                raise ValueError(f"task {node.task} needs {need}, which is no {kind} task")
-
-
-def _check_no_cycle(nodes: Sequence[TaskNode]) -> None:
-    waiting = list(nodes)
-    done: set[Task] = set()
-    while waiting:
-        blocked = [node for node in waiting if not done.issuperset(node.needs)]
-        if len(blocked) == len(waiting):
-            raise ValueError(f"task {blocked[0].task} can never start: its needs form a cycle")
-        done.update(node.task for node in waiting)
-        done.difference_update(node.task for node in blocked)
-        waiting = blocked
 
 
 def _parse_step(line: str, number: int) -> Step:

@@ -290,7 +290,7 @@ def tails(graph: TaskGraph) -> dict[Task, float]:
         for need in its_needs:
             followers[need].append(name)
     tail: dict[Task, float] = {}
-    for name in reversed(_topological(needs)):
+    for name in reversed(graph.in_order()):
         # All followers of a task share the other stream, so they run one after the other.
         tail[name] = one_machine_bound((0.0, costs[n], tail[n]) for n in followers[name])
     return tail
@@ -300,7 +300,7 @@ def heads(graph: TaskGraph) -> dict[Task, float]:
     """For every task, a lower bound on its start."""
     costs, needs = graph.costs(), graph.needs()
     head: dict[Task, float] = {}
-    for name in _topological(needs):
+    for name in graph.in_order():
         head[name] = one_machine_bound((head[n], costs[n], 0.0) for n in needs[name])
     return head
 
@@ -312,12 +312,3 @@ def lower_bound(graph: TaskGraph) -> float:
         one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in stream)
         for stream in (graph.communication, graph.compute)
     )
-
-
-def _topological(needs: dict[Task, tuple[Task, ...]]) -> list[Task]:
-    order: dict[Task, None] = {}
-    while len(order) < len(needs):
-        for name, its_needs in needs.items():
-            if name not in order and all(need in order for need in its_needs):
-                order[name] = None
-    return list(order)

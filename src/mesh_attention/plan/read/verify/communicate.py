@@ -1,4 +1,7 @@
-"""What each communication means on symbolic memory, for all members of its group at once."""
+"""What each communication means on symbolic memory, for all members of its group at once.
+
+The machine calls `communicate` when all members have arrived; sizes, kinds, tokens and heads that
+do not fit raise `Broken`."""
 
 from __future__ import annotations
 
@@ -22,10 +25,8 @@ from mesh_attention.plan.read.verify.memory import Broken, Content, Memory, Part
 def communicate(memory: Memory, members: Sequence[int], operations: list[Communication]) -> None:
     match operations[0]:
         case AllGather():
-            _same_moves(members, cast(list[AllGather], operations))
             _all_gather(memory, members, cast(list[AllGather], operations))
         case ReduceScatter():
-            _same_moves(members, cast(list[ReduceScatter], operations))
             _reduce_scatter(memory, members, cast(list[ReduceScatter], operations))
         case AllToAll():
             _all_to_all(memory, members, cast(list[AllToAll], operations))
@@ -66,6 +67,7 @@ def _rows(part: Piece, start: int, stop: int) -> Piece:
 
 
 def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGather]) -> None:
+    _same_moves(members, operations)
     for at, move in enumerate(operations[0].moves):
         values: list[Content] = []
         labels: list[tuple[int, int]] = []
@@ -84,6 +86,7 @@ def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGath
 def _reduce_scatter(
     memory: Memory, members: Sequence[int], operations: list[ReduceScatter]
 ) -> None:
+    _same_moves(members, operations)
     for at, move in enumerate(operations[0].moves):
         contributions = []
         labels = memory.labels(members[0], move.whole)

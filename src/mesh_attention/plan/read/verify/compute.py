@@ -1,4 +1,7 @@
-"""What each compute operation means on symbolic memory."""
+"""What attentions and merges mean on symbolic memory: they change what cells are known to cover.
+
+The machine calls `SymbolicCompute` for every rank in turn; an operation that is wrong raises
+`Broken`."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from functools import cache, partial
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Merge, MergeRule
-from mesh_attention.plan.problem.spans import Spans, slice_spans
+from mesh_attention.plan.problem.spans import Spans
 from mesh_attention.plan.read.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.read.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.read.verify.memory import DATA, Broken, Content, Memory, Partial
@@ -24,7 +27,6 @@ class SymbolicCompute:
         self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
-        self._spans = cache(lambda buffer, start, stop: slice_spans(buffer.rows, start, stop))
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
         # By the cells of a buffer, rows and heads: a block has the same keys on every rank.
         self._known_keys: dict[tuple[BufferCells, int, int, object], dict[int, int]] = {}
@@ -119,17 +121,16 @@ class SymbolicCompute:
             self._memory.write(rank, piece, results, accumulates=piece in kept)
 
     def _of_nothing(self, rank: int, piece: Piece) -> list[Content]:
-        """What callers give comes from them, but for rows that hold no token."""
+        """A program may make up what callers give only for rows that hold no token."""
         labels = self._memory.labels(rank, piece)
-        side = (
-            self._atoms.kv if self._memory.buffer(rank, piece).kind.is_key_side else self._atoms.q
-        )
+        key_side = self._memory.buffer(rank, piece).kind.is_key_side
+        side = self._atoms.kv if key_side else self._atoms.q
         if any(side.has_token(atom) for atom, _ in labels):
             raise Broken(rank, f"makes up rows of {piece.buffer} that hold tokens")
         return [DATA] * len(labels)
 
     def _check_operands(self, rank: int, op: Merge) -> Kind:
-        """They are those of the rule; gives the kind of the last result."""
+        """Check that the operands are those of the rule; returns the kind of the last result."""
         if len(op.outputs) != (2 if op.rule is MergeRule.SOFTMAX else 1):
             raise Broken(rank, f"writes {len(op.outputs)} pieces by the rule {op.rule}")
         self._same_rows(rank, (*op.inputs, *op.outputs))
@@ -153,7 +154,7 @@ class SymbolicCompute:
         ]
 
     def _check_calls(self, rank: int, q: Piece, k: Piece, calls: tuple[Call, ...]) -> None:
-        q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
+        q_spans, k_spans = (piece.spans(self._memory.buffer(rank, piece)) for piece in (q, k))
         key = (q_spans, k_spans, calls)
         if key not in self._checked:
             labels = self._memory.labels(rank, q)
@@ -169,8 +170,8 @@ class SymbolicCompute:
             raise Broken(rank, wrong)
 
     def _check_heads(self, rank: int, q: Piece, k: Piece) -> None:
-        """A kernel gives each key head as many of the query heads as the next, in their order:
-        those must be the heads that share it."""
+        """A kernel gives all key heads equally many query heads, in their order: these must be the
+        heads that share the key head."""
         q_first, q_stop = _heads(self._memory.buffer(rank, q), q)
         k_first, k_stop = _heads(self._memory.buffer(rank, k), k)
         group = self._plan.problem.heads_per_kv_head
@@ -183,9 +184,6 @@ class SymbolicCompute:
             raise Broken(
                 rank, f"{q.buffer} and {k.buffer} have heads that do not belong to each other"
             )
-
-    def _piece_spans(self, rank: int, piece: Piece) -> Spans:
-        return self._spans(self._memory.buffer(rank, piece), piece.start, piece.stop)
 
     def _keys(self, rank: int, k: Piece, v: Piece) -> dict[int, int]:
         """Key atoms of K and V, as bits, for each KV head."""

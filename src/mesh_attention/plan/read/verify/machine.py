@@ -36,8 +36,8 @@ _MOST_FINDINGS = 20
 
 
 def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
-    """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` is told
-    the number of operations."""
+    """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` gets
+    numbers of operations."""
     total = sum(len(p.operations) for pass_ in a_plan(plan).passes for p in pass_.programs)
     done = 0
     findings: list[Finding] = []
