@@ -274,7 +274,9 @@ def _parse_call(text: str) -> Call:
     if not match:
         raise PlanTextError(f"{shortened(repr(text))} is not a call such as full(0:512,0:1024)")
     kind, *rows, kernel, leave_sms = match.groups()
-    return Call(CallKind(kind), *map(int, rows), kernel or "", int(leave_sms or 0))
+    q_start, q_stop, k_start, k_stop = map(int, rows)
+    margin = int(leave_sms or 0)
+    return Call(CallKind(kind), q_start, q_stop, k_start, k_stop, kernel or "", margin)
 
 
 _Codec = tuple[Callable[[Any], str], Callable[[str], Any]]  # how a type is written, and read

@@ -1,7 +1,8 @@
-"""Programs that are alike: they use buffers of the same sizes in the same way.
+"""Which programs are alike: they use buffers of the same sizes in the same way.
 
-What follows from that alone (where buffers lie, who waits for whom) is worked out once for all of
-them, whatever their members, tokens and calls are.
+Where buffers lie and which operations wait for others follows from that alone. So the passes and
+the simulator compute it once for all programs that are alike, whatever their members, tokens and
+calls are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Alike:
     """Numbers for programs of one pass, equal for those that are alike."""
 
     def __init__(self) -> None:
-        # By identity: ranks share most of them, and the hash of others would be used once. They
-        # are kept, so that no other takes their place.
+        # By identity: ranks share most objects, and the hash of others would be used only once.
+        # The objects are kept too, so that no other object gets the same identity.
         self._by_buffer: dict[int, tuple[Buffer, int]] = {}
         self._by_op: dict[int, tuple[Operation, int]] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
@@ -59,7 +60,7 @@ class Alike:
 
 
 def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:
-    """Equal for attentions that take as long: by tokens only where calls go by row ranges."""
+    """Equal for attentions that take equally long. Tokens matter only to calls by row ranges."""
     q, k = table[op.q.buffer], table[op.k.buffer]
     if any(call.kind is CallKind.RANGE for call in op.calls):
         return op, q, k
@@ -67,7 +68,7 @@ def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, .
 
 
 def is_one_call(op: Attention) -> bool:
-    """For all rows of both sides."""
+    """Whether the attention is one call for all rows of both sides."""
     if len(op.calls) != 1:
         return False
     (call,) = op.calls

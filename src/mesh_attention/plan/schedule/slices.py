@@ -1,8 +1,8 @@
 """One schedule for slices of the heads that need the same tasks, one slice after the other.
 
-What a slice gathers before it can compute is gathered while the slice before it computes, and what
-it reduces when it has computed goes while the slice after it computes. So only the first gather and
-the last reduction have nothing to hide behind, and both are as small as a slice.
+Methods with head slices use these functions. A slice is gathered while the slice before it
+computes, and reduced while the slice after it computes. So only the first gather and the last
+reduction have nothing to hide behind, and both are as small as a slice.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
-
-__all__ = ["follow_each_other", "one_after_another", "reduced_early"]
 
 
 def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
@@ -26,13 +24,12 @@ def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
     5 RS-1 + C-2
     6 RS-2
     """
-    parts = [_Parts(schedule) for schedule in slices]
-    steps: list[Step] = [*parts[0].before]
-    for at, part in enumerate(parts):
-        ahead = parts[at + 1].before if at + 1 < len(parts) else ()
-        behind = parts[at - 1].after if at else ()
-        steps += _beside([*ahead, *behind], part.middle)
-    return Schedule((*steps, *parts[-1].after))
+    before, middle, after = zip(*map(_parts, slices), strict=True)
+    steps: list[Step] = [*before[0]]
+    of_next, of_last = (*before[1:], ()), ((), *after[:-1])
+    for gathers, computing, reductions in zip(of_next, middle, of_last, strict=True):
+        steps += _beside([*gathers, *reductions], computing)
+    return Schedule((*steps, *after[-1]))
 
 
 def one_after_another(slices: Sequence[Schedule]) -> Schedule:
@@ -41,9 +38,10 @@ def one_after_another(slices: Sequence[Schedule]) -> Schedule:
 
 
 def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
-    """With every reduction that follows the last gather before the first computation that begins
-    after it is ready: nothing else is left for the links to do. In the paper's steps a computation
-    stands beside one reduction only, and the others come when all is computed."""
+    """The schedule with reductions after the last gather moved forward: each comes before the first
+    computation that begins after the reduction is ready, because links have nothing else to do
+    then. In the paper's steps a computation stands beside one reduction only, and the other
+    reductions come when all is computed."""
     needs = graph.needs()
     gathers = [at for at, step in enumerate(schedule.steps) if _is_gather(step, needs)]
     first = gathers[-1] if gathers else 0
@@ -75,20 +73,17 @@ def _is_gather(step: Step, needs: Mapping[Task, Sequence[Task]]) -> bool:
     return step.communication is not None and not needs[step.communication]
 
 
-class _Parts:
-    """Communications before the first computation, those after the last, and all in between."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        steps = schedule.steps
-        computes = [at for at, step in enumerate(steps) if step.compute]
-        first, last = (computes[0], computes[-1]) if computes else (len(steps), len(steps) - 1)
-        self.before = steps[:first]
-        self.middle = steps[first : last + 1]
-        self.after = steps[last + 1 :]
+def _parts(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Communications before the first computation, all steps up to the last, and those after it."""
+    steps = schedule.steps
+    computes = [at for at, step in enumerate(steps) if step.compute]
+    first, last = (computes[0], computes[-1]) if computes else (len(steps), len(steps) - 1)
+    return steps[:first], steps[first : last + 1], steps[last + 1 :]
 
 
 def _beside(communications: Sequence[Step], middle: Sequence[Step]) -> list[Step]:
-    """The last of these communications takes the first computations along, where they are free."""
+    """The steps one after the other, but the last of the communications stands beside the first
+    computations if no other communication does."""
     if not (communications and middle and middle[0].communication is None):
         return [*communications, *middle]
     *others, last = communications
