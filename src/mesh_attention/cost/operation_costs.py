@@ -17,7 +17,7 @@ from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, CallKind, Collective, Free, Operation
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike
 from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.problem.problem import Problem
 

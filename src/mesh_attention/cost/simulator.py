@@ -32,7 +32,7 @@ from mesh_attention.machine.load import ClusterError, a_cluster
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
 from mesh_attention.plan.language.traffic import far_bytes, traffic_of
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike
 from mesh_attention.plan.problem.arguments import choice
 
 

@@ -13,8 +13,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, Free, Program
 from mesh_attention.plan.language.tasks import Schedule
-from mesh_attention.plan.language.workspace import dependencies, workspace_map
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
 
 WaitsOfOps = tuple[tuple[int, ...], ...]
 

@@ -1,7 +1,6 @@
-"""Where each workspace buffer lies, and which earlier operations an operation must wait for.
+"""What follows from one program alone: where buffers lie, and which operations wait for others.
 
-Both follow from one program alone, before anything runs; the passes, the executor and the
-simulator ask for them.
+The passes, the executor and the simulator ask for it before anything runs.
 
 Places: largest buffers first, each at the lowest offset at which no buffer that lives at the same
 time lies. Offsets are for one batch element; a batch of B multiplies them.
@@ -9,6 +8,9 @@ time lies. Offsets are for one batch element; a batch of B multiplies them.
 Waits have three reasons: an operation reads what the other writes, it overwrites what the other
 still uses, or it is the first to use memory that the other's buffer had before. Computation runs in
 program order, so waits between two computations are left out.
+
+Programs that are *alike* use buffers of the same sizes in the same way. Places and waits are the
+same for all of them, whatever their members, tokens and calls are, and are computed once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
+    Attention,
     Communication,
     Free,
     Operation,
@@ -235,3 +238,50 @@ def _inside(heads: Heads, others: Heads) -> bool:
     if others is None or heads == others:
         return True
     return heads is not None and others[0] <= heads[0] and heads[1] <= others[1]
+
+
+class Alike:
+    """Numbers for programs of one pass, equal for those that are alike."""
+
+    def __init__(self) -> None:
+        # By identity: ranks share most objects, and the hash of others would be used only once.
+        # The objects are kept too, so that no other object gets the same identity.
+        self._by_buffer: dict[int, tuple[Buffer, int]] = {}
+        self._by_op: dict[int, tuple[Operation, int]] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
+        self._tables: dict[tuple[int, ...], int] = {}
+        self._uses: dict[object, int] = {}
+
+    def table(self, program: Program) -> int:
+        """By the buffers: their names and sizes."""
+        numbers = []
+        for b in program.buffers:
+            known = self._by_buffer.get(id(b))
+            if known is None:
+                key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset)
+                known = b, self._shapes.setdefault(key, len(self._shapes))
+                self._by_buffer[id(b)] = known
+            numbers.append(known[1])
+        return self._tables.setdefault(tuple(numbers), len(self._tables))
+
+    def uses(self, program: Program) -> tuple[int, tuple[int, ...]]:
+        """By the buffers, and by the tasks and pieces of the operations."""
+        return self.table(program), tuple(map(self._use, program.operations))
+
+    def _use(self, op: Operation) -> int:
+        known = self._by_op.get(id(op))
+        if known is None:
+            pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
+            whole = isinstance(op, Attention) and is_one_call(op)
+            key = (op.task, type(op), whole, *pieces)
+            known = self._by_op[id(op)] = op, self._uses.setdefault(key, len(self._uses))
+        return known[1]
+
+
+def is_one_call(op: Attention) -> bool:
+    """Whether the attention is one call for all rows of both sides."""
+    if len(op.calls) != 1:
+        return False
+    (call,) = op.calls
+    rows = call.q_start, call.q_stop, call.k_start, call.k_stop
+    return rows == (0, op.q.num_rows, 0, op.k.num_rows)

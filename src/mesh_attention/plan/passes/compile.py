@@ -23,11 +23,10 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.language.workspace import dependencies, workspace_map
-from mesh_attention.plan.passes.alike import Alike, attention_key
+from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts, attention_key
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
 
 Waits = tuple[tuple[int, ...], ...]

@@ -38,11 +38,11 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import (
     WorkspaceMap,
+    is_one_call,
     lifetimes,
     peak_buffer_bytes,
     workspace_map,
 )
-from mesh_attention.plan.passes.alike import is_one_call
 from mesh_attention.plan.problem.problem import Problem
 
 

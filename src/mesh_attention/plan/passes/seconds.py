@@ -27,9 +27,23 @@ from mesh_attention.machine.transfer_time import (
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.computed_pairs import CallPairs
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllToAll, Attend, Attention, Call, Collective
+from mesh_attention.plan.language.program import (
+    AllToAll,
+    Attend,
+    Attention,
+    Call,
+    CallKind,
+    Collective,
+)
 from mesh_attention.plan.language.traffic import Flows
-from mesh_attention.plan.passes.alike import attention_key
+
+
+def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:
+    """Equal for attentions that take equally long. Tokens matter only to calls by row ranges."""
+    q, k = table[op.q.buffer], table[op.k.buffer]
+    if any(call.kind is CallKind.RANGE for call in op.calls):
+        return op, q, k
+    return op, q.num_heads, k.num_heads
 
 
 class CallSeconds:

@@ -20,14 +20,13 @@ from mesh_attention.plan.language.program import (
     Operation,
     Task,
 )
-from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
 from mesh_attention.plan.methods.parts.exchange import Unit
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.needed_share import SeenShare
 from mesh_attention.plan.methods.parts.needed_side import ByMember, SeenSide
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
-from mesh_attention.plan.schedule.slices import follow_each_other
 
 GATHER, COMPUTE = "AG-KV", "C"  # kinds of tasks
 # The next transfer is often due while the attention before it still runs.
