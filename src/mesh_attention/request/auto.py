@@ -40,25 +40,25 @@ class AutoChoice:
     ranks_per_node: int
     costs: Costs
     passes: dict[str, tuple[str, dict[str, Any]]]
-    given: str  # options of the caller, which must be the same on all ranks
+    options: str  # of the caller, which must be the same on all ranks
 
     @staticmethod
     def tuned(tuned: Tuned, problem: Problem, size: int, options: Mapping[str, Any]) -> AutoChoice:
         """No word of the file's name, which may differ where its answers do not."""
         answer = tuned.answer(problem, size, options)
-        seconds = " + ".join(f"{one * 1e3:.3g}" for one in answer.pass_seconds.values())
+        seconds = " + ".join(f"{s * 1e3:.3g}" for s in answer.pass_seconds.values())
         line = (
             f"tuned: {seconds} ms measured forward and backward on {size} ranks of "
             f"{answer.measured_on}"
         )
-        passes = {direction.value: one for direction, one in answer.chosen.items()}
+        passes = {direction.value: setting for direction, setting in answer.chosen.items()}
         return AutoChoice(line, answer.ranks_per_node, answer.costs, passes, _said(options))
 
     @staticmethod
     def of(choice: PlanChoice, machine: str) -> AutoChoice:
         asked = choice.asked
-        passes = {d.value: (one.name, one.options) for d, one in choice.chosen.items()}
-        seconds = " + ".join(f"{one.seconds * 1e3:.3g}" for one in choice.chosen.values())
+        passes = {d.value: (best.name, best.options) for d, best in choice.chosen.items()}
+        seconds = " + ".join(f"{best.seconds * 1e3:.3g}" for best in choice.chosen.values())
         line = (
             f"{AUTO}: {seconds} ms modelled forward and backward on {asked.num_ranks} ranks of "
             f"{machine}; the best of {choice.tried} settings"
@@ -73,22 +73,22 @@ class AutoChoice:
 
     def follow(self, text: str) -> AutoChoice:
         """What another rank chose, for the same options."""
-        told = json.loads(text)
-        if told["given"] != self.given:
+        first = json.loads(text)
+        if first["options"] != self.options:
             raise MeshAttentionError(
-                f"options must be the same on all ranks: here {self.given}, on the first rank "
-                f"{told['given']}"
+                f"options must be the same on all ranks: here {self.options}, on the first rank "
+                f"{first['options']}"
             )
         return AutoChoice(
-            f"{told['line']} (by the first rank; others found something else)",
-            told["ranks_per_node"],
-            Costs(**told["costs"]),
-            {name: (method, options) for name, (method, options) in told["passes"].items()},
-            self.given,
+            f"{first['line']} (by the first rank; others found something else)",
+            first["ranks_per_node"],
+            Costs(**first["costs"]),
+            {name: (method, options) for name, (method, options) in first["passes"].items()},
+            self.options,
         )
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
-        chosen = {one: self.passes[one.value] for one in Direction}
+        chosen = {d: self.passes[d.value] for d in Direction}
         how: dict[str, Any] = {"ranks_per_node": self.ranks_per_node, "costs": self.costs}
         return ask_passes(problem, num_ranks, chosen, **how)
 
@@ -103,29 +103,29 @@ def choose(
     """For a problem on this group: on the cluster that is given, or on the one that is found."""
     size, said = dist.get_world_size(group), options.get("ranks_per_node")
     if cluster is None:
-        found, line = cluster_here(group, said)
+        here, line = cluster_here(group, said)
     else:
-        found = a_cluster(cluster)
-        line = f"{found.name}, as given"
-        if found.num_ranks < size:
+        here = a_cluster(cluster)
+        line = f"{here.name}, as given"
+        if here.num_ranks < size:
             raise MeshAttentionError(
-                f"cluster: {found.name} has {found.num_ranks} ranks, fewer than the {size} of this "
+                f"cluster: {here.name} has {here.num_ranks} ranks, fewer than the {size} of this "
                 "group; describe a larger one (docs/simulate.md)"
             )
-    return AutoChoice.of(choose_on(problem, size, cluster=found, **options), line)
+    return AutoChoice.of(choose_on(problem, size, cluster=here, **options), line)
 
 
-def is_auto(given: Mapping[str, Any]) -> bool:
-    method = given.get("method")
+def is_auto(arguments: Mapping[str, Any]) -> bool:
+    method = arguments.get("method")
     named = AUTO if method is None else method
-    return given.get("plan") is None and isinstance(named, str) and named == AUTO
+    return arguments.get("plan") is None and isinstance(named, str) and named == AUTO
 
 
-def told_of_calls(given: Mapping[str, Any]) -> str | None:
+def how_calls_choose(arguments: Mapping[str, Any]) -> str | None:
     """How methods are chosen where sizes come with calls, if they are chosen."""
-    if given.get("tuned") is not None:
+    if arguments.get("tuned") is not None:
         return "tuned: looked up by the sizes of each call"
-    return f"{AUTO}: chosen for the sizes of each call" if is_auto(given) else None
+    return f"{AUTO}: chosen for the sizes of each call" if is_auto(arguments) else None
 
 
 def cluster_for(method: Any, cluster: Any) -> Cluster | None:

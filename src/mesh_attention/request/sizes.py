@@ -10,35 +10,35 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.runtime.session.context import Context
-from mesh_attention.runtime.session.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.session.session import Session
 
 USUAL_TOKENS = 1 << 20  # of batches whose length is not known yet: long, as others need no ranks
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 SIZES = ("seq_len", "kv_seq_len", "dtype", *_HEADS)
 
 
-def has_sizes(given: Mapping[str, Any]) -> bool:
+def has_sizes(arguments: Mapping[str, Any]) -> bool:
     """Whether all that must be known of tensors is said; otherwise they say it themselves."""
-    if given.get("plan") is not None:
+    if arguments.get("plan") is not None:
         return True
-    return all(given.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
+    return all(arguments.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
 
 
-def with_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_lengths(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """With the lengths that the documents of the mask say, where none are given. Slices say none:
     tokens that see nothing may follow them."""
-    mask, said = given.get("mask"), {}
-    if isinstance(mask, Mask) and mask.documents is not None and given.get("plan") is None:
-        said["seq_len"] = mask.documents[-1]
+    mask, lengths = arguments.get("mask"), {}
+    if isinstance(mask, Mask) and mask.documents is not None and arguments.get("plan") is None:
+        lengths["seq_len"] = mask.documents[-1]
         if mask.kv_documents is not None:
-            said["kv_seq_len"] = mask.kv_documents[-1]
-    return {**given, **{n: x for n, x in said.items() if given.get(n) is None}}
+            lengths["kv_seq_len"] = mask.kv_documents[-1]
+    return {**arguments, **{n: x for n, x in lengths.items() if arguments.get(n) is None}}
 
 
-def fault_of_length(given: Mapping[str, Any]) -> MeshAttentionError:
+def fault_of_length(arguments: Mapping[str, Any]) -> MeshAttentionError:
     """Of an object without seq_len, asked for what only a length can answer."""
-    queries, keys = _reach(given.get("mask"))
+    queries, keys = _reach(arguments.get("mask"))
     if not queries:
         return MeshAttentionError(
             "this object was made without seq_len: give it there, or the documents of the batch "
@@ -60,21 +60,21 @@ def _reach(mask: Any) -> tuple[int, int]:
     return max((q for q, _ in stops), default=0), max((k for _, k in stops), default=0)
 
 
-def usual_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+def usual_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """With sizes of many models where none are said: enough to check all other arguments, and to
     choose a layout before the first call."""
-    usual, kv_heads = 32, given.get("num_kv_heads")
+    usual, kv_heads = 32, arguments.get("num_kv_heads")
     if isinstance(kv_heads, Integral) and int(kv_heads) > 0:
         usual = int(kv_heads) * max(1, 32 // int(kv_heads))
-    heads = given.get("num_heads") or usual
-    kv_heads = kv_heads or (8 if given.get("num_heads") is None else heads)
-    tokens = max(USUAL_TOKENS, *_reach(given.get("mask")))  # a mask that fits is not refused
-    found = {"seq_len": tokens, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
-    return {**given, **{n: x for n, x in found.items() if given.get(n) is None}}
+    heads = arguments.get("num_heads") or usual
+    kv_heads = kv_heads or (8 if arguments.get("num_heads") is None else heads)
+    tokens = max(USUAL_TOKENS, *_reach(arguments.get("mask")))  # a mask that fits is not refused
+    sizes = {"seq_len": tokens, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
+    return {**arguments, **{n: x for n, x in sizes.items() if arguments.get(n) is None}}
 
 
 def sizes_of(
-    context: Context, given: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
+    session: Session, arguments: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Any]:
     """What the shapes of the shards say: without a length every slot is a token. A length of 0 was
     given too, and is refused later."""
@@ -87,13 +87,13 @@ def sizes_of(
                 f"{name} has {x.ndim} dimensions; expected (batch, local_seq, heads, head_dim)"
             )
     heads = dict(zip(_HEADS, (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), strict=True))
-    for name, found in heads.items():
-        wanted = given.get(name)
-        if wanted is not None and wanted != found:
-            raise MeshAttentionError(f"{name}={wanted} was given, but the tensors have {found}")
-    size = len(context.groups.ranks)
+    for name, actual in heads.items():
+        wanted = arguments.get(name)
+        if wanted is not None and wanted != actual:
+            raise MeshAttentionError(f"{name}={wanted} was given, but the tensors have {actual}")
+    size = len(session.groups.ranks)
     lengths = q.shape[1] * size, k.shape[1] * size
-    queries, keys = given.get("seq_len"), given.get("kv_seq_len")
+    queries, keys = arguments.get("seq_len"), arguments.get("kv_seq_len")
     if keys is None:
         keys = queries if queries is not None and lengths[0] == lengths[1] else lengths[1]
     return {

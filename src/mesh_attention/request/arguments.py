@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mesh_attention.api.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
 from mesh_attention.choose.pack import Layer
 from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.tuned import Tuned
@@ -26,17 +25,17 @@ from mesh_attention.kernels import kernel_names
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan, Programs, a_plan
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.question import Question, ask, attention_mask
-from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS, methods_with
 from mesh_attention.plan.problem.arguments import choice, flag, number, real
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.runtime.session.context import Context
-from mesh_attention.runtime.session.plan_on_rank import PlanSource
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.tensor_checks import UNSUPPORTED, fault_of_unsupported
+from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
+from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.transports import TransportName
 
 _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
@@ -45,25 +44,26 @@ _PROBLEM = (
 )  # fmt: skip
 MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
 _CALL = (
-    *("softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph"),
-    *("deterministic", "nvtx", "timeout"),
-)
+    "softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph",
+    "deterministic", "nvtx", "timeout",
+)  # fmt: skip
 _OWN = (
-    *(*_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster"),
-    "tuned",
-)
+    *_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster", "tuned",
+)  # fmt: skip
 
 
 def read_arguments(
-    group: dist.ProcessGroup, given: Mapping[str, Any]
+    group: dist.ProcessGroup, arguments: Mapping[str, Any]
 ) -> tuple[AskedPlan | Plan, CallOptions]:
-    """By name; None is not given. What no name here fits is an option of the method."""
-    fault = fault_of_unsupported(**given)
+    """By name; None stands for "left out". What no name here fits is an option of the method."""
+    fault = fault_of_unsupported(**arguments)
     if fault is not None:
         raise fault
-    given = {n: x for n, x in given.items() if x is not None and n not in UNSUPPORTED}
-    chosen = {name: given.pop(name) for name in _CALL if name in given}
-    options = {name: given.pop(name) for name in [*given] if name not in (*_PROBLEM, "plan")}
+    arguments = {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
+    chosen = {name: arguments.pop(name) for name in _CALL if name in arguments}
+    options = {
+        name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
+    }
     cluster = cluster_for(options.get("method"), options.pop("cluster", None))
     tuned = tuned_for(options.get("method"), options.pop("tuned", None))
     _refuse_near_names(options)
@@ -72,10 +72,10 @@ def read_arguments(
         calls = replace(calls, links=cluster.links)
     if tuned is not None:
         calls = replace(calls, tuned=tuned.digest)
-    if "plan" in given:
-        plan = given.pop("plan")
-        if given or options or tuned:
-            names = ", ".join((*given, *options, *(["tuned"] if tuned else [])))
+    if "plan" in arguments:
+        plan = arguments.pop("plan")
+        if arguments or options or tuned:
+            names = ", ".join((*arguments, *options, *(["tuned"] if tuned else [])))
             raise MeshAttentionError(
                 f"{names}: the plan says what is computed and how; leave this out beside plan"
             )
@@ -83,12 +83,14 @@ def read_arguments(
             plan = read_plan(plan, dist.get_world_size(group))
         _refuse_if_wrong(a_plan(plan))
         return plan, calls
-    missing = [n for n in _NEEDED if n not in given and not (n == "causal" and "mask" in given)]
+    missing = [
+        n for n in _NEEDED if n not in arguments and not (n == "causal" and "mask" in arguments)
+    ]
     if missing:
         raise MeshAttentionError(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
-    asked = AskedPlan(_problem(**given), dist.get_world_size(group), options, cluster, tuned)
+    asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
     asked.check()
     return asked, calls
 
@@ -120,7 +122,7 @@ class AskedPlan:
         self.any_question  # noqa: B018
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
-        """By the file of `tune` that is given, or by a search, where the method is not named."""
+        """By a file of `tune`, or by a search, where the method is not named."""
         if not self.is_auto:
             return None
         options = {name: x for name, x in self.options.items() if name != "method"}
@@ -135,7 +137,7 @@ class AskedPlan:
 
 
 def layer_of_batches(
-    asked: AskedPlan | Plan, given: Mapping[str, Any], options: CallOptions
+    asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
 ) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
     if isinstance(asked, Plan):
@@ -165,42 +167,45 @@ def layer_of_batches(
             "leave it out"
         )
     others = {"layout", "ranks_per_node", "relayout"}  # that leave the method to us
-    named = [n for n in given if n in _method_options() and given[n] is not None]
-    if is_auto(given):
+    named = [n for n in arguments if n in _method_options() and arguments[n] is not None]
+    if is_auto(arguments):
         others.add("method")
     question, says_how = asked.any_question, set(named) - others
     setting = question.setting
-    layout = None if given.get("layout") is None else setting.layout  # not one that was chosen
+    layout = None if arguments.get("layout") is None else setting.layout  # not one that was chosen
     return Layer(
-        *(asked.problem, question if says_how else None, layout, setting.ranks_per_node),
+        asked.problem,
+        question if says_how else None,
+        layout,
+        setting.ranks_per_node,
         relayout=setting.relayout,
     )
 
 
 def kept_source(
-    context: Context, given: dict[str, Any], *, chosen: bool = True
+    session: Session, arguments: dict[str, Any], *, chosen: bool = True
 ) -> tuple[PlanSource, CallOptions]:
     """What these arguments ask for, read once while they are among the latest. Not `chosen`: by any
     method that takes them, for its layout alone."""
-    mask = given["mask"]
-    rest = repr([(name, x) for name, x in given.items() if name != "mask"])
+    mask = arguments["mask"]
+    rest = repr([(name, x) for name, x in arguments.items() if name != "mask"])
     key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)
-    known = context.asked.find(key)
+    known = session.asked.find(key)
     if known is None:
-        asked, calls = read_arguments(context.groups.parent, given)
+        asked, calls = read_arguments(session.groups.parent, arguments)
         if isinstance(asked, Plan):
-            source = context.source(asked)
+            source = session.source(asked)
         else:
-            choice = asked.choose(context.groups.parent) if chosen else None
-            source = context.source(asked.question(choice))
-        known = context.asked.keep(key, (source, calls))
+            choice = asked.choose(session.groups.parent) if chosen else None
+            source = session.source(asked.question(choice))
+        known = session.asked.keep(key, (source, calls))
     return known
 
 
 def _refuse_if_wrong(plan: Plan) -> None:
     """Plans of methods are proven by tests. One that was parsed or put together may be anything:
     it is proven here, for it would compute something else without a word."""
-    if not all(isinstance(one.programs, Programs) for one in plan.passes):
+    if not all(isinstance(pass_.programs, Programs) for pass_ in plan.passes):
         findings = verify(plan)
         if findings:
             raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
@@ -229,8 +234,8 @@ def _problem(
 
 @cache
 def _method_options() -> frozenset[str]:
-    found = (option for method in METHODS.values() for option in method.options())
-    return frozenset({"method", *found})
+    options = (option for method in METHODS.values() for option in method.options())
+    return frozenset({"method", *options})
 
 
 def _refuse_near_names(options: Mapping[str, Any]) -> None:

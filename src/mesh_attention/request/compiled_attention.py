@@ -20,8 +20,10 @@ from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.autograd import backward_pass, forward_pass, prepared
-from mesh_attention.runtime.session.collective_call import of_object, told_to_all
+from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.runtime.session.autograd import backward_pass, forward_pass
+from mesh_attention.runtime.session.caches import WeakRegistry
+from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor
 from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans, Documents
 from mesh_attention.runtime.session.modes import (
@@ -29,45 +31,13 @@ from mesh_attention.runtime.session.modes import (
     outside_autocast,
     outside_inference_mode,
 )
-from mesh_attention.runtime.session.plan_on_rank import PlanSource
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.share import Share
-from mesh_attention.runtime.session.weak_registry import Registered
 
 __all__ = [
     "BLOCKS",
-    "CONTEXT_PARALLELS",
     "attention_backward_op",
     "attention_op",
     "traced_attention",
 ]
-
-
-class Named(Protocol):
-    """What is asked of a `ContextParallel`."""
-
-    _share: Share
-    _name: str
-    _options: CallOptions
-
-    def _asked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        fault: MeshAttentionError | None,
-        *,
-        sinks: Tensor | None = None,
-        documents: Documents | BatchPlans | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool | None = None,
-    ) -> tuple[PlanSource | None, CallOptions, MeshAttentionError | None]: ...
-
-
-CONTEXT_PARALLELS: Registered[Named] = Registered(
-    "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
-    "and its backward passes may run"
-)
 
 
 class ReplacingBlock(Protocol):
@@ -76,13 +46,13 @@ class ReplacingBlock(Protocol):
     def count_checkpoints(self, depth: int) -> None: ...
 
 
-BLOCKS: Registered[ReplacingBlock] = Registered(
+BLOCKS: WeakRegistry[ReplacingBlock] = WeakRegistry(
     "the block of context_parallel around this call is over"
 )
 
 
 def traced_attention(
-    cp: Named,
+    calls: ObjectCalls,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,7 +65,7 @@ def traced_attention(
     is_causal: bool | None = None,
     block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ContextParallel._attend` as it stands in a graph. What is wrong already is told when the
+    """`attend` as it stands in a graph. What is wrong already is told when the
     graph runs, by all ranks."""
     refusal = None if fault is None else fault.args[0]
     if not isinstance(documents, Documents | None):
@@ -113,7 +83,11 @@ def traced_attention(
     q, k, v = as_under_autocast(q, k, v)
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
     out, lse, _ = attention_op(
-        *(cp._name, q, k, v, sinks),
+        calls.name,
+        q,
+        k,
+        v,
+        sinks,
         None if documents is None else documents.number,
         block,
         label if isinstance(label, str) else None,
@@ -147,31 +121,51 @@ def attention_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the place of this call among all of them, which its backward pass states."""
     _refuse_capture(q)
-    cp = CONTEXT_PARALLELS.find(int(name))
+    calls = OBJECT_CALLS.find(int(name))
     if block is not None:
         BLOCKS.find(int(block)).count_checkpoints(2)
     fault = None if refusal is None else MeshAttentionError(refusal)
     label = label_number if label_text is None else label_text
-    how = (documents, softmax_scale, is_causal, fault)
-    return _forward(cp, q, k, v, sinks, *how, label=label, needs_grad=needs_grad)
+    return _forward(
+        calls,
+        (q, k, v),
+        fault,
+        sinks=sinks,
+        documents=documents,
+        label=label,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        needs_grad=needs_grad,
+    )
 
 
-@told_to_all(of_object)
+@collective_call(of_calls)
 def _forward(
-    cp: Named,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    calls: ObjectCalls,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    fault: MeshAttentionError | None,
+    *,
     sinks: Tensor | None,
-    *how: Any,
+    documents: Tensor | None,
     label: str | int | None,
+    softmax_scale: float | None,
+    is_causal: bool | None,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    source, options, fault = _asked(cp, q, k, v, sinks, *how)
+    plans, fault = _plans(documents, fault)
+    user = calls.user
     with outside_inference_mode(), outside_autocast():
-        call = prepared(cp._share, source, options, q, needs_grad, fault)
-        out, lse = forward_pass(cp._share, call, needs_grad, label, (q, k, v), sinks)
-        return out, lse, torch.tensor([cp._share.context.guard.place], device="cpu")
+        call = calls.prepare(
+            *tensors,
+            fault,
+            needs_grad=needs_grad,
+            sinks=sinks,
+            documents=plans,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+        )
+        out, lse = forward_pass(user, call, needs_grad, label, tensors, sinks)
+        return out, lse, torch.tensor([user.session.guard.place], device="cpu")
 
 
 @custom_op("mesh_attention::attention_backward", mutates_args=(), tags=(_UNSAFE,))
@@ -194,20 +188,26 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks; the last has no elements where it is not needed."""
     _refuse_capture(q)
-    cp = CONTEXT_PARALLELS.find(int(name))
+    calls = OBJECT_CALLS.find(int(name))
     label = label_number if label_text is None else label_text
     saved = (q, k, v, out, lse, sinks)
-    grads = _gradients(
-        *(cp, saved, grad_out, grad_lse, documents, softmax_scale, label, int(place)),
+    grad_q, grad_k, grad_v, grad_sinks = _gradients(
+        calls,
+        saved,
+        grad_out,
+        grad_lse,
+        documents,
+        softmax_scale,
+        label,
+        int(place),
         sinks_need_grad=sinks_need_grad,
     )
-    grad_q, grad_k, grad_v, grad_sinks = grads
     return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
 
 
-@told_to_all(of_object)
+@collective_call(of_calls)
 def _gradients(
-    cp: Named,
+    calls: ObjectCalls,
     saved: tuple[Any, ...],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -219,39 +219,40 @@ def _gradients(
     sinks_need_grad: bool,
 ) -> tuple[Any, ...]:
     q, k, v, *_, sinks = saved
-    source, options, fault = _asked(cp, q, k, v, sinks, documents, softmax_scale, None, None)
+    plans, fault = _plans(documents, None)
     with outside_inference_mode(), outside_autocast():
-        call = prepared(cp._share, source, options, q, True, fault)
+        call = calls.prepare(
+            q,
+            k,
+            v,
+            fault,
+            needs_grad=True,
+            sinks=sinks,
+            documents=plans,
+            softmax_scale=softmax_scale,
+        )
         return backward_pass(
-            *(cp._share, call, label, place, lambda: saved, grad_out, grad_lse),
+            calls.user,
+            call,
+            label,
+            place,
+            lambda: saved,
+            grad_out,
+            grad_lse,
             needed=(True, True, True, sinks_need_grad),
         )
 
 
-def _asked(
-    cp: Named,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    softmax_scale: float | None,
-    is_causal: bool | None,
-    fault: MeshAttentionError | None,
-) -> tuple[PlanSource | None, CallOptions, MeshAttentionError | None]:
-    plans = None
-    if documents is not None:
-        try:
-            plans = BATCH_PLANS.find(int(documents))
-        except MeshAttentionError as gone:  # the others must not wait for us
-            fault = fault or gone
-    return cp._asked(
-        *(q, k, v, fault),
-        sinks=sinks,
-        documents=plans,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
-    )
+def _plans(
+    documents: Tensor | None, fault: MeshAttentionError | None
+) -> tuple[BatchPlans | None, MeshAttentionError | None]:
+    """The plans of the documents that a tensor numbers, or the fault that they are gone."""
+    if documents is None:
+        return None, fault
+    try:
+        return BATCH_PLANS.find(int(documents)), fault
+    except MeshAttentionError as gone:  # the others must not wait for us
+        return None, fault or gone
 
 
 def _refuse_capture(q: Tensor) -> None:

@@ -116,13 +116,13 @@ UNSUPPORTED = {
 }
 
 
-def fault_of_unsupported(**given: Any) -> MeshAttentionError | None:
+def fault_of_unsupported(**arguments: Any) -> MeshAttentionError | None:
     """What people who come from flash-attn may pass: no dropout and no slopes are fine."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         nothing = value is None or (isinstance(value, int | float) and value == 0)
         if name in UNSUPPORTED and not nothing:
-            told = f"{name}={value}" if isinstance(value, int | float) else name
-            return MeshAttentionError(f"{told}: {UNSUPPORTED[name]}")
+            text = f"{name}={value}" if isinstance(value, int | float) else name
+            return MeshAttentionError(f"{text}: {UNSUPPORTED[name]}")
     return None
 
 
