@@ -191,6 +191,11 @@ class Piece(Value):
     def num_heads(self, buffer: Buffer) -> int:
         return buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
 
+    def heads_of(self, buffer: Buffer) -> tuple[int, int]:
+        """The heads of the tensor that this piece holds."""
+        first, last = self.heads or (0, buffer.num_heads)
+        return buffer.heads[0] + first, buffer.heads[0] + last
+
     def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
         return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
 

@@ -103,10 +103,7 @@ def work_of(
 
 def heads_of(op: Attention, queries: Buffer) -> range:
     """Query heads of an attention."""
-    first = queries.heads[0]
-    if op.q.heads is None:
-        return range(*queries.heads)
-    return range(first + op.q.heads[0], first + op.q.heads[1])
+    return range(*op.q.heads_of(queries))
 
 
 def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:

@@ -77,7 +77,7 @@ class TaskGraph:
         return tuple(dict.fromkeys(task.kind for task in self.communication))
 
     def in_order(self) -> tuple[Task, ...]:
-        """All tasks, each after those that it needs."""
+        """All tasks, each after the tasks that it needs."""
         return tuple(TopologicalSorter(self.needs()).static_order())
 
     def costs(self) -> dict[Task, float]:

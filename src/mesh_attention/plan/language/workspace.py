@@ -170,7 +170,7 @@ class _Waits:
         return tuple(sorted([i for i in waits if communicates[i] or communicates[at]]))
 
     def _take_memory(self, name: str, waits: set[int]) -> None:
-        """The first use of a buffer waits for the last uses of those that lay there before."""
+        """The first use of a buffer waits for the last uses of buffers that lay there before."""
         start = self._memory.offsets[name]
         stop = start + self._memory.sizes[name]
         covered = False
@@ -180,7 +180,7 @@ class _Waits:
             for uses in (last.reads, last.writes):
                 waits.update([at for rows in uses.values() for _, _, at in rows])
             covered = covered or (start <= other_start and other_stop <= stop)
-        if covered:  # whoever has that memory next waits for this buffer, which waited for it
+        if covered:  # the next buffer there waits for this buffer, which waited for the old one
             self._places = [p for p in self._places if p[0] < start or stop < p[1]]
         self._places.append((start, stop, self._history[name]))
 
@@ -241,7 +241,7 @@ def _inside(heads: Heads, others: Heads) -> bool:
 
 
 class Alike:
-    """Numbers for programs of one pass, equal for those that are alike."""
+    """Numbers for the programs of one pass; programs that are alike have equal numbers."""
 
     def __init__(self) -> None:
         # By identity: ranks share most objects, and the hash of others would be used only once.

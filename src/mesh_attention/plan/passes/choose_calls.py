@@ -28,7 +28,7 @@ class CallSummary:
     """What was chosen for the attentions of a program, and why: predicted seconds of all calls."""
 
     whole: int = 0  # attentions that are one call by row ranges
-    cut: int = 0  # and those that are rectangles, though one call could do them
+    cut: int = 0  # attentions that stay rectangles, though one call could do them
     seconds_whole: float = 0.0
     seconds_cut: float = 0.0
 

@@ -114,7 +114,7 @@ def leave_sms(
         if isinstance(op, Communication):
             in_flight[at] = transfer_seconds(at, op)
             continue
-        # Transfers end in their order, so all before one that is waited for have ended too.
+        # Transfers end in their order, so all before an awaited transfer have ended too.
         last = max((i for i in waits[at] if i in in_flight), default=-1)
         if last >= 0:
             in_flight = {i: left for i, left in in_flight.items() if i > last}

@@ -8,7 +8,7 @@ all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -53,10 +53,7 @@ class Compared:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        passes = {
-            direction.value: {name: getattr(counts, name) for name in Counts.__slots__}
-            for direction, counts in self.counts.items()
-        }
+        passes = {direction.value: asdict(counts) for direction, counts in self.counts.items()}
         return {"method": self.method, "setting": self.setting, "reason": self.reason} | passes
 
 

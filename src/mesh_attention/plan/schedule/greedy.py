@@ -72,7 +72,7 @@ def greedy(
 def _candidates(
     kinds: Sequence[str], waiting: Sequence[TaskNode], done: Set[Task], permits: Permission
 ) -> list[TaskNode]:
-    """At most one task a kind, in kind order: the lowest-index ready one that is permitted."""
+    """At most one task of each kind: the first in index order that is ready and permitted."""
     candidates: list[TaskNode] = []
     for kind in kinds:
         gather_seen = False
@@ -152,7 +152,7 @@ class MemoryModel:
         return users
 
     def resident_bytes(self, done: Set[Task]) -> int:
-        """Held between tasks: touched by a task that is done, and by one that is not."""
+        """Bytes held between tasks: of buffers that some done and some other task touch."""
         return sum(
             self.buffer_bytes[buffer]
             for buffer, tasks in self.users.items()
@@ -203,7 +203,7 @@ def drain(graph: TaskGraph, model: MemoryModel, done: Set[Task]) -> tuple[int, f
     reached = set(done)
     peak = model.resident_bytes(reached)
     while True:
-        # Every reduction frees its accumulator, so the one that needs least room goes first.
+        # Every reduction frees its accumulator, so the reduction that needs least room goes first.
         ready = min(
             (task.task for task in reductions if reached.issuperset(task.needs)),
             key=lambda name: model.peak_while(reached, name),

@@ -98,7 +98,7 @@ class Atoms:
         self.required_by_key = [_bits(row) for row in by_head]
 
     def head_bits(self, kv_head: int) -> int:
-        """Of the bits `query atom * num_heads + head atom`, those of one KV head's queries."""
+        """The bits `query atom * num_heads + head atom` of all queries of a KV head."""
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 

@@ -29,7 +29,7 @@ class RowMap:
         self.runs = cache(self._runs)
 
     def _runs(self, start: int, stop: int) -> list[Run]:
-        """Of the rows `start..stop`."""
+        """The runs of the rows `start..stop`."""
         spans = slice_spans(self._spans, start, stop)
         return [run for span in spans for run in self._layout.runs(*span)]
 

@@ -94,9 +94,8 @@ def _reduce_scatter(
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
             if memory.labels(rank, whole) != labels:
-                raise Broken(
-                    rank, f"{whole.buffer} holds other tokens or heads than rank {members[0]}'s"
-                )
+                name = whole.buffer
+                raise Broken(rank, f"{name} holds other tokens or heads than rank {members[0]}'s")
             contributions.append(memory.read(rank, whole))
         sums = _sums(memory, members[0], move.whole, contributions)
         done = 0
@@ -105,9 +104,8 @@ def _reduce_scatter(
             wanted = memory.labels(rank, part)
             stop = done + len(wanted)
             if wanted != labels[done:stop]:
-                raise Broken(
-                    rank, f"gets the sum of other tokens or heads than {part.buffer} holds"
-                )
+                name = part.buffer
+                raise Broken(rank, f"gets the sum of other tokens or heads than {name} holds")
             memory.write(rank, part, sums[done:stop])
             done = stop
         if done != len(labels):
@@ -137,12 +135,10 @@ def _all_to_all(memory: Memory, members: Sequence[int], operations: list[AllToAl
 
 def _send_recv(memory: Memory, members: Sequence[int], operations: list[SendRecv]) -> None:
     for index, (source, op) in enumerate(zip(members, operations, strict=True)):
-        other = operations[op.to_member]
-        target = members[op.to_member]
-        if other.from_member != index:
-            raise Broken(
-                target, f"expects rank {members[other.from_member]}, but rank {source} sends"
-            )
+        expected = operations[op.to_member].from_member
+        if expected != index:
+            message = f"expects rank {members[expected]}, but rank {source} sends"
+            raise Broken(members[op.to_member], message)
     for source, op in zip(members, operations, strict=True):
         _deliver(memory, source, op.sends, members[op.to_member], operations[op.to_member].receives)
 
@@ -151,8 +147,7 @@ def _deliver(
     memory: Memory, source: int, sends: tuple[Piece, ...], target: int, receives: tuple[Piece, ...]
 ) -> None:
     if len(sends) != len(receives):
-        raise Broken(
-            target, f"expects {len(receives)} pieces from rank {source}, which sends {len(sends)}"
-        )
+        sent = f"rank {source}, which sends {len(sends)}"
+        raise Broken(target, f"expects {len(receives)} pieces from {sent}")
     for taken, received in zip(sends, receives, strict=True):
         memory.transfer(source, taken, target, received)

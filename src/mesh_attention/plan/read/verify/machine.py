@@ -141,7 +141,7 @@ class _Machine:
             for rank in range(len(programs))
             if at[rank] < len(programs[rank].operations)
         }
-        # First those that go through their collectives as few others do: one of them is at fault.
+        # First the ranks whose order of collectives few others have: one of them is at fault.
         ways = [
             tuple(op.task for op in program.operations if isinstance(op, Communication))
             for program in programs

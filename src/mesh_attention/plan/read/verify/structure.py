@@ -135,12 +135,12 @@ def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
 
 @lru_cache(maxsize=4)
 def _places(layout: Layout) -> NDArray[np.int64]:
-    """Of every position."""
+    """The place of every position."""
     return np.argsort(layout.positions_of(((0, layout.padded_tokens),)))
 
 
 def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
-    """Of a compiled program: buffers that live at the same time lie apart."""
+    """In a compiled program, buffers that live at the same time must lie apart."""
     placed = {b.name: b for b in program.buffers if b.offset is not None}
     if not placed:
         return None
