@@ -153,9 +153,8 @@ class Memory:
         width = len(heads)
         if piece.heads is None:
             return slice(first * width, last * width)
-        low, high = (
-            bisect_left(heads, self._atoms.head_atom(entry.buffer, head)) for head in piece.heads
-        )
+        low = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[0]))
+        high = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[1]))
         if last - first == 1 or high - low == width:
             return slice(first * width + low, (last - 1) * width + high)
         return tuple(at * width + i for at in range(first, last) for i in range(low, high))
