@@ -20,7 +20,7 @@ from functools import cache, partial
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
-from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
@@ -44,7 +44,6 @@ from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_side
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.schedule.slices import follow_each_other
 
 # The next transfer is often due while the attention before it still runs.
 HOLD = 1

@@ -16,7 +16,15 @@ from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Call, CallKind, Collective, Operation, Task
-from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.language.tasks import (
+    Schedule,
+    Step,
+    TaskGraph,
+    TaskNode,
+    follow_each_other,
+    one_after_another,
+    reduced_early,
+)
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
@@ -38,7 +46,6 @@ from mesh_attention.plan.schedule.greedy import (
     smallest_cap,
 )
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
 
 CAPPED = "capped"  # the name of an order under a memory cap
 
