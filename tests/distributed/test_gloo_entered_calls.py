@@ -129,15 +129,15 @@ CASES: dict[str, tuple[str, Case]] = {
     "function": ("TypeError", lambda c, odd: c.function(*[1] * odd)),
     "interrupted": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("context_parallel.fault_of_label"), c.attend, odd),
+        lambda c, odd: inside(interrupted("api.context_parallel.fault_of_label"), c.attend, odd),
     ),
     "interrupted function": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("functional.fault_of_unsupported"), c.function, odd),
+        lambda c, odd: inside(interrupted("api.functional.fault_of_unsupported"), c.function, odd),
     ),
     "interrupted loss": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("losses.own_copies"), c.loss, odd),
+        lambda c, odd: inside(interrupted("train.losses.own_copies"), c.loss, odd),
     ),
     "attention after": (
         "KeyboardInterrupt",
