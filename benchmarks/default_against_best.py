@@ -23,7 +23,7 @@ from typing import Any
 from provenance import taken
 
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.cost.planning import plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.machine.cluster import Cluster

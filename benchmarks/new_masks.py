@@ -37,8 +37,8 @@ from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.device.workspace import Workspace
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
 from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.transport.local import AloneTransport
 
 K = 1024
@@ -91,7 +91,7 @@ class Maker:
         self.layer = case.layer
         self.packer = Packer((self.layer,), case.ranks)
         self.shape = CallShape(1, torch.bfloat16, device)
-        self.bases: dict[Question, tuple[PlanOnRank, dict[Direction, Executor]]] = {}
+        self.bases: dict[Question, tuple[RankPlan, dict[Direction, Executor]]] = {}
         self.reason = ""
 
     def choose(self, documents: tuple[int, ...]) -> Question:
@@ -99,20 +99,20 @@ class Maker:
         self.reason = pack.reason
         return pack.question(self.layer)
 
-    def plan(self, question: Question) -> PlanOnRank:
+    def plan(self, question: Question) -> RankPlan:
         base = question.of_any_mask
         if base is None:
-            mine = PlanOnRank(question.plan(), RANK)
+            mine = RankPlan(question.plan(), RANK)
         else:
             if base not in self.bases:
-                self.bases[base] = PlanOnRank(base.plan(), RANK), {}
+                self.bases[base] = RankPlan(base.plan(), RANK), {}
             mine = self.bases[base][0].for_mask(question.problem)
         for direction in Direction:
             mine.plan.program(RANK, direction)
         assert mine.key
         return mine
 
-    def executors(self, question: Question, mine: PlanOnRank) -> dict[Direction, Executor]:
+    def executors(self, question: Question, mine: RankPlan) -> dict[Direction, Executor]:
         known: KnownRanges = {}
         base = question.of_any_mask
         found = {}

@@ -196,7 +196,7 @@ def prepare(cell: Cell, folder: Path) -> Path:
             **options,
         )
         timeline = simulate(plan, cluster, direction)
-    setting = setting_of(timeline.plan, timeline.one, options)
+    setting = setting_of(timeline.plan, timeline.pass_, options)
     said = {key: str(value) for key, value in setting.items()} | (
         {"method": timeline.plan.method} if cell.method == AUTO else {}
     )

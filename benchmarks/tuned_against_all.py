@@ -25,9 +25,8 @@ import torch
 from provenance import taken
 
 from mesh_attention import Mask, Problem
-from mesh_attention.choose.contenders import contenders
-from mesh_attention.choose.search import Scored
-from mesh_attention.choose.tuning import Pair, Tuning
+from mesh_attention.choose.scored import Scored
+from mesh_attention.choose.tuning import Pair, Tuning, contenders
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.measure.attempts import Attempts, Refusal

@@ -76,7 +76,7 @@ def may_be_slowest(timeline: Timeline) -> list[int]:
 
 def _computing(timeline: Timeline, rank: int) -> tuple[float, ...]:
     """Microseconds of each computation."""
-    times, operations = timeline.ranks[rank], timeline.one.programs[rank].operations
+    times, operations = timeline.ranks[rank], timeline.pass_.programs[rank].operations
     return tuple(
         round((end - start) * 1e6)
         for op, start, end in zip(operations, times.start, times.end, strict=True)
@@ -90,7 +90,7 @@ _MOST_RANKS = 4
 
 def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToReplay:
     rank = rank_of(timeline, asked)
-    one, times = timeline.one, timeline.ranks[rank]
+    one, times = timeline.pass_, timeline.ranks[rank]
     program = one.programs[rank]
     seconds = tuple(
         end - start if isinstance(op, Communication) else 0.0

@@ -15,7 +15,8 @@ import pytest
 from method_settings import Setting, manners, shapes
 
 from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
-from mesh_attention.choose.pack import Layer, Packer, Starts
+from mesh_attention.choose.documents import Starts
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import random_heads
 from support.dense_call import check, drawn_call

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, verify
-from mesh_attention.api.arguments import AskedPlan, layer_of_batches
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.computed_pairs import pairs_of_tasks
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.runtime.session.prepared_call import CallOptions
+from mesh_attention.request.arguments import AskedPlan, layer_of_batches
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.listed import RULES, stretches_for

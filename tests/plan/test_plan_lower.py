@@ -13,10 +13,9 @@ from plan_cases import random_layouts, random_sizes
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.methods.parts.blocks import RowList, rectangles
 from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
 from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
-from mesh_attention.plan.methods.parts.rectangles import rectangles
-from mesh_attention.plan.methods.parts.row_list import RowList
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -66,7 +65,7 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
 def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> None:
     rng = Random(4)
     told = 0
-    for _ in range(1500):
+    for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 60)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
