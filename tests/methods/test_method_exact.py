@@ -52,7 +52,7 @@ def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ra
 @pytest.mark.parametrize("name", METHODS)
 def test_documents_on_a_listed_layout_equal_the_truth_and_are_proven(name: str) -> None:
     """Stretches of any lengths in any order: most ranks hold parts of several documents."""
-    for seed, ranks in enumerate((3, 4, 6)):
+    for seed, ranks in enumerate((3, 4, 2)):
         draw = Random(f"{name} {seed}")
         tokens = draw.randint(30, 60)
         starts = random_cuts(draw, tokens)
