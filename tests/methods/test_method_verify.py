@@ -1,8 +1,8 @@
 """`verify` proves every method of the table on up to 64 ranks, forward and backward.
 
 Proving every shape takes about an hour, so the default run proves every shape up to 7 ranks
-and then one method for each number of ranks up to 28, in turn; the rest is marked slow. Above 40 these
-are methods whose transfers do not grow with the square of the ranks.
+and then one method for each number of ranks up to 28, in turn; the rest is marked slow. Above 40
+ranks these are methods whose transfers do not grow with the square of the ranks.
 """
 
 from __future__ import annotations
