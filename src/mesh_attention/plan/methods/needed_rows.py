@@ -51,12 +51,12 @@ HOLD = 1
 
 
 @dataclass(frozen=True)
-class SeenSetting(ShapeSetting, SliceSetting):
+class NeededRowsSetting(ShapeSetting, SliceSetting):
     """The tile (left out: own queries, 1 x n), and how finely transfers are cut."""
 
 
-def plan_seen(
-    problem: Problem, ranks: int, setting: SeenSetting, directions: tuple[Direction, ...]
+def plan_needed_rows(
+    problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
     shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
@@ -99,7 +99,7 @@ def usual_layout(mask: Mask) -> LayoutKind:
 def _slices(
     problem: Problem,
     ranks: int,
-    setting: SeenSetting,
+    setting: NeededRowsSetting,
     direction: Direction,
     *,
     tile: Tile,
@@ -130,7 +130,7 @@ class NeededRowsBuilder:
         tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
-        """`gathers`: those that the other pass has made so far."""
+        """`gathers`: the gathers that the other pass has made so far."""
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv

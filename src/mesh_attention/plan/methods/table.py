@@ -15,8 +15,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods import box_methods as box
-from mesh_attention.plan.methods import needed_rows as seen
-from mesh_attention.plan.methods import startrail
+from mesh_attention.plan.methods import needed_rows, startrail
 from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.parts.setting import Option, Setting, options_of
@@ -193,8 +192,8 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     ),
     "seen": (
         "rows travel only to ranks whose queries see them",
-        seen.SeenSetting,
-        seen.plan_seen,
+        needed_rows.NeededRowsSetting,
+        needed_rows.plan_needed_rows,
         _row_or_tiles,
     ),
 }

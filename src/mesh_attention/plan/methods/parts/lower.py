@@ -74,7 +74,7 @@ class Queries:
 
     list: RowList
     rows: RowRanges
-    some: tuple[int, int] = (0, 0)  # the keys that some query sees, and those that all see
+    some: tuple[int, int] = (0, 0)  # the keys that some query sees, and that all see
     all: tuple[int, int] = (0, 0)
     sight: Sight | None = None  # block by block
     few: tuple[tuple[int, int, int, int], ...] | None = None  # of few blocks without padding
