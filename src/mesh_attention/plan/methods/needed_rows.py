@@ -26,11 +26,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.needed_rows import (
-    check_ranges,
-    needed_keys,
-    needed_queries,
-)
+from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
     NeededSide,

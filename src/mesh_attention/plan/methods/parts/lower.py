@@ -32,11 +32,7 @@ from mesh_attention.plan.methods.parts.blocks import (
     grid_calls,
     row_list,
 )
-from mesh_attention.plan.methods.parts.lower_unions import (
-    SegmentPieces,
-    segments_near,
-    union_calls,
-)
+from mesh_attention.plan.methods.parts.lower_unions import SegmentPieces, segments_near, union_calls
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import visible_pairs

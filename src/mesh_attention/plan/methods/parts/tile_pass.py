@@ -30,12 +30,7 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import Chunk, in_whole
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.reduce import (
-    ReduceBy,
-    by_member,
-    reduce_output,
-    reduce_sum,
-)
+from mesh_attention.plan.methods.parts.reduce import ReduceBy, by_member, reduce_output, reduce_sum
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, TileSide, kinds_of_sides
 
 COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
