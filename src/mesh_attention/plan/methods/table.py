@@ -232,7 +232,7 @@ RENAMED_OPTIONS = {
 _TAKEN_ELSEWHERE = {
     "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
     "one, find_best of mesh_attention.choose.auto searches on it, and ContextParallel("
-    "cluster=...) chooses by it",
+    "cluster=...) chooses by it"
 }
 
 
