@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.cli.simulate import Simulated, for_people
-from mesh_attention.cost import cluster_names
+from mesh_attention.cli.simulate import Simulated, to_text
 from mesh_attention.cost import simulate as simulate_plan
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.machine.load import cluster_names
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
@@ -177,9 +177,9 @@ def test_passes_of_two_methods_are_told_apart() -> None:
     for method, direction in (("usp", Direction.FORWARD), ("mesh-usp", Direction.BACKWARD)):
         plan = plan_on("paper", problem, 4, method=method, directions=(direction,))
         found.append(Simulated(simulate_plan(plan, "paper", direction), {}))
-    lines = for_people(found).splitlines()
+    lines = to_text(found).splitlines()
     assert lines[0].startswith("usp and mesh-usp on 4 ranks of paper")
     assert any(line.startswith("forward: usp, ") for line in lines)
     assert any(line.startswith("backward: mesh-usp, ") for line in lines)
-    assert for_people(found[:1]).startswith("usp on 4 ranks")
-    assert "forward: usp" not in for_people(found[:1])
+    assert to_text(found[:1]).startswith("usp on 4 ranks")
+    assert "forward: usp" not in to_text(found[:1])

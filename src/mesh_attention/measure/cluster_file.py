@@ -1,6 +1,10 @@
-"""A cluster as the text of its file, with a comment at each number that says where it is from.
+"""From measured seconds to the numbers of a cluster's file, and to its text (docs/simulate.md).
 
-The opposite of `machine/load.py`: what is written here is read there as the same cluster.
+Nothing is measured here. The curve of a kernel is
+`tflops / (1 + half_rows * 64 / (rows * heads) + half_columns / columns)`, linear in seconds for
+each FLOP; a link takes a latency and a time for each byte. Both are fitted by least squares of
+relative errors, with nothing negative, so that small sizes count as much as large ones.
+`profile` and `benchmarks/kernel_curves.py` use it; `machine/load.py` reads what is written here.
 """
 
 from __future__ import annotations
@@ -8,19 +12,124 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.kernel_facts import REFERENCE_HEADS, KernelRate, PassRates
 from mesh_attention.machine.load import MOST_COLUMNS
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
 
 Notes = Mapping[str, str | Sequence[str]]
-_LONGEST = MOST_COLUMNS // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured call. Columns of a row range are twice the keys that a row sees in the mean."""
+
+    what: str
+    rows: int
+    columns: float
+    heads: int
+    flops: float
+    seconds: float
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.seconds * 1e-12
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        """What half_rows and half_columns are multiplied by."""
+        return REFERENCE_HEADS / (self.rows * self.heads), 1.0 / self.columns
+
+
+def curve_tflops(rate: KernelRate, point: Point) -> float:
+    rows, columns = point.losses
+    return rate.tflops / (1.0 + rate.half_rows * rows + rate.half_columns * columns)
+
+
+def fit(points: Sequence[Point]) -> KernelRate:
+    base, *halves = fit_terms(
+        [(1.0, *point.losses) for point in points],
+        [1.0 / point.tflops for point in points],
+        needed=(0,),
+    )
+    rows, columns = (half / base for half in halves)
+    return KernelRate(*(_rounded(value) for value in (1.0 / base, rows, columns)))
+
+
+def _rounded(value: float) -> float:
+    """One decimal of a number from 100 on, else three significant digits."""
+    return round(value, 1) if value >= 100 else float(f"{value:.3g}")
+
+
+def short(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def fit_terms(
+    terms: Sequence[Sequence[float]], measured: Sequence[float], *, needed: Sequence[int] = ()
+) -> list[float]:
+    """The factors of the columns of `terms` whose sums are nearest to `measured`, by relative
+    errors. No factor is negative: such a term is left out, unless it is `needed`; then the last of
+    the others is."""
+    used = list(range(len(terms[0])))
+    # Relative errors: a row of the system is divided by what was measured.
+    system = np.array(terms, dtype=float) / np.array(measured, dtype=float)[:, None]
+    while True:
+        factors, *_ = np.linalg.lstsq(system[:, used], np.ones(len(system)), rcond=None)
+        negative = [at for at, value in zip(used, factors, strict=True) if value <= 0]
+        if negative:
+            optional = [at for at in used if at not in needed]
+            negative = [at for at in negative if at in optional] or optional[-1:]
+        if not negative:
+            break
+        used.remove(negative[0])
+    values = dict(zip(used, map(float, factors), strict=True))
+    return [values.get(at, 0.0) for at in range(len(terms[0]))]
+
+
+def pass_section(
+    name: str,
+    direction: Direction,
+    rates: PassRates,
+    points: Mapping[CallKind, Sequence[Point]],
+    *,
+    source: str,
+    done_at: str,
+) -> str:
+    """TOML. `source` says where it was measured, `done_at` when a transfer was over that began in
+    the middle of a call."""
+    head = f"kernels.{name}.{direction}"
+    lines = [
+        f"[{head}]",
+        f"ranges = {str(rates.ranges).lower()}",
+        f"lets_transfers_begin = {str(rates.lets_transfers_begin).lower()}  # {done_at}",
+        f"sm_margin = {rates.sm_margin}  # {source}: whether calls with it are slower alone",
+        f"launch_microseconds = {rates.launch_microseconds:.0f}  # {source}: host time of a call",
+    ]
+    for kind, rate in rates.rates.items():
+        lines.append(f"[{head}.{kind}]")
+        lines += [
+            f"# {p.what}: {p.tflops:.4g}; the curve gives {curve_tflops(rate, p):.4g}."
+            for p in points[CallKind(kind)]
+        ]
+        lines += [
+            f"{field} = {getattr(rate, field):g}  # {source}: fitted to the lines above"
+            for field in ("tflops", "half_rows", "half_columns")
+        ]
+    return "\n".join(lines)
 
 
 def cluster_text(cluster: Cluster, notes: Notes, head: Sequence[str]) -> str:
-    """`notes` by place in the file ("node.peer.gb_per_second"): a text beside a number, or lines
-    above it or at the beginning of a section. `head` are lines at the beginning of all."""
+    """The file of a cluster. `notes` by place in the file ("node.peer.gb_per_second"): a text
+    beside a number, or lines above it or at the beginning of a section. `head` are the first lines.
+    """
     lines = [_comment(line) for line in head]
     _add_table(lines, asdict(cluster), (), notes)
     return "\n".join(lines) + "\n"
@@ -32,8 +141,8 @@ def _add_table(
     values = {name: x for name, x in table.items() if x is not None and not isinstance(x, dict)}
     if path and (values or not table):
         lines += ["", f"[{'.'.join(map(_key, path))}]"]
-        told = notes.get(".".join(path), ())
-        lines += [_comment(line) for line in ([told] if isinstance(told, str) else told)]
+        above = notes.get(".".join(path), ())
+        lines += [_comment(line) for line in ([above] if isinstance(above, str) else above)]
     for name, value in values.items():
         note = notes.get(".".join((*path, name)), "")
         if not isinstance(note, str):
@@ -52,4 +161,4 @@ def _key(name: str) -> str:
 
 def _comment(text: str) -> str:
     shown = "".join(c if c.isprintable() else " " for c in text)
-    return f"# {shown[:_LONGEST]}".rstrip()
+    return f"# {shown[: MOST_COLUMNS // 2]}".rstrip()
