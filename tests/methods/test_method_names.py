@@ -1,6 +1,6 @@
 """Only builders and their table know methods by name; everything else reads programs.
 
-A question is about a method, and the parts that builders share write down whose plan it is.
+A question is about a method, and stands beside the builders.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ def named_methods(source: str) -> list[str]:
 def methods_read(tree: ast.AST, written_out: bool = False) -> Iterator[int]:
     """Lines where `.method` of something is read for more than to be written out.
 
-    Written out means: inside an f-string, or in a dict or list display (text, JSON, rows of a
-    table). What the caller asked for (`args.method`) is no plan's.
+    Written out means: inside an f-string, or in a dict or list (text, JSON, rows of a table), or
+    passed on as `method=`. What the caller asked for (`args.method`) is no plan's.
     """
-    written_out = written_out or isinstance(tree, ast.JoinedStr | ast.Dict | ast.List)
+    written_out = written_out or isinstance(
+        tree, ast.JoinedStr | ast.Dict | ast.List | ast.ListComp
+    )
+    written_out = written_out or (isinstance(tree, ast.keyword) and tree.arg == "method")
     if isinstance(tree, ast.Attribute) and tree.attr == "method":
         asked = isinstance(tree.value, ast.Name) and tree.value.id == "args"
         if not written_out and not asked:
@@ -80,7 +83,12 @@ def test_the_check_sees_what_it_should_see() -> None:
     assert len(named_methods("x == 'ulysses' or make_plan(p, 4, method='ulysses')")) == 2
     for wrong in ("if plan.method: x = 1", "f'{a if plan.method else b}'", "d = {1: t[p.method]}"):
         assert list(methods_read(ast.parse(wrong))) == [1]
-    for right in ("print(f'{plan.method} on 4')", "d = {'method': plan.method}", "f(args.method)"):
+    for right in (
+        "print(f'{plan.method} on 4')",
+        "d = {'method': plan.method}",
+        "f(args.method)",
+        "ask(method=answer.method)",
+    ):
         assert list(methods_read(ast.parse(right))) == []
 
 
