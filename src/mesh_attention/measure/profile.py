@@ -48,8 +48,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds of one measurement, about, rows of the smallest square of
-    queries and keys, and bytes of transfers, ascending."""
+    """How long to measure: about so many seconds a measurement, the rows of the smallest square of
+    queries and keys, and the bytes of transfers, ascending."""
 
     lasting: float
     rows: int
@@ -79,17 +79,14 @@ def profile_ranks(
         raise MeasureError("there is one rank, and nothing travels: start at least two")
     cuda = ranks.is_cuda
     effort = effort or Effort.usual(ranks.device)
-    sizes = Sizes(
-        heads or (32 if cuda else 4),
-        head_dim,
-        dtype or (torch.bfloat16 if cuda else torch.float32),
-        effort.rows,
-        effort.lasting,
-    )
+    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+    sizes = Sizes(heads or (32 if cuda else 4), head_dim, dtype, effort.rows, effort.lasting)
     return _Profiling(ranks, name, sizes, effort, progress).measure()
 
 
 class _Profiling:
+    """One profile. `_notes` are comments of the file, by the place that they explain."""
+
     def __init__(
         self, ranks: Ranks, name: str, sizes: Sizes, effort: Effort, progress: Progress | None
     ) -> None:
@@ -194,9 +191,8 @@ class _Profiling:
         return Gpu(name, *rates, sms, short(gap * 1e6))
 
     def _kernels(self, meter: LinkMeter, gap: float) -> dict[str, KernelRates]:
-        members = meter.transfers.group([range(self._ranks.size)])
-        assert members is not None
-        small = done(meter.transfers.collective("all-gather", members, 64 * KIB))
+        every = tuple(range(self._ranks.size))
+        small = done(meter.transfers.collective("all-gather", every, 64 * KIB))
         kernels: dict[str, KernelRates] = {}
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
@@ -213,13 +209,12 @@ class _Profiling:
         return kernels
 
     def _disturbance(self, meter: LinkMeter) -> Disturbance:
-        """Beside gathers over all ranks and beside a ring of them, forward and backward."""
+        """What calls of both passes and transfers lose beside each other: gathers over all ranks,
+        and a ring of them."""
         ranks, part = self._ranks, meter.largest
         ring = [((ranks.rank + 1) % ranks.size, True), ((ranks.rank - 1) % ranks.size, False)]
-        members = meter.transfers.group([range(ranks.size)])
-        assert members is not None
         begins = {
-            "gather": meter.transfers.collective("all-gather", members, part),
+            "gather": meter.transfers.collective("all-gather", tuple(range(ranks.size)), part),
             "rotation": meter.transfers.messages(ring, part),
         }
         losses: dict[tuple[str, Direction], Lost] = {}
