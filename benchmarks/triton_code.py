@@ -29,7 +29,7 @@ from mesh_attention.cli.output import table
 from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
 from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
 from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
-from mesh_attention.kernels.triton_launch import KernelTile, padded
+from mesh_attention.kernels.launches import KernelTile, padded
 from mesh_attention.kernels.triton_ranges import KernelTiles, tiles_for
 
 KERNELS = {

@@ -18,8 +18,8 @@ from device_times import milliseconds, need_cuda
 from torch import Tensor
 
 from mesh_attention.kernels import BackwardInputs, Block, Causal
+from mesh_attention.kernels.launches import KernelTile
 from mesh_attention.kernels.rows import delta
-from mesh_attention.kernels.triton_launch import KernelTile
 from mesh_attention.kernels.triton_ranges import KernelTiles, TritonRanges, tiles_for
 
 PASSES = ("forward", "backward_queries", "backward_keys")

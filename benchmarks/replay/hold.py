@@ -126,16 +126,14 @@ class _Held:
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
-    def ready(self) -> bool:
-        return True
+    ready = True
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Skipped:
-    def ready(self) -> bool:
-        return True
+    ready = True
 
     def wait(self) -> None: ...
 

@@ -68,8 +68,7 @@ class Noted:
 
 
 class Arrived:
-    def ready(self) -> bool:
-        return True
+    ready = True
 
     def wait(self) -> None: ...
 

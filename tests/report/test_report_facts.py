@@ -57,7 +57,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
     options: dict[str, object], groups: set[str], heads: tuple[int, ...]
 ) -> None:
     problem = Problem(256, 8, 16, mask=Mask(causal=True))
-    plan = plan_on("hgx-h100", problem, 8, **options)  # type: ignore[arg-type]
+    plan = plan_on("hgx-h100", problem, 8, **options)
     found = assignment_facts(plan)
     assert found.heads == heads
     visible = visible_cells(plan, 8).tolist()

@@ -258,6 +258,7 @@ def tune_line(
 ) -> str:
     """The command that measures a question, as a person would start it. None: whatever is asked.
 
+    >>> from mesh_attention.plan.problem.mask import Mask
     >>> problem = Problem(4096, 8, 64, num_kv_heads=2, mask=Mask(window=(128, 0)))
     >>> tune_line(problem, 4, {"tile": (2, 2), "relayout": True}, "tuned.json")
     'torchrun --nproc-per-node 4 -m mesh_attention tune --tokens 4096 --heads 8 --kv-heads 2 \

@@ -32,17 +32,10 @@ PLACES = ("alpha", "units_per_node")  # options that say which rank holds which 
 
 
 def plan_on(
-    cluster: Cluster | str | Path,
-    problem: Problem,
-    num_ranks: int,
-    *,
-    method: str,
-    directions: tuple[Direction, ...] = BOTH,
-    **options: Any,
+    cluster: Cluster | str | Path, problem: Problem, num_ranks: int, **options: Any
 ) -> Plan:
-    """`make_plan` for so many ranks of this cluster."""
-    question = ask_on(cluster, problem, num_ranks, method=method, directions=directions, **options)
-    return question.plan()
+    """`make_plan` for so many ranks of this cluster; `method` and others as `ask_on` has them."""
+    return ask_on(cluster, problem, num_ranks, **options).plan()
 
 
 def ask_on(

@@ -107,10 +107,10 @@ class Clock:
         heappush(self._events, (end, self._number, activity.version, activity))
 
 
-class Transfer:
+class Transfer(Activity):
     """A communication in flight. Computation of any member slows all of it."""
 
-    __slots__ = ("activity", "computing", "slowdown")
+    __slots__ = ("computing", "slowdown")
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class Transfer:
         slowdown: float,
         ended: Callable[[Transfer], None],
     ) -> None:
-        self.activity = Activity(seconds, partial(ended, self), uses)
+        super().__init__(seconds, partial(ended, self), uses)
         self.slowdown = slowdown
         self.computing = 0  # members that compute at the same time
 
     @property
-    def speed(self) -> float:
+    def disturbed_speed(self) -> float:
         return 1.0 - self.slowdown if self.computing else 1.0
 
 

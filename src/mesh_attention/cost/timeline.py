@@ -1,7 +1,8 @@
-"""What a simulation found: when every operation of every rank was issued, began and ended.
+"""The result of a simulation: when every operation of every rank was issued, began and ended.
 
-For computation issue and begin are the same; a communication is issued when its rank comes to it,
-and begins when the other members have come too.
+Search, command line and report read it; `trace.py` and `gantt.py` show it. For computation issue
+and begin are the same; a communication is issued when its rank comes to it, and begins when the
+other members have come too.
 """
 
 from __future__ import annotations

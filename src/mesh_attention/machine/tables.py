@@ -1,4 +1,7 @@
-"""TOML tables as frozen dataclasses, or an error that names the field and what it must be."""
+"""TOML tables as frozen dataclasses, or an error that names the field and what it must be.
+
+Cluster files (`load.py`), facts of kernels and targets in plan files are read by it.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
 from mesh_attention.runtime.transport.torch_operations import (
     Exchange,
+    Gather,
     PointToPoint,
     Works,
-    gather_kind,
+    gathers_by_messages,
     reduce_kind,
 )
 
@@ -60,10 +61,11 @@ class TimedTransfers:
 
     def collective(self, kind: str, members: tuple[int, ...], part_bytes: int) -> Begin:
         size = len(members)
+        gathers = kind == "all-gather"
+        if gathers and gathers_by_messages(size, host_driven=self._over_gloo):
+            return self.all_to_all(members, part_bytes)
         part, whole = self._tensor(part_bytes), self._tensor(size * part_bytes)
-        make = reduce_kind(host_driven=self._over_gloo)
-        if kind == "all-gather":
-            make = gather_kind(size, host_driven=self._over_gloo)
+        make = Gather if gathers else reduce_kind(host_driven=self._over_gloo)
         return _begin(make(part, whole, self._groups[members], [*range(size)]).begin)
 
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:

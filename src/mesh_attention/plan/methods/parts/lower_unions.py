@@ -45,8 +45,7 @@ class SegmentPieces:
 
     @staticmethod
     def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
-        indices = {at for block in blocks for at in rows.segments_between(*block)}
-        near = [rows.segments[at] for at in sorted(indices)]
+        near = segments_near(blocks, rows)
         return _pieces(near, blocks, [*(s.start for s in near), rows.q_tokens], rows)
 
     def cut(self, cuts: Iterable[int], rows: RowRanges) -> SegmentPieces:
@@ -78,6 +77,12 @@ class SegmentPieces:
             bool(((starts < hi[:, None]) & (stops > lo[:, None])).any())
             for lo, hi in zip(self.lo_first, self.hi_last, strict=True)
         )
+
+
+def segments_near(blocks: BlockList, rows: RowRanges) -> list[Segment]:
+    """Segments of the mask that may hold queries of these blocks."""
+    indices = {at for block in blocks for at in rows.segments_between(*block)}
+    return [rows.segments[at] for at in sorted(indices)]
 
 
 def _pieces(

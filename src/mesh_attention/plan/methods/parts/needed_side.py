@@ -18,7 +18,6 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
@@ -61,7 +60,8 @@ def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
     received, sent = needed.received(rank), needed.sent(rank)
     local = not (received.ranks != rank).any()
     own = rank * layout.slots
-    others = _only(sent, sent.ranks != rank)
+    foreign = sent.ranks != rank
+    others = Rows(sent.ranks[foreign], sent.slots[foreign], sent.sizes[foreign])
     arriving = _in_order(others)
     slots = zip(others.slots.tolist(), others.sizes.tolist(), arriving, strict=True)
     summands = [Summand(slot, slot + size, row, arrives=True) for slot, size, (row, _) in slots]
@@ -106,10 +106,6 @@ def _sums(summands: list[Summand], slots: int) -> list[tuple[tuple[int, int], li
         for index in range(at[partial.start], at[partial.stop]):
             by_range[index].append(partial)
     return list(zip(pairwise(cuts), by_range, strict=True))
-
-
-def _only(rows: Rows, which: NDArray[np.bool_]) -> Rows:
-    return Rows(rows.ranks[which], rows.slots[which], rows.sizes[which])
 
 
 def _in_order(rows: Rows) -> list[tuple[int, int]]:
