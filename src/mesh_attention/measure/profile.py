@@ -19,13 +19,14 @@ from mesh_attention.cost.detect_cluster import Machine, find_cluster, is_known_g
 from mesh_attention.machine.cluster import Cluster, Disturbance, Gpu
 from mesh_attention.machine.kernel_facts import KernelRates
 from mesh_attention.machine.load import parse_cluster
-from mesh_attention.measure.cluster_file import cluster_text, short
+from mesh_attention.measure.curve_fit import cluster_text, pass_notes, short
 from mesh_attention.measure.kernel_rates import (
     KernelMeter,
     Sizes,
     kernels_of,
     matrix_product_tflops,
     merge_costs,
+    pass_rates,
 )
 from mesh_attention.measure.links import KIB, LinkMeter
 from mesh_attention.measure.ranks import MeasureError, Ranks
@@ -197,14 +198,11 @@ class _Profiling:
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
                 timer = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
-                rates, curves, how = timer.rates(gap, small)
+                rates, curves, done_at = pass_rates(timer, gap, small)
                 earlier = kernels.get(name, KernelRates())
                 kernels[name] = replace(earlier, **{direction.value: rates})
-                place = f"kernels.{name}.{direction.value}"
-                self._notes[f"{place}.lets_transfers_begin"] = how
-                self._notes[f"{place}.launch_microseconds"] = "measured: of the smallest call"
-                for kind, lines in curves.items():
-                    self._notes[f"{place}.{kind}"] = lines
+                points = {kind: curve.points for kind, curve in curves.items()}
+                self._notes |= pass_notes(name, direction, rates, points, done_at)
                 self._tell()
         return kernels
 
