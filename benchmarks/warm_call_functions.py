@@ -5,7 +5,8 @@
 Four processes over gloo run the mesh of 2x2 ranks, whose forward program has five operations (two
 gathers, attention, an exchange of partial results, a merge). After some calls one more is made
 under `sys.setprofile`, and every Python function of the library that rank 0 enters is written down
-once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward.
+once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward;
+with `--cold` it is the first one on a new batch of documents, after calls on other batches.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from torch.multiprocessing.spawn import spawn
 import mesh_attention
 from mesh_attention import ContextParallel
 from mesh_attention.plan.language.program import Free
+from mesh_attention.runtime.session.documents import Documents
 
 RANKS = 4
 WARM_CALLS = 3
 
 
-def run(rank: int, folder: str, backward: bool) -> None:
+def run(rank: int, folder: str, backward: bool, cold: bool) -> None:
     torch.set_num_threads(1)
     where = Path(folder)
     dist.init_process_group(
@@ -45,14 +47,22 @@ def run(rank: int, folder: str, backward: bool) -> None:
     )  # fmt: skip
     q, k, v = (torch.randn(1, 256 // RANKS, 4, 16, requires_grad=backward) for _ in range(3))
 
+    starts = iter(range(16, 256, 16))
+
+    def batch() -> Documents | None:
+        return cp.documents([0, next(starts), 256]) if cold else None
+
+    documents = batch()
+
     def call() -> None:
-        out = cp.attention(q, k, v)
+        out = cp.attention(q, k, v, documents=documents)
         assert isinstance(out, torch.Tensor)
         if backward:
             torch.autograd.backward(out.sum())
 
     for _ in range(WARM_CALLS):
         call()
+        documents = batch()
     entered = functions_entered(call)
     if rank == 0:
         operations = cp.plan.forward.programs[0].operations
@@ -92,11 +102,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument("--cold", action="store_true", help="the first call on a new batch")
     parser.add_argument("--list", action="store_true", help="name them all")
     parser.add_argument("--json", type=Path, help="write what was found here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run, (folder, given.backward), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        spawn(run, (folder, given.backward, given.cold), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found = json.loads((Path(folder) / "found.json").read_text())
     functions: list[str] = found["functions"]
     files = Counter(name.split(":")[0] for name in functions)
@@ -107,6 +118,7 @@ def main() -> None:
                 if name.startswith(f"{file}:"):
                     print(f"       {name.split(':')[1]}")
     what = "forward and backward" if given.backward else "forward"
+    what += ", first on a new batch" if given.cold else ""
     print(
         f"{what}, {len(found['operations'])} operations forward: "
         f"{len(functions)} functions in {len(files)} files"

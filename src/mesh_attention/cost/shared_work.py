@@ -27,7 +27,7 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike
 
 
 def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:

@@ -26,7 +26,7 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Traffic
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 
 View = Callable[[Piece], Tensor]  # the rows of a piece, (rows, batch, heads, width)
 Pieces = tuple[Piece, ...]
@@ -142,7 +142,7 @@ class Counters:
 
     @property
     def total(self) -> Traffic:
-        return Traffic.sum(self.by_operation.values())
+        return sum(self.by_operation.values(), Traffic())
 
 
 class Meter:
