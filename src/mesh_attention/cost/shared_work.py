@@ -82,13 +82,13 @@ class SharedWork:
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
         self._waits: dict[object, WaitsOfOps] = {}
         self._tables: dict[int, Mapping[str, Buffer]] = {}
-        self._known: dict[int, _Known] = {}
-        by_number: dict[int, _Known] = {}
+        self._known: dict[int, _CommonWork] = {}
+        by_number: dict[int, _CommonWork] = {}
         for rank in ranks:
             program = pass_.programs[rank]
             table, number = program.buffer_table(), self._alike.table(program)
             if number not in by_number:
-                by_number[number] = _Known(TrafficMeter(plan.problem, table))
+                by_number[number] = _CommonWork(TrafficMeter(plan.problem, table))
             self._tables[rank], self._known[rank] = table, by_number[number]
 
     def waits(self, rank: int) -> WaitsOfOps:
@@ -136,7 +136,7 @@ class SharedWork:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CommonWork:
     """What ranks with alike buffers have in common."""
 
     meter: TrafficMeter
