@@ -54,7 +54,7 @@ Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
 HOLD = 1
 
 
-class BoxSide(StrEnum):
+class Side(StrEnum):
     QUERIES = "queries"
     KEYS = "keys"
 
@@ -71,7 +71,7 @@ class Box(SharedOptions, CutSetting):
 
     tile: tuple[int, int] = (1, 1)
     backward_tile: tuple[int, int] | None = None
-    rotates: BoxSide | None = None
+    rotates: Side | None = None
     route: GradientRoute | None = GradientRoute.DIRECT
     inner: int | None = None
     rotation: bool = True
@@ -110,10 +110,10 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _order_of(box: Box, mesh: TilePass) -> Order:
-    if box.rotates is BoxSide.KEYS:
+    if box.rotates is Side.KEYS:
         assert box.route is not None, "the gradients of rotating keys are sent step by step"
         return RingOrder(mesh, box.route, box.inner)
-    if box.rotates is BoxSide.QUERIES:
+    if box.rotates is Side.QUERIES:
         return QueryOrder(mesh, box.route)
     problem = mesh.problem
     if box.one_call and mesh.tile.num_ranks == 1:
@@ -228,9 +228,9 @@ class BoxBuilder:
                 case _:  # exchange tokens for heads, or back
                     operations.append(task)
         buffers: dict[str, Buffer] = {}
-        if self._box.rotates is not BoxSide.QUERIES:
+        if self._box.rotates is not Side.QUERIES:
             buffers |= mesh.q.buffers(mesh.tile.row(unit))
-        if self._box.rotates is not BoxSide.KEYS:
+        if self._box.rotates is not Side.KEYS:
             buffers |= mesh.kv.buffers(mesh.tile.column(unit))
         return Unit(operations, {**buffers, **mesh.stack_buffers(unit), **blocks.buffers})
 
@@ -269,9 +269,9 @@ def _check_exchange(box: Box, planner: TilePlanner) -> None:
 
 def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
     """The box with the chunks and slices of heads that suit the size of the problem."""
-    if box.rotates is BoxSide.QUERIES or (box.rotates is BoxSide.KEYS and box.relayout):
+    if box.rotates is Side.QUERIES or (box.rotates is Side.KEYS and box.relayout):
         return box
-    if box.rotates is BoxSide.KEYS:
+    if box.rotates is Side.KEYS:
         chunks, heads = suggested_ring_cut(problem, num_ranks, box.ulysses, box.ranks_per_node)
         return replace(box, chunks=chunks, head_slices=heads)
     if box.relayout and num_ranks == box.ulysses:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.box import Box, BoxSide, Directions, plan_box
+from mesh_attention.plan.methods.box import Box, Directions, Side, plan_box
 from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, squarest
 from mesh_attention.plan.methods.parts.head_group import chosen_degree, ulysses_degrees
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
@@ -126,7 +126,7 @@ class RingSetting(RotationSetting, ChunkSetting):
 
 
 def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
-    box = Box.of("ring", setting, tile=(1, ranks), rotates=BoxSide.KEYS, route=setting.gradients)
+    box = Box.of("ring", setting, tile=(1, ranks), rotates=Side.KEYS, route=setting.gradients)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -137,7 +137,7 @@ class UspSetting(RotationSetting, DegreeSetting, ChunkSetting):
 
 def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    ring = {"tile": (1, ranks // degree), "rotates": BoxSide.KEYS, "route": setting.gradients}
+    ring = {"tile": (1, ranks // degree), "rotates": Side.KEYS, "route": setting.gradients}
     return plan_box(problem, ranks, Box.of("usp", setting, ulysses=degree, **ring), directions)
 
 
@@ -160,7 +160,7 @@ def plan_double_ring(
     if units % inner:
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
-    rings = {"tile": (1, units), "rotates": BoxSide.KEYS, "inner": inner}
+    rings = {"tile": (1, units), "rotates": Side.KEYS, "inner": inner}
     box = Box.of("double-ring", setting, ulysses=degree, **rings)
     return plan_box(problem, ranks, box, directions)
 
@@ -180,7 +180,7 @@ def plan_agq_ringkv(
     problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
 ) -> Plan:
     tile = setting.tile or squarest(ranks)
-    box = Box.of("agq-ringkv", setting, tile=tile, rotates=BoxSide.KEYS, route=setting.gradients)
+    box = Box.of("agq-ringkv", setting, tile=tile, rotates=Side.KEYS, route=setting.gradients)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -200,7 +200,7 @@ def plan_agkv_ringqo(
 ) -> Plan:
     """With outputs=travel each hop needs the outputs of the hop before, which limits overlap."""
     tile = setting.tile or squarest(ranks)
-    box = Box.of("agkv-ringqo", setting, tile=tile, rotates=BoxSide.QUERIES, route=setting.outputs)
+    box = Box.of("agkv-ringqo", setting, tile=tile, rotates=Side.QUERIES, route=setting.outputs)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -212,5 +212,5 @@ class RingQSetting(Setting):
 def plan_ring_q(
     problem: Problem, ranks: int, setting: RingQSetting, directions: Directions
 ) -> Plan:
-    box = Box.of("ring-q", setting, tile=(ranks, 1), rotates=BoxSide.QUERIES, route=None)
+    box = Box.of("ring-q", setting, tile=(ranks, 1), rotates=Side.QUERIES, route=None)
     return plan_box(problem, ranks, box, directions)

@@ -66,7 +66,7 @@ def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> T
 
 def exchange_of(
     head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]
-) -> ExchangeChunks:
+) -> HeadExchange:
     """The exchange around all head groups of a pass. It does not depend on the mask, so all masks
     share it."""
     problem = replace(head_group.problem, mask=Mask())
@@ -74,13 +74,12 @@ def exchange_of(
 
 
 @lru_cache(maxsize=8)
-def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> ExchangeChunks:
-    return ExchangeChunks([replace(group, index=i) for i in range(group.degree)], direction, needs)
+def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> HeadExchange:
+    return HeadExchange([replace(group, index=i) for i in range(group.degree)], direction, needs)
 
 
-class ExchangeChunks:
-    """What stands around a method: the caller's tensors, delta, and the rows that are exchanged, in
-    chunks or all at once."""
+class HeadExchange:
+    """What stands around a method: the caller's tensors, delta, and the rows that are exchanged."""
 
     def __init__(
         self, head_groups: list[HeadGroup], direction: Direction, needs: tuple[Kind, ...]
