@@ -191,13 +191,6 @@ def _check(
 ) -> None:
     p = a_plan(plan).problem
     tensors = {"q": q, "k": k, "v": v}
-    batch = q.shape[0] if q.ndim else 0
-    shapes = {
-        "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
-        "k": (batch, p.keys, p.kv_heads, p.head_dim),
-        "v": (batch, p.keys, p.kv_heads, p.v_dim),
-        "grad_out": (batch, p.q_tokens, p.num_heads, p.v_dim),
-    }
     if grad_out is not None:
         tensors["grad_out"] = grad_out
     fault = fault_of_kind(**tensors)
@@ -205,6 +198,13 @@ def _check(
         raise fault
     if grad_out is not None:
         plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
+    batch = q.shape[0] if q.ndim else 0
+    shapes = {
+        "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
+        "k": (batch, p.keys, p.kv_heads, p.head_dim),
+        "v": (batch, p.keys, p.kv_heads, p.v_dim),
+        "grad_out": (batch, p.q_tokens, p.num_heads, p.v_dim),
+    }
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise MeshAttentionError(
