@@ -17,7 +17,7 @@ from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
@@ -190,14 +190,10 @@ def _check(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
 ) -> None:
     p = a_plan(plan).problem
-    tensors = {"q": q, "k": k, "v": v}
-    if grad_out is not None:
-        tensors["grad_out"] = grad_out
+    tensors = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
     fault = fault_of_kind(**tensors)
     if fault is not None:
         raise fault
-    if grad_out is not None:
-        plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
     batch = q.shape[0] if q.ndim else 0
     shapes = {
         "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
@@ -205,6 +201,8 @@ def _check(
         "v": (batch, p.keys, p.kv_heads, p.v_dim),
         "grad_out": (batch, p.q_tokens, p.num_heads, p.v_dim),
     }
+    if grad_out is not None:
+        plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise MeshAttentionError(

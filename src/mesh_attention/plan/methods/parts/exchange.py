@@ -193,10 +193,13 @@ class Exchange:
         heads, rows = {}, {}
         for side in {side for _, side in kinds}:
             heads[side] = self._heads(task, side)
-            spans = self._slots(task, side)
-            rows[side] = [
-                [cut for span in spans for cut in clip_spans(cuts[side], *span)] for cuts in sent
-            ]
+            rows[side] = [cuts[side] for cuts in sent]
+            if self._first.cut is not None:
+                spans = self._slots(task, side)
+                rows[side] = [
+                    tuple(cut for span in spans for cut in clip_spans(own, *span))
+                    for own in rows[side]
+                ]
         return tuple(
             [
                 tuple(
