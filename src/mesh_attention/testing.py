@@ -190,7 +190,10 @@ def _check(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
 ) -> None:
     p = a_plan(plan).problem
-    tensors = {"q": q, "k": k, "v": v}
+    tensors = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
+    fault = fault_of_kind(**tensors)
+    if fault is not None:
+        raise fault
     batch = q.shape[0] if q.ndim else 0
     shapes = {
         "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
@@ -198,11 +201,6 @@ def _check(
         "v": (batch, p.keys, p.kv_heads, p.v_dim),
         "grad_out": (batch, p.q_tokens, p.num_heads, p.v_dim),
     }
-    if grad_out is not None:
-        tensors["grad_out"] = grad_out
-    fault = fault_of_kind(**tensors)
-    if fault is not None:
-        raise fault
     if grad_out is not None:
         plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
     for name, tensor in tensors.items():

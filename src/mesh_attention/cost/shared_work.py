@@ -25,7 +25,7 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike
 
 
 def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:
@@ -50,7 +50,7 @@ def _are_alike(nodes: Sequence[int], copies: int) -> bool:
 
 
 def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) -> bool:
-    """Whether ranks send to ranks of other nodes: all flows of a node divide what it can send."""
+    """Whether ranks send to other nodes: then all flows of a node divide its rate."""
     groups = {
         op.group
         for rank in ranks

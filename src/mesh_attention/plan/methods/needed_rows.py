@@ -20,17 +20,13 @@ from functools import cache, partial
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
-from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.needed_rows import (
-    check_ranges,
-    needed_keys,
-    needed_queries,
-)
+from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
     NeededSide,
@@ -44,19 +40,18 @@ from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_side
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.schedule.slices import follow_each_other
 
 # The next transfer is often due while the attention before it still runs.
 HOLD = 1
 
 
 @dataclass(frozen=True)
-class SeenSetting(ShapeSetting, SliceSetting):
+class NeededRowsSetting(ShapeSetting, SliceSetting):
     """The tile (left out: own queries, 1 x n), and how finely transfers are cut."""
 
 
-def plan_seen(
-    problem: Problem, ranks: int, setting: SeenSetting, directions: tuple[Direction, ...]
+def plan_needed_rows(
+    problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
     shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
@@ -99,7 +94,7 @@ def usual_layout(mask: Mask) -> LayoutKind:
 def _slices(
     problem: Problem,
     ranks: int,
-    setting: SeenSetting,
+    setting: NeededRowsSetting,
     direction: Direction,
     *,
     tile: Tile,
@@ -130,7 +125,7 @@ class NeededRowsBuilder:
         tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
-        """`gathers`: those that the other pass has made so far."""
+        """`gathers`: the gathers that the other pass has made so far."""
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv
