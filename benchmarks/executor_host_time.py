@@ -40,7 +40,7 @@ from mesh_attention.kernels import (
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Free
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport

@@ -45,7 +45,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.registry import choose, kernel_names
 from mesh_attention.machine.kernel_facts import PassRates
-from mesh_attention.measure.cluster_file import Point, fit, pass_section
+from mesh_attention.measure.curve_fit import Point, fit, pass_section
 from mesh_attention.measure.kernel_rates import KernelCall
 from mesh_attention.measure.ranks import Work
 from mesh_attention.plan.language.plan import Direction

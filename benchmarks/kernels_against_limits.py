@@ -37,7 +37,7 @@ from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, CallKind
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport

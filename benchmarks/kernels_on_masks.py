@@ -41,7 +41,7 @@ from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.triton_ranges import TritonRanges
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.call_masks import row_range
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor

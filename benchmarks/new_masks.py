@@ -34,7 +34,7 @@ from mesh_attention.kernels import RowRange
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.question import Question
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor

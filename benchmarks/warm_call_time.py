@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sockets import MpsDaemon, socket_environment
+from mps import MpsDaemon
+from sockets import socket_environment
 
 TOKENS, HEADS, DIM = 256, 8, 16
 
@@ -41,15 +42,16 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     device = torch.device("cuda", 0) if nccl else torch.device("cpu")
     dtype = torch.bfloat16 if nccl else torch.float32
     dist.init_process_group(args.backend)
-    tile = (args.ranks // 2, 2) if args.ranks > 3 else None
+    how: dict[str, Any] = {"method": "ulysses"}
+    if args.ranks > 3:
+        how = {"method": "mesh", "tile": (args.ranks // 2, 2), "chunks": (1, 1)}
     cp = ContextParallel(
         None,
         seq_len=TOKENS,
         num_heads=HEADS,
         head_dim=DIM,
         causal=False,
-        method="mesh" if tile else "ulysses",
-        **({"tile": tile, "chunks": (1, 1)} if tile else {}),
+        **how,
     )
     shape = (1, TOKENS // args.ranks, HEADS, DIM)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))

@@ -22,7 +22,7 @@ from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from replay.rank import RankToReplay, Replayed

@@ -23,6 +23,7 @@ class FileError(MeshAttentionError):
 
 
 def read_text(path: Path | str, *, most_bytes: int) -> str:
+    """Reads a regular file of at most `most_bytes`; anything else is a FileError."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | _WITHOUT_WAITING), "rb") as file:
             status = os.fstat(file.fileno())

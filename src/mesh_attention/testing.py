@@ -17,7 +17,7 @@ from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape

@@ -11,7 +11,7 @@ from kernel_curves import Case, K, cases, range_mask
 
 from mesh_attention.machine.kernel_facts import KernelRate, PassRates
 from mesh_attention.machine.load import read_cluster
-from mesh_attention.measure.cluster_file import Point, curve_tflops, fit, pass_section
+from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, pass_section
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
 from mesh_attention.plan.problem.mask import Mask

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def as_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(output(f"{line} --json", capsys))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """What SMALL answers without more options."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main([*SMALL.split(), "--json"]) == 0
+    return json.loads(out.getvalue())
 
 
 def test_one_pass_is_one_object_and_both_are_one_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,9 +81,10 @@ def test_every_method_can_be_asked_for(method: str, capsys: pytest.CaptureFixtur
         "--window 1000 --scheduler search",
     ],
 )
-def test_the_options_of_plans_are_taken(more: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, other = as_json(SMALL, capsys), as_json(f"{SMALL} {more}", capsys)
-    assert plain != other
+def test_the_options_of_plans_are_taken(
+    more: str, plain: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json(f"{SMALL} {more}", capsys) != plain
 
 
 def test_ways_to_overlap_differ(capsys: pytest.CaptureFixture[str]) -> None:

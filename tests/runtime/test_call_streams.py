@@ -10,7 +10,7 @@ import torch
 from mesh_attention import Problem, make_plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.language.workspace import workspace_map
-from mesh_attention.runtime.device.streams import ComputeStreams
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.compute import _forward
 from mesh_attention.runtime.execute.steps import must_follow
 

@@ -85,7 +85,7 @@ class PlanChoice:
         return self.question.plan()
 
     def timeline(self, direction: Direction) -> Timeline:
-        """Of what was chosen for a pass; simulated now where an estimate was enough to choose."""
+        """Of the setting of a pass; simulated now if an estimate was enough to choose it."""
         return self.asked.timeline(self.chosen[direction])
 
 
@@ -188,7 +188,7 @@ def find_default(
     *,
     directions: Sequence[Direction | str] = BOTH,
 ) -> PlanChoice:
-    """What every door takes where nobody says a method."""
+    """What every door takes if the caller names no method."""
     return find_best(
         problem,
         num_ranks,

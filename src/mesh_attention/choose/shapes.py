@@ -75,8 +75,8 @@ def shows_little(problem: Problem) -> bool:
 
 
 def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """Ranks of which one ends last, under a mask that shows little: that whose tile shows most, and
-    where single rows travel that which exchanges most of them with other nodes."""
+    """The ranks that may end last under a mask that shows little: the rank whose tile shows most,
+    and, if single rows travel, the rank that exchanges most of them with other nodes."""
     layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
     degree, tile = degree_and_tile(method, setting, plan.num_ranks)
     ranks = {plan.num_ranks // 2}

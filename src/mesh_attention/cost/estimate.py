@@ -1,10 +1,10 @@
 """How long a pass takes as one rank sees it: its own program, with the others there on time.
 
-A search looks at hundreds of settings, and to simulate all ranks takes seconds each; the program of
-one rank takes milliseconds. Two numbers come of it. `seconds` is the estimate by which settings are
-ranked: both streams, slowed by each other as the cluster says, and links shared with the ranks of
-the node as if they did the same. `least_seconds` is a bound: no simulation of all ranks is shorter,
-since to wait for others and to share links can only delay what a program does in its order.
+A search looks at hundreds of settings. To simulate all ranks takes seconds each, the program of one
+rank milliseconds. `seconds` is the estimate by which `choose/` ranks settings: both streams, slowed
+by each other as the cluster says, and links shared with the ranks of the node as if they did the
+same. `least_seconds` is a bound: no simulation of all ranks is shorter, since waiting for others
+and sharing links can only delay a program.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class _LinkSharing:
         return sum([nodes[member] == node for member in group])
 
     def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
-        """How much longer a flow out of a node takes, if all groups of the node have one at once;
-        all members there, where it goes to the place in another node that its sender has in its
-        own."""
+        """How much longer a flow out of a node takes if every group of the node has one at once. If
+        it goes to the place in another node that its sender has in its own, every member has."""
         cluster, network, here = self._cluster, self._cluster.network, self._here(group, rank)
         flows = min(cluster.node.ranks, len(self._devices)) / here
         source, target = map(group.index, ends)
@@ -197,8 +196,8 @@ class _Rank:
 
 
 class _Streams:
-    """Two streams of a rank, each in program order, of which each may slow the other; or one thread
-    and what it has in flight."""
+    """Two streams of a rank, each in program order, which slow each other; or one thread and the
+    transfers that it has in flight."""
 
     def __init__(self, rank: _Rank, *, disturbed: bool) -> None:
         self._rank, self._disturbed = rank, disturbed
@@ -245,7 +244,8 @@ class _Streams:
                     self._done[self._computing_at] = 1
 
     def _speed(self, move: _Move, *, beside: bool) -> float:
-        """Those that leave the node, or do not, divide a link. As a bound there is room for all."""
+        """Transfers that leave the node divide one link, the others another. For the bound all have
+        room."""
         if not self._disturbed:
             return 1.0
         speed = 1.0 - move.slowdown if beside else 1.0

@@ -81,7 +81,7 @@ def tokens_stay(plan: Plan, options: Mapping[str, Any]) -> bool:
 
 
 def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen for a pass: what it says itself, and the options that it does not name."""
+    """The setting of a pass as people read it: what the pass states, and the other options."""
     setting: dict[str, Any] = {**pass_.setting, "layout": plan.q_layout.kind.value}
     stated = {*setting, *(f"backward_{name}" for name in setting), "ranks_per_node", "costs"}
     for name, value in options.items():

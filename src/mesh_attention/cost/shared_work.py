@@ -50,7 +50,7 @@ def _are_alike(nodes: Sequence[int], copies: int) -> bool:
 
 
 def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) -> bool:
-    """Whether ranks send to ranks of other nodes: all flows of a node divide what it can send."""
+    """Whether ranks send to other nodes: then all flows of a node divide its rate."""
     groups = {
         op.group
         for rank in ranks

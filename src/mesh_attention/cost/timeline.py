@@ -53,7 +53,7 @@ class Event:
 
 
 def some_timelines(value: Any) -> Sequence[Timeline]:
-    """What was given where pictures and traces want timelines: at least one, in a list."""
+    """Checks an argument of pictures and traces: a list of at least one timeline."""
     if (
         not isinstance(value, Sequence)
         or not value
@@ -74,7 +74,7 @@ class Timeline:
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
     far_bytes: tuple[int, ...]  # those of them that came from other nodes
     kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
-    target: Target | None = None  # for which the programs of `one` were compiled
+    target: Target | None = None  # for which the programs of `pass_` were compiled
 
     @cached_property
     def runtime_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""From a mask the blocks of it that a kernel has to look at, made once by a few tensor operations.
+"""The blocks of a mask that a Triton kernel has to look at, made once by a few tensor operations.
 
 Queries and keys are cut into blocks. Of each pair of blocks all, some or none of the pairs are
 visible, which follows from the smallest and largest positions. A kernel wants, for each block of

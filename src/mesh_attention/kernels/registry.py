@@ -1,7 +1,7 @@
 """The table of kernels in order of preference, and the choice among them.
 
-A choice is made once for a request, and so for each pass apart, and can say why: the answer lists
-what every kernel that was asked before it said. Users may add kernels of their own.
+A choice is made once for a request, so for each pass separately, and says why: it lists the reason
+of every kernel that was asked before. Users may add kernels of their own (`register`).
 """
 
 from __future__ import annotations

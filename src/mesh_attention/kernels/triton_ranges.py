@@ -1,7 +1,7 @@
 """Our own attention kernels in Triton: any row ranges in one call, forward and backward.
 
-The kernels are in `fused/attention_*.py`, their launches in `launches.py`; here is what stands
-around them: sizes of tiles, memory for results, and what is kept of calls of one kind.
+The kernels are in `fused/attention_*.py`, their launches in `launches.py`. This file chooses sizes
+of tiles, allocates results, and keeps one launch for all calls of the same kind.
 """
 
 from __future__ import annotations

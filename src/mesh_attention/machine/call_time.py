@@ -73,9 +73,9 @@ def kernel_seconds(
 
 
 def unfilled(rates: PassRates, sms: int, size: CallSize) -> float:
-    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs,
-    of which the next call fills half of the last. Of a causal square the tiles are unlike, and
-    shared out as SMs fall free: none takes less time than its largest, twice the mean."""
+    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs;
+    the next call fills half of the last round. Tiles of a causal square are unlike, and are shared
+    out as SMs fall free: the call lasts at least as long as its largest tile, twice the mean."""
     if not rates.tile_rows or not size.rows:
         return 1.0
     tiles = num_tiles(rates, size)
@@ -113,9 +113,9 @@ def sms_left(tiles: int, sms: int, asked: int) -> int:
     """SMs that a call without a mask leaves: as many as cost it no round, and no less than asked.
 
     Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
-    pairs that share what they load, if a head has an even number of tiles, and two free SMs in
-    different parts of the GPU are no place for a pair: one that finds none beside a transfer begins
-    when that is over, or other pairs are, with all of its tiles to do (on an H200 5.4 ms for 3.5).
+    pairs that share what they load, if a head has an even number of tiles. Two free SMs in
+    different parts of the GPU are no place for a pair: without a place beside a transfer it begins
+    when the transfer or another pair ends, with all of its tiles to do (on an H200 5.4 ms for 3.5).
 
     >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
     28

@@ -1,4 +1,4 @@
-"""Clusters from TOML: those that ship with the library by name, a person's own by path.
+"""Clusters from TOML: the library's by name, a person's own by path.
 
 Every field is required and nothing else is accepted, so that no constant is left to a default
 nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
@@ -134,7 +134,7 @@ def _refuse_fields_of_old(table: Mapping[str, Any], source: str) -> None:
 
 
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
-    """No kernel faster than the GPU, and for every call one that takes it."""
+    """No kernel is faster than the GPU, and every kind of call has a kernel."""
     there: set[str] = set()
     for name, rates in cluster.passes(direction).items():
         where = f"{source}: kernels.{name}.{direction}"

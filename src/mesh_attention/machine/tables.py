@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ClusterError(MeshAttentionError, ValueError):
-    """A cluster that does not exist, or a description of one that does not hold together."""
+    """A cluster does not exist, or its description does not hold together."""
 
 
 # Fields that may be zero: what does not cost anything, or does not disturb.

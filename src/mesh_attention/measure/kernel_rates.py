@@ -1,8 +1,8 @@
 """How fast the kernels are that would be chosen here: calls of both passes at a few sizes, merges,
 and products of matrices, which stand for the peak of a processor without a data sheet.
 
-`profile.py` measures with this. All ranks measure at once, since on one machine they share memory,
-and on CPUs the processor too. `benchmarks/kernel_curves.py` takes `KernelCall` from here.
+`profile.py` and `benchmarks/kernel_curves.py` measure with this. All ranks measure at once, since
+on one machine they share memory, and on CPUs the processor too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,8 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.registry import choose, choose_rows
 from mesh_attention.kernels.rows import accumulator_dtype, delta
-from mesh_attention.machine.kernel_facts import PassRates, facts_of
-from mesh_attention.measure.cluster_file import Point, curve_tflops, fit, fit_terms
+from mesh_attention.machine.kernel_facts import KernelRate, PassRates, facts_of
+from mesh_attention.measure.curve_fit import Point, fit, fit_terms
 from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
@@ -100,19 +101,30 @@ def kernels_of(
     ranks: Ranks, sizes: Sizes
 ) -> dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]]:
     """The kernels that would be chosen here by pass and name, with the kinds of calls they take."""
-    capability = torch.cuda.get_device_capability(ranks.device) if ranks.is_cuda else None
-    D, H = sizes.head_dim, sizes.heads
     kernels: dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]] = {}
     for direction in Direction:
         by_name = kernels.setdefault(direction, {})
         for kind in CallKind:
-            where = (ranks.device.type, capability, sizes.dtype)
             try:
-                kernel = choose(Request(direction, *where, D, D, H, H, MaskKind(kind))).kernel
+                kernel = choose(request(ranks, sizes, direction, kind)).kernel
             except KernelRefusedError as error:
                 raise MeasureError(str(error)) from error
             by_name.setdefault(kernel.name, (kernel, set()))[1].add(kind)
     return kernels
+
+
+def request(ranks: Ranks, sizes: Sizes, direction: Direction, kind: CallKind) -> Request:
+    capability = torch.cuda.get_device_capability(ranks.device) if ranks.is_cuda else None
+    where = (ranks.device.type, capability, sizes.dtype)
+    D, H = sizes.head_dim, sizes.heads
+    return Request(direction, *where, D, D, H, H, MaskKind(kind))
+
+
+class Curve(NamedTuple):
+    """A curve, with the points that it was fitted to."""
+
+    rate: KernelRate
+    points: list[Point]
 
 
 class KernelMeter:
@@ -146,9 +158,8 @@ class KernelMeter:
         where = self._ranks.device if self.ranges else torch.device("cpu")
         return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
 
-    def points(self, kind: CallKind, gap: float) -> list[Point]:
-        """Calls to fit a curve to. `gap` is what a call costs whatever it does, and comes on top of
-        the curve."""
+    def curve(self, kind: CallKind, gap: float) -> Curve:
+        """`gap` is what a call costs whatever it does, and comes on top of the curve."""
         points: list[Point] = []
         n, heads = self._sizes.first, self._sizes.heads
         while not points or (points[-1].seconds < self._sizes.lasting / 2 and n <= _LARGEST):
@@ -160,7 +171,7 @@ class KernelMeter:
             points.append(self._point(kind, n // 4, n, heads, gap))
         if kind is CallKind.FULL:
             points.append(self._point(kind, n, n // 4, heads, gap))
-        return points
+        return Curve(fit(points), points)
 
     def _point(self, kind: CallKind, rows: int, columns: int, heads: int, gap: float) -> Point:
         call = self.call(kind, rows, columns, heads)
@@ -169,23 +180,7 @@ class KernelMeter:
         what = f"{rows} x {columns}, {heads} heads"
         return Point(what, rows, seen, heads, call.flops, max(lasts - gap, lasts / 10))
 
-    def rates(self, gap: float, transfer: Work) -> tuple[PassRates, dict[str, list[str]], str]:
-        """The rates of the pass, for each kind the lines that its curve was fitted to, and how it
-        was found whether a transfer can begin beside a call."""
-        curves, lines = {}, {}
-        for kind in self.kinds:
-            points = self.points(kind, gap)
-            rate = curves[kind] = fit(points)
-            lines[kind.value] = [
-                f"{p.what}: {p.tflops:.4g} TFLOP/s; the curve gives {curve_tflops(rate, p):.4g}"
-                for p in points
-            ]
-        begins, margin, how = self._room_for_transfers(transfer)
-        launch = round(self._launch_seconds() * 1e6, 1)
-        rates = [curves.get(kind) for kind in CallKind]
-        return PassRates(self.ranges, begins, margin, launch, *rates), lines, how
-
-    def _launch_seconds(self) -> float:
+    def launch_seconds(self) -> float:
         """The host's time for a call; on a CPU that of the smallest call."""
         work = self.call(self.kinds[0], 16, 16, 1).work()
         if not self._ranks.is_cuda:
@@ -198,7 +193,7 @@ class KernelMeter:
             times.append(time.perf_counter() - begin)
         return self._ranks.average([sorted(times)[len(times) // 2]])[0]
 
-    def _room_for_transfers(self, transfer: Work) -> tuple[bool, int, str]:
+    def room_for_transfers(self, transfer: Work) -> tuple[bool, int, str]:
         """Whether a transfer can begin in the middle of a call, the margin of SMs that calls heed,
         and how that was found."""
         ranks = self._ranks
@@ -233,6 +228,18 @@ class KernelMeter:
             done.record(stream)
         torch.cuda.synchronize(device)
         return float(begin.elapsed_time(done) / begin.elapsed_time(end))
+
+
+def pass_rates(
+    meter: KernelMeter, gap: float, transfer: Work
+) -> tuple[PassRates, dict[CallKind, Curve], str]:
+    """The rates of a pass, the curves they come from, and how it was found whether a transfer can
+    begin beside a call."""
+    curves = {kind: meter.curve(kind, gap) for kind in meter.kinds}
+    begins, margin, how = meter.room_for_transfers(transfer)
+    launch = round(meter.launch_seconds() * 1e6, 1)
+    rates = [curves[kind].rate if kind in curves else None for kind in CallKind]
+    return PassRates(meter.ranges, begins, margin, launch, *rates), curves, how
 
 
 def merge_costs(ranks: Ranks, sizes: Sizes) -> tuple[float, float, list[str]]:

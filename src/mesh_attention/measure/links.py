@@ -19,7 +19,7 @@ from mesh_attention.machine.cluster import (
     Node,
     PeerLink,
 )
-from mesh_attention.measure.cluster_file import fit_terms, short
+from mesh_attention.measure.curve_fit import fit_terms, short
 from mesh_attention.measure.ranks import Ranks
 from mesh_attention.measure.transfers import Begin, TimedTransfers, done
 
@@ -235,8 +235,9 @@ def _latency_and_rate(samples: Sequence[Sample]) -> tuple[float, float, float]:
 def _beyond(
     known: Sequence[float], times: float, num_bytes: Sequence[float], samples: Sequence[Sample]
 ) -> tuple[float, float]:
-    """Seconds of what happens `times` in each sample, and of a byte, after the `known` seconds. At
-    least a tenth of a sample is left, since what is known was fitted too."""
+    """Fits what is left of samples after their `known` seconds: seconds of a hop or message, of
+    which each sample has `times`, and of a byte. At least a tenth of a sample is left, since the
+    known seconds were fitted too."""
     left = [max(s.seconds - x, s.seconds / 10) for s, x in zip(samples, known, strict=True)]
     each, per_byte = fit_terms([(times, b) for b in num_bytes], left, needed=(1,))
     return each, per_byte

@@ -19,13 +19,14 @@ from mesh_attention.cost.detect_cluster import Machine, find_cluster, is_known_g
 from mesh_attention.machine.cluster import Cluster, Disturbance, Gpu
 from mesh_attention.machine.kernel_facts import KernelRates
 from mesh_attention.machine.load import parse_cluster
-from mesh_attention.measure.cluster_file import cluster_text, short
+from mesh_attention.measure.curve_fit import cluster_text, pass_notes, short
 from mesh_attention.measure.kernel_rates import (
     KernelMeter,
     Sizes,
     kernels_of,
     matrix_product_tflops,
     merge_costs,
+    pass_rates,
 )
 from mesh_attention.measure.links import KIB, LinkMeter
 from mesh_attention.measure.ranks import MeasureError, Ranks
@@ -48,8 +49,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds of one measurement, about, rows of the smallest square of
-    queries and keys, and bytes of transfers, ascending."""
+    """How long to measure: about so many seconds a measurement, the rows of the smallest square of
+    queries and keys, and the bytes of transfers, ascending."""
 
     lasting: float
     rows: int
@@ -79,17 +80,14 @@ def profile_ranks(
         raise MeasureError("there is one rank, and nothing travels: start at least two")
     cuda = ranks.is_cuda
     effort = effort or Effort.usual(ranks.device)
-    sizes = Sizes(
-        heads or (32 if cuda else 4),
-        head_dim,
-        dtype or (torch.bfloat16 if cuda else torch.float32),
-        effort.rows,
-        effort.lasting,
-    )
+    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+    sizes = Sizes(heads or (32 if cuda else 4), head_dim, dtype, effort.rows, effort.lasting)
     return _Profiling(ranks, name, sizes, effort, progress).measure()
 
 
 class _Profiling:
+    """One profile. `_notes` are comments of the file, by the place that they explain."""
+
     def __init__(
         self, ranks: Ranks, name: str, sizes: Sizes, effort: Effort, progress: Progress | None
     ) -> None:
@@ -194,32 +192,27 @@ class _Profiling:
         return Gpu(name, *rates, sms, short(gap * 1e6))
 
     def _kernels(self, meter: LinkMeter, gap: float) -> dict[str, KernelRates]:
-        members = meter.transfers.group([range(self._ranks.size)])
-        assert members is not None
-        small = done(meter.transfers.collective("all-gather", members, 64 * KIB))
+        every = tuple(range(self._ranks.size))
+        small = done(meter.transfers.collective("all-gather", every, 64 * KIB))
         kernels: dict[str, KernelRates] = {}
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
                 timer = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
-                rates, curves, how = timer.rates(gap, small)
+                rates, curves, done_at = pass_rates(timer, gap, small)
                 earlier = kernels.get(name, KernelRates())
                 kernels[name] = replace(earlier, **{direction.value: rates})
-                place = f"kernels.{name}.{direction.value}"
-                self._notes[f"{place}.lets_transfers_begin"] = how
-                self._notes[f"{place}.launch_microseconds"] = "measured: of the smallest call"
-                for kind, lines in curves.items():
-                    self._notes[f"{place}.{kind}"] = lines
+                points = {kind: curve.points for kind, curve in curves.items()}
+                self._notes |= pass_notes(name, direction, rates, points, done_at)
                 self._tell()
         return kernels
 
     def _disturbance(self, meter: LinkMeter) -> Disturbance:
-        """Beside gathers over all ranks and beside a ring of them, forward and backward."""
+        """What calls of both passes and transfers lose beside each other: gathers over all ranks,
+        and a ring of them."""
         ranks, part = self._ranks, meter.largest
         ring = [((ranks.rank + 1) % ranks.size, True), ((ranks.rank - 1) % ranks.size, False)]
-        members = meter.transfers.group([range(ranks.size)])
-        assert members is not None
         begins = {
-            "gather": meter.transfers.collective("all-gather", members, part),
+            "gather": meter.transfers.collective("all-gather", tuple(range(ranks.size)), part),
             "rotation": meter.transfers.messages(ring, part),
         }
         losses: dict[tuple[str, Direction], Lost] = {}

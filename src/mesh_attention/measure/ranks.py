@@ -37,7 +37,7 @@ class MeasureError(MeshAttentionError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, node by node: rank r is on node r // per_node."""
+    """The ranks of a process group, of which rank r is on node r // per_node."""
 
     group: dist.ProcessGroup
     rank: int

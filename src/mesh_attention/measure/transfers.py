@@ -200,5 +200,6 @@ def _on_streams(
 
 
 def done_by(seconds: float, ends: Sequence[float]) -> float:
-    """How much of a row of pieces of work that end at `ends` is done by then, in pieces."""
+    """The number of calls or transfers done by `seconds`, with the part of the next; `ends` are the
+    times at which they end."""
     return float(np.interp(seconds, [0.0, *ends], range(len(ends) + 1)))

@@ -109,7 +109,7 @@ def page_of(facts: ReportFacts, library: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """For the inside of a script: nothing in it ends the element."""
+    """JSON for the inside of a script element: no character of it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -231,7 +231,7 @@ def _section(picture: Picture) -> str:
 
 
 def _control(picture: str, at: int, control: Control) -> str:
-    """Buttons that exclude each other, or a list; a single choice is no choice, but has a value."""
+    """Radio buttons, or a list of many choices; a single choice is a hidden input."""
     name, label = f"{picture}-{control.name}", escape(control.label)
     choices = [(escape(value), escape(text)) for value, text in control.choices]
     if len(choices) == 1:

@@ -1,4 +1,4 @@
-"""One small Triton kernel that touches results only to spoil them."""
+"""`kernels/poison.py` in one small Triton kernel, which writes results only if a call was wrong."""
 
 from __future__ import annotations
 

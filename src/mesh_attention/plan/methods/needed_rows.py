@@ -26,11 +26,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.needed_rows import (
-    check_ranges,
-    needed_keys,
-    needed_queries,
-)
+from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
     NeededSide,
@@ -50,12 +46,12 @@ HOLD = 1
 
 
 @dataclass(frozen=True)
-class SeenSetting(ShapeSetting, SliceSetting):
+class NeededRowsSetting(ShapeSetting, SliceSetting):
     """The tile (left out: own queries, 1 x n), and how finely transfers are cut."""
 
 
-def plan_seen(
-    problem: Problem, ranks: int, setting: SeenSetting, directions: tuple[Direction, ...]
+def plan_needed_rows(
+    problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
     shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
@@ -98,7 +94,7 @@ def usual_layout(mask: Mask) -> LayoutKind:
 def _slices(
     problem: Problem,
     ranks: int,
-    setting: SeenSetting,
+    setting: NeededRowsSetting,
     direction: Direction,
     *,
     tile: Tile,
@@ -129,7 +125,7 @@ class NeededRowsBuilder:
         tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
-        """`gathers`: those that the other pass has made so far."""
+        """`gathers`: the gathers that the other pass has made so far."""
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv

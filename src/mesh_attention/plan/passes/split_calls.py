@@ -6,7 +6,7 @@
 that becomes ready meanwhile has to wait, so at most one begins for every call. Where a program has
 more communications than attentions, full calls on such kernels are split by queries into as many.
 Each part has rows of its own to merge, and calls take turns on two streams
-(`runtime/device/streams.py`), so a split costs next to nothing. The backward pass stays whole: it
+(`runtime/device.py`), so a split costs next to nothing. The backward pass stays whole: it
 lasts longer beside its communications, and each further call would add up one more dQ, or dK
 and dV.
 

@@ -1,8 +1,8 @@
-"""The backward kernel calls of one operation, and what they are given, prepared once for all.
+"""The backward kernel calls of one operation and their inputs, which are prepared together.
 
-A kernel declares what it needs (`BackwardNeeds`), a plan has either `out` or `delta`. What is
-missing is made for all rows of the operation at once, a finite log-sum-exp for every run of rows
-that a call takes: it must be contiguous.
+A kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or `delta`. The
+missing one is made for all rows of the operation at once. A finite log-sum-exp is made for every
+run of rows that a call takes, since it must be contiguous. `ComputeOperations` makes these calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mesh_attention.kernels import (
     RowKernels,
 )
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.device.streams import ComputeStreams
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.binding import cut
 from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
 
@@ -49,14 +50,12 @@ class Missing:
             tuple(dict.fromkeys(rows for needs, rows in calls if needs.finite_lse)),
         )
 
-    def num_bytes(
-        self, *, num_heads: int, v_head_dim: int, element_bytes: int, accumulate_bytes: int
-    ) -> int:
-        """For one batch element."""
+    def head_bytes(self, problem: Problem) -> int:
+        """For one head of one batch element."""
         statistics = sum(stop - start for start, stop in (self.delta or (0, 0), *self.lse))
         start, stop = self.out or (0, 0)
-        out = (stop - start) * v_head_dim
-        return num_heads * (statistics * accumulate_bytes + out * element_bytes)
+        out_bytes = (stop - start) * problem.v_dim * problem.element_bytes
+        return statistics * problem.accumulate_bytes + out_bytes
 
 
 def _hull(intervals: Sequence[Interval]) -> Interval | None:

@@ -1,7 +1,7 @@
-"""The tensors behind a program's buffers.
+"""The tensors behind a program's buffers, for the executor.
 
 Workspace buffers lie at planned offsets of a block; views of them are made once and kept with it.
-The caller's tensors come and go with every call. The executor asks for both.
+The caller's tensors come and go with every call: nothing here keeps them.
 """
 
 from __future__ import annotations

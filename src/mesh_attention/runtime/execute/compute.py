@@ -32,7 +32,7 @@ from mesh_attention.plan.language.program import (
     Program,
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
-from mesh_attention.runtime.device.streams import ComputeStreams
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.backward import (
     AccumulatorRows,
     BackwardCall,

@@ -34,8 +34,7 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.read.verify.order import order_fault
-from mesh_attention.runtime.device.streams import ComputeStreams
-from mesh_attention.runtime.device.workspace import PassMemory, Workspace, WorkspaceBlock
+from mesh_attention.runtime.device import ComputeStreams, PassMemory, Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.execute.compute import ComputeOperations, Scores

@@ -1,9 +1,9 @@
 """What a pass holds on the device besides its buffers: kernels' own memory, and tables of masks.
 
-Kernels return new tensors, which are merged into the buffers and dropped, and may take memory for
-themselves meanwhile; backward calls share what is prepared for them. The largest operation decides,
-so this too is known before anything runs, as far as kernels say what they take, and for one batch
-element; larger batches need copies besides. The bytes of masks are counted once they are made.
+The executor asks. Kernels return new tensors, which are merged into the buffers and dropped, and
+may take memory for themselves meanwhile; backward calls share what is prepared for them. The
+largest operation decides, so the number is known before anything runs: for one batch element, and
+as far as kernels say what they take. The bytes of masks are counted once masks are made.
 """
 
 from __future__ import annotations
@@ -59,12 +59,7 @@ def _prepared(
         (backward_needs(kernels[call.kernel]), (call.q_start, call.q_stop)) for call in op.calls
     ]
     missing = Missing.of(calls, has_out=op.out is not None, has_delta=op.delta is not None)
-    return missing.num_bytes(
-        num_heads=num_heads,
-        v_head_dim=problem.v_dim,
-        element_bytes=problem.element_bytes,
-        accumulate_bytes=problem.accumulate_bytes,
-    )
+    return num_heads * missing.head_bytes(problem)
 
 
 def call_size(

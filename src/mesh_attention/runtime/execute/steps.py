@@ -22,7 +22,7 @@ from mesh_attention.plan.language.program import (
     writes,
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
-from mesh_attention.runtime.device.streams import ComputeStreams, Marks
+from mesh_attention.runtime.device import ComputeStreams, Marks
 from mesh_attention.runtime.execute.binding import Bindings
 
 

@@ -32,7 +32,7 @@ from mesh_attention.plan.language.program import AttendBackward, Attention, Prog
 from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.compute import Scores

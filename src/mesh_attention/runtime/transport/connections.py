@@ -3,8 +3,8 @@
 A rank that breaks off a call drops its groups, and the others learn it from closed connections. But
 processes that it forked, as the workers of a `DataLoader`, hold copies, and a connection is closed
 only with its last copy. Shutting it down ends it for all who hold it, here and at the other end,
-and what is in flight on it fails at once. gloo has no call for that, so its sockets are found:
-those that are new once a group is made, where they are as many as it must have.
+and what is in flight on it fails at once. gloo has no call for that, so `groups.py` compares the
+sockets of the process before and after it makes a group.
 """
 
 from __future__ import annotations

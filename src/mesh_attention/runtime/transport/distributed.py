@@ -20,7 +20,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, Communication, ReduceScatter
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import (
     Handle,

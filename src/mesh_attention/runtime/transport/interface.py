@@ -26,7 +26,7 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Traffic
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 
 View = Callable[[Piece], Tensor]  # the rows of a piece, (rows, batch, heads, width)
 Pieces = tuple[Piece, ...]

@@ -1,4 +1,4 @@
-"""The job's key-value store, asked for a limited time.
+"""The job's key-value store with a time limit on every question; agreement and groups ask it.
 
 The process that keeps it (rank 0 of the job, or the launcher) may end, or be stopped and never
 answer. PyTorch's client then waits in the system without any limit, so every question is asked in a

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.program import Communication, Program, writes
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import (
     Handle,
     Meter,

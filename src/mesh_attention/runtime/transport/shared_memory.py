@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.workspace import ALIGNMENT_BYTES
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import forget
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock, obstacle

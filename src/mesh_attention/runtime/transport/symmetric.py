@@ -21,7 +21,7 @@ import torch
 
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, SendRecv
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
@@ -31,7 +31,8 @@ from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, Symme
 
 
 class SymmetricTransport:
-    """Near where all ranks of an operation share memory, `far` elsewhere, on the same stream."""
+    """Copies where all ranks of an operation share memory; `far` carries the others, on the same
+    stream."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class SymmetricTransport:
         return lambda after: _Both(far_start(after), self._begin(near, view, after))
 
     def _begin(self, op: Communication, view: View, after: Marks) -> Handle:
-        """What of an operation is among ranks that the memory covers."""
+        """Start an operation, or its half, among ranks that share memory."""
         key = (op.group, op.name)
         if key not in self._near:
             self._near[key] = self._worked_out(op), torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -299,10 +299,10 @@ class HeadGroup:
         return Buffer(name, kind, rows, heads, precision or kind.precision)
 
     def heads_of(self, chunk: Chunk, kind: Kind) -> tuple[int, int]:
-        first, last = self.heads(kind)
+        heads = self._heads[kind.is_key_side]
         if chunk.heads is None:
-            return first, last
-        return first + chunk.heads[0], first + chunk.heads[1]
+            return heads
+        return heads[0] + chunk.heads[0], heads[0] + chunk.heads[1]
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -13,13 +13,7 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, SendRecv, Task
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.rotate import (
-    GradientRoute,
-    Rotation,
-    deliveries,
-    hop,
-    ring,
-)
+from mesh_attention.plan.methods.parts.rotate import GradientRoute, Rotation, deliveries, hop, ring
 from mesh_attention.plan.methods.parts.task_orders import RingOrder
 from mesh_attention.plan.methods.parts.tile_pass import Pair, Pieces, TilePass, attention
 from mesh_attention.plan.problem.spans import Spans

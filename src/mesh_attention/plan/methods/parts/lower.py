@@ -32,11 +32,7 @@ from mesh_attention.plan.methods.parts.blocks import (
     grid_calls,
     row_list,
 )
-from mesh_attention.plan.methods.parts.lower_unions import (
-    SegmentPieces,
-    segments_near,
-    union_calls,
-)
+from mesh_attention.plan.methods.parts.lower_unions import SegmentPieces, segments_near, union_calls
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import visible_pairs
@@ -74,7 +70,7 @@ class Queries:
 
     list: RowList
     rows: RowRanges
-    some: tuple[int, int] = (0, 0)  # the keys that some query sees, and those that all see
+    some: tuple[int, int] = (0, 0)  # the keys that some query sees, and that all see
     all: tuple[int, int] = (0, 0)
     sight: Sight | None = None  # block by block
     few: tuple[tuple[int, int, int, int], ...] | None = None  # of few blocks without padding

@@ -94,11 +94,7 @@ def _pieces(
 
 
 def union_calls(
-    q: SegmentPieces,
-    keys: BlockList,
-    key_rows: tuple[int, ...],
-    rows: RowRanges,
-    most_cells: int,
+    q: SegmentPieces, keys: BlockList, key_rows: tuple[int, ...], rows: RowRanges, most_cells: int
 ) -> tuple[Call, ...] | None:
     """Calls with rows counted inside the two lists; None where the two see each other in part, and
     too many cells would be needed to say how."""

@@ -160,8 +160,8 @@ class Rows:
 class NeededRows:
     """The rows of one side that ranks work on, as intervals of positions.
 
-    Ranks lie in a grid. All ranks of a *line* of the grid work on the same positions, and each of
-    them on those that belong to ranks of its own place in the lines. An interval of line l is kept
+    Ranks lie in a grid. All ranks of a *line* of the grid work on the same positions, each of them
+    on the part that belongs to ranks of its own place in the lines. An interval of line l is kept
     as `l * stride` plus positions, so that all lines are sorted, joined and searched together.
     """
 

@@ -7,7 +7,7 @@ buffers and merges: needed rows arrive before the attention, partial results of 
 it, and the owner combines the partials of each of its rows. Used by `methods/needed_rows.py`.
 
 Buffers: `k.0` holds the gathered keys of head slice 0, `grad_k.0` their partial gradients, `.wire`
-what is sent, `.in` what arrives.
+the copy that is sent, `.in` the partials that arrive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Summand:
 class RankRows:
     rank: int
     local: bool  # it works on its own rows only
-    rows: Spans  # the places of what it works on; empty if it has nothing to do
+    rows: Spans  # the places of the rows it works on; empty if it has nothing to do
     num_rows: int
     gathered: ByRank  # rows of them, by owner
     sent: ByRank  # own slots, by user
@@ -173,7 +173,7 @@ class NeededSide:
     ) -> ByMember:
         return {member: self._pieces(names, spans, heads) for member, spans in rows.items()}
 
-    # Partials on their way to the owner.
+    # Partial results for their owners.
 
     def to_wire(self, task: Task, own: RankRows, part: int) -> list[Operation]:
         casts: list[Operation] = []
@@ -211,7 +211,7 @@ class NeededSide:
         return f"{kind}.{part}" if same or own.local else f"{kind}.{part}.wire"
 
     def buffers(self, own: RankRows) -> Iterator[Buffer]:
-        """All that a rank may use; a program keeps those that it does use."""
+        """All buffers that a rank may use; its program keeps the ones it uses."""
         buffer = self.head_group.buffer
         for part, chunk in enumerate(self.chunks):
             for kind in self.inputs if not own.local else ():

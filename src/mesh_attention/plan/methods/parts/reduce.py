@@ -45,8 +45,8 @@ def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
 
 
 class Combine(StrEnum):
-    # Exchange where every Q group lies inside one node; else nodes for elements of two bytes, and
-    # reduce-scatter for those that accumulate in their own precision.
+    # Exchange where every Q group is inside one node; otherwise reduce-scatter for elements that
+    # accumulate in their own precision, and nodes for narrower ones.
     AUTO = "auto"
     EXCHANGE = "exchange"
     REDUCE_SCATTER = "reduce-scatter"

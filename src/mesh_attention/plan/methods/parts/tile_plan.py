@@ -40,7 +40,7 @@ class SharedOptions(Setting):
 
     @classmethod
     def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
-        """The options that a setting has of these, by name, and those that the method chose."""
+        """The fields that a setting has, by name, and the values that the method chose."""
         names = {field.name for field in fields(cls)}
         asked = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
         return cls(**{**asked, **chosen, "method": method})

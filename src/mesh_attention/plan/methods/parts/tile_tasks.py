@@ -2,7 +2,7 @@
 
 The order is found once, from costs averaged over all ranks, so every rank derives the same one.
 Slices of the heads have the same tasks: they are ordered once, and follow each other. Used by
-`box.py`, which turns the order into programs (`tile_order.py`).
+`box.py`, which turns the order into programs (`task_orders.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ from mesh_attention.plan.language.tasks import (
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.tile_pass import (
-    COMPUTE,
-    GATHER_KV,
-    GATHER_Q,
-    TilePass,
-)
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, GATHER_Q, TilePass
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
 from mesh_attention.plan.problem.spans import slice_spans

@@ -94,6 +94,28 @@ def fit_terms(
     return [values.get(at, 0.0) for at in range(len(terms[0]))]
 
 
+def pass_notes(
+    name: str,
+    direction: Direction,
+    rates: PassRates,
+    points: Mapping[CallKind, Sequence[Point]],
+    done_at: str,
+) -> dict[str, str | Sequence[str]]:
+    """Comments on a measured pass of a kernel. `done_at` says when a transfer was over that began
+    in the middle of a call."""
+    place = f"kernels.{name}.{direction}"
+    notes: dict[str, str | Sequence[str]] = {
+        f"{place}.lets_transfers_begin": done_at,
+        f"{place}.launch_microseconds": "measured: of the smallest call",
+    }
+    for kind, rate in rates.rates.items():
+        notes[f"{place}.{kind}"] = [
+            f"{p.what}: {p.tflops:.4g} TFLOP/s; the curve gives {curve_tflops(rate, p):.4g}"
+            for p in points[CallKind(kind)]
+        ]
+    return notes
+
+
 def pass_section(
     name: str,
     direction: Direction,
@@ -103,27 +125,12 @@ def pass_section(
     source: str,
     done_at: str,
 ) -> str:
-    """TOML. `source` says where it was measured, `done_at` when a transfer was over that began in
-    the middle of a call."""
-    head = f"kernels.{name}.{direction}"
-    lines = [
-        f"[{head}]",
-        f"ranges = {str(rates.ranges).lower()}",
-        f"lets_transfers_begin = {str(rates.lets_transfers_begin).lower()}  # {done_at}",
-        f"sm_margin = {rates.sm_margin}  # {source}: whether calls with it are slower alone",
-        f"launch_microseconds = {rates.launch_microseconds:.0f}  # {source}: host time of a call",
-    ]
-    for kind, rate in rates.rates.items():
-        lines.append(f"[{head}.{kind}]")
-        lines += [
-            f"# {p.what}: {p.tflops:.4g}; the curve gives {curve_tflops(rate, p):.4g}."
-            for p in points[CallKind(kind)]
-        ]
-        lines += [
-            f"{field} = {getattr(rate, field):g}  # {source}: fitted to the lines above"
-            for field in ("tflops", "half_rows", "half_columns")
-        ]
-    return "\n".join(lines)
+    """The sections of a cluster's file about one pass of a kernel. `source` says where it was
+    measured."""
+    lines: list[str] = []
+    table = {"kernels": {name: {direction.value: asdict(rates)}}}
+    _add_table(lines, table, (), pass_notes(name, direction, rates, points, done_at))
+    return "\n".join([_comment(source), *lines])
 
 
 def cluster_text(cluster: Cluster, notes: Notes, head: Sequence[str]) -> str:
