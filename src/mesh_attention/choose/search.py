@@ -23,6 +23,7 @@ from mesh_attention.choose.shapes import (
     Shape,
     busiest_ranks,
     cuts_of,
+    setting_key,
     shapes_of,
     shows_little,
     variants_of,
@@ -168,7 +169,7 @@ class PassSearch:
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
-        key = _key(method, setting)
+        key = setting_key(method, setting)
         if key in self._known:
             return self._known[key]
         scored = None
@@ -239,16 +240,12 @@ class PassSearch:
                 if count < effort.simulated and more <= effort.simulated_operations:
                     operations, count = more, count + 1
                     setting = self._asked.simulated(setting)
-                    self._known[_key(setting.name, setting.options)] = setting
+                    self._known[setting_key(setting.name, setting.options)] = setting
                 elif setting.may_wait:
                     continue  # its estimate says too little
             if best is None or setting.score < best.score:
                 best = setting
         return best or next(iter(scored), None)
-
-
-def _key(method: str, options: Mapping[str, Any]) -> str:
-    return f"{method} {sorted(options.items(), key=str)}"
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:

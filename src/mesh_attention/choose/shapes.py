@@ -47,7 +47,7 @@ class Shape:
         """Shapes with the same programs in other words have the same."""
         method = METHODS[self.name]
         if not (method.is_plain_box or method.by_stretches):
-            return f"{self.name} {sorted(self.options.items(), key=str)}"
+            return setting_key(self.name, self.options)
         names = ("tile", "ulysses")
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)
@@ -62,6 +62,10 @@ class Shape:
     def promise(self) -> tuple[float, float]:
         """The bound first; of equal bounds the one that leaves less to hide."""
         return self.least_seconds + self.moving_seconds, self.moving_seconds
+
+
+def setting_key(method: str, options: Mapping[str, Any]) -> str:
+    return f"{method} {sorted(options.items(), key=str)}"
 
 
 def default_layout(problem: Problem) -> LayoutKind:
@@ -121,7 +125,7 @@ def shapes_of(
             said["layout"] = layout.value
         for candidate in (*method.candidates(problem, num_ranks, cluster.node.ranks), {}):
             setting = candidate | said
-            key = f"{name} {sorted(setting.items(), key=str)}"
+            key = setting_key(name, setting)
             agrees = all(options.get(option) in (None, x) for option, x in candidate.items())
             if agrees and key not in shapes:
                 shapes[key] = bounds.shape(name, setting)

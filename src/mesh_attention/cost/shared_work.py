@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mesh_attention.cost.operation_costs import OperationCosts, TimedCall
 from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import (
     Attention,
     CallKind,
-    Communication,
+    Collective,
     Free,
     Operation,
     SendRecv,
@@ -61,7 +63,7 @@ def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) 
 
 
 class SharedWork:
-    """Waits of each rank, and kernel calls and flows of its operations."""
+    """Waits of each rank, and kernel calls, flows and bytes of its operations."""
 
     def __init__(
         self,
@@ -79,18 +81,15 @@ class SharedWork:
         self._at_once, self._compiled, self._alike = at_once, compiled, Alike()
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
         self._waits: dict[object, WaitsOfOps] = {}
-        programs = {rank: pass_.programs[rank] for rank in ranks}
-        numbers = {rank: self._alike.table(program) for rank, program in programs.items()}
-        self._tables = {rank: program.buffer_table() for rank, program in programs.items()}
-        calls: dict[int, dict[Operation, tuple[TimedCall, ...]]] = {}
-        flows: dict[int, dict[Operation, Flows]] = {}
-        meters: dict[int, TrafficMeter] = {}
-        for rank, number in numbers.items():
-            if number not in meters:
-                meters[number] = TrafficMeter(plan.problem, self._tables[rank])
-        self._meters = {rank: meters[number] for rank, number in numbers.items()}
-        self._calls = {rank: calls.setdefault(number, {}) for rank, number in numbers.items()}
-        self._flows = {rank: flows.setdefault(number, {}) for rank, number in numbers.items()}
+        self._tables: dict[int, Mapping[str, Buffer]] = {}
+        self._known: dict[int, _Known] = {}
+        by_number: dict[int, _Known] = {}
+        for rank in ranks:
+            program = pass_.programs[rank]
+            table, number = program.buffer_table(), self._alike.table(program)
+            if number not in by_number:
+                by_number[number] = _Known(TrafficMeter(plan.problem, table))
+            self._tables[rank], self._known[rank] = table, by_number[number]
 
     def waits(self, rank: int) -> WaitsOfOps:
         compiled = self._compiled.get(rank)
@@ -114,21 +113,33 @@ class SharedWork:
         """In turn; nothing where there is nothing to do."""
         if isinstance(op, Free):
             return ()
-        known = self._calls[rank].get(op)
-        if known is None:
-            calls = self._costs.compute(op, self._tables[rank])
-            known = tuple(call for call in calls if call.seconds)
-            by_place = isinstance(op, Attention) and any(
-                call.kind is CallKind.RANGE for call in op.calls
-            )
-            if not by_place:
-                self._calls[rank][op] = known
-        return known
+        known = self._known[rank].calls
+        if op in known:
+            return known[op]
+        calls = tuple(x for x in self._costs.compute(op, self._tables[rank]) if x.seconds)
+        if not isinstance(op, Attention) or all(x.kind is not CallKind.RANGE for x in op.calls):
+            known[op] = calls
+        return calls
 
-    def flows(self, rank: int, op: Communication) -> Flows:
-        if isinstance(op, SendRecv):  # ranks of a ring have other peers, and so other operations
-            return self._meters[rank].flows(op)
-        known = self._flows[rank].get(op)
-        if known is None:
-            known = self._flows[rank][op] = self._meters[rank].flows(op)
-        return known
+    def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
+        sizes = self._known[rank].sizes
+        if pieces not in sizes:
+            table, problem = self._tables[rank], self._plan.problem
+            sizes[pieces] = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
+        return sizes[pieces]
+
+    def flows(self, rank: int, op: Collective) -> Flows:
+        known = self._known[rank]
+        if op not in known.flows:
+            known.flows[op] = known.meter.flows(op)
+        return known.flows[op]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What ranks with alike buffers have in common."""
+
+    meter: TrafficMeter
+    calls: dict[Operation, tuple[TimedCall, ...]] = field(default_factory=dict)
+    flows: dict[Operation, Flows] = field(default_factory=dict)
+    sizes: dict[tuple[Piece, ...], int] = field(default_factory=dict)

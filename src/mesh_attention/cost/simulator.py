@@ -23,6 +23,7 @@ from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
 from mesh_attention.plan.language.traffic import far_bytes, traffic_of
@@ -247,15 +248,13 @@ class _Simulation:
 
     def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
         rank, ranks = state.rank, self._pass.groups[op.group]
-        flows = self._work.flows(rank, op)
         self._open[rank, at] = bool(op.sends) + bool(op.receives)
         if op.sends:
-            flow, num_bytes = (op.group, rank, ranks[op.to_member]), flows.sent[op.to_member]
-            self._pair(flow, (rank, at), num_bytes, self._senders, self._receivers)
+            flow = (op.group, rank, ranks[op.to_member])
+            self._pair(flow, (rank, at), op.sends, self._senders, self._receivers)
         if op.receives:
             flow = (op.group, ranks[op.from_member], rank)
-            num_bytes, _ = flows.received[op.from_member]
-            self._pair(flow, (rank, at), num_bytes, self._receivers, self._senders)
+            self._pair(flow, (rank, at), op.receives, self._receivers, self._senders)
         if not op.sends and not op.receives:
             self._communicated([(rank, at)])
 
@@ -263,7 +262,7 @@ class _Simulation:
         self,
         flow: _Flow,
         end: _Place,
-        num_bytes: int,
+        pieces: tuple[Piece, ...],
         own: _Ends,
         others: _Ends,
     ) -> None:
@@ -273,6 +272,7 @@ class _Simulation:
             own[flow].append(end)
             return
         _, source, target = flow
+        num_bytes = self._work.num_bytes(end[0], pieces)
         self._received[target] += num_bytes
         self._far[target] += num_bytes * (self._nodes[source] != self._nodes[target])
         devices = self._plan.devices[source], self._plan.devices[target]

@@ -98,8 +98,8 @@ class Clock:
         activity.since = self.now
         speed = activity.alone
         for capacity in activity.uses:
-            share = min(1.0, capacity.room / max(1, len(capacity.users)))
-            speed = min(speed, activity.alone * share)
+            if len(capacity.users) > capacity.room:
+                speed = min(speed, activity.alone * (capacity.room / len(capacity.users)))
         activity.speed = speed
         activity.version += 1
         self._number += 1
@@ -210,6 +210,7 @@ class Capacities:
         # Flows for which a NIC has room.
         self._flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
         self._known: dict[object, Capacity] = {}
+        self._of_flows: dict[tuple[int, int], tuple[Capacity, ...]] = {}
 
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
         """NICs that it uses between nodes; where each rank has its own they are never shared by
@@ -225,6 +226,12 @@ class Capacities:
         return self._get(things)
 
     def of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
+        known = self._of_flows.get((source, target))
+        if known is None:
+            known = self._of_flows[source, target] = self._flow(source, target)
+        return known
+
+    def _flow(self, source: int, target: int) -> tuple[Capacity, ...]:
         links, network = self._links, self._links.network
         nodes = links.node_of(source), links.node_of(target)
         if nodes[0] == nodes[1]:

@@ -1,7 +1,7 @@
 """A machine in a few numbers, for choices that must take no time.
 
-`Costs` orders the tasks of a program, and `Rates` chooses for the documents of a batch. Both are
-read off a cluster: the caller's, or the usual one where nobody names a machine.
+Schedulers order the tasks of a program by `Costs`, of the caller's cluster or of the usual one. The
+documents of a batch are shared out by `Rates`, of the usual one.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class Costs:
         return flops / self.flops_per_second
 
 
-def rates_of(cluster: Cluster) -> Rates:
+@cache
+def usual_rates() -> Rates:
     """The kernel that is fastest under a mask in each pass, and the links as one rank has them."""
+    cluster = usual_cluster()
     forward, backward = _under_a_mask(cluster, "forward"), _under_a_mask(cluster, "backward")
     node, network = cluster.node, cluster.network
     collective = network.collective
@@ -112,11 +114,6 @@ def costs_of(cluster: Cluster, num_ranks: int) -> Costs:
 def usual_cluster() -> Cluster:
     """Read once: every executor asks for it."""
     return load_cluster(USUAL)
-
-
-@cache
-def usual_rates() -> Rates:
-    return rates_of(usual_cluster())
 
 
 def usual_links() -> Links:
