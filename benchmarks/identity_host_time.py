@@ -2,24 +2,24 @@
 
     PYTHONPATH=src python benchmarks/identity_host_time.py --json result.json
 
-Two NCCL ranks on one GPU (torch's own NCCL takes them for two nodes). Timed on the host, in calls
-that never wait for the device: the comparison at the begin of a pass and what settles its results,
-both, and the whole pass; medians over warm calls, forward and backward, eager and as a CUDA graph.
+Timed on the host, in calls that never wait for the device; medians in microseconds.
 
-Two processes on one GPU hold up each other's CUDA calls, so the comparison is also timed by itself
-in a process that has the GPU alone, as on a cluster, with a group of one rank: all that a call does
-on the host for it is the same there, but for the launch of NCCL's kernel, which one rank does not
-need (`identity_parts.py` has two ranks under MPS). An addition to one number is timed beside it:
-hosts differ by a factor of three, and PyTorch's own calls with them. `--alone` leaves out all but
-this part.
+First whole passes of two NCCL ranks on one GPU (torch's own NCCL takes them for two nodes): the
+comparison at the begin of a pass, what settles its results, and the pass, forward and backward,
+eager and as a CUDA graph. Two processes on one GPU hold up each other's CUDA calls, so the
+comparison is then timed by itself, part by part, in rows of calls and one at a time after a pause:
+in a process that has the GPU alone, as on a cluster, with a group of one rank, for which NCCL
+launches nothing; and with two ranks under CUDA's multi-process service. An addition to one number
+is timed beside it: hosts differ by a factor of three, and PyTorch's own calls with them. `--alone`
+leaves out all but the one rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,17 +28,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_times import need_cuda
-from provenance import taken
+from mps import MpsDaemon
+from one_rank import Work, need_cuda
+from script import provenance, save, script_parser
+from sockets import free_port
 from torch.multiprocessing.spawn import spawn
 
 from mesh_attention import ContextParallel
 from mesh_attention.runtime.agreement.guard import Guard
-from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.agreement.identity import (
+    AgreedKind,
+    DeviceComparison,
+    Identity,
+    current_stream,
+)
 from mesh_attention.runtime.agreement.watch import Watch
 
-RANKS, TOKENS, HEADS, HEAD_DIM = 2, 4096, 16, 128
-CALLS = 100
+TOKENS, HEADS, HEAD_DIM = 4096, 16, 128
+CALLS, WARM_CALLS, ROWS_OF_CALLS = 100, 10, 10
+CALLS_IN_A_ROW = 50
 LIMIT = timedelta(seconds=60)
 Times = dict[str, list[float]]
 
@@ -52,6 +60,10 @@ def timed(name: str, function: Callable[..., Any], times: Times) -> Callable[...
             times.setdefault(name, []).append(time.perf_counter() - begun)
 
     return call
+
+
+def median_us(seconds: list[float]) -> float:
+    return round(1e6 * statistics.median(seconds), 1)
 
 
 def join_ranks(rank: int, ranks: int, port: int) -> torch.device:
@@ -69,13 +81,19 @@ def join_ranks(rank: int, ranks: int, port: int) -> torch.device:
     return device
 
 
-def measure(rank: int, port: int, path: str) -> None:
-    device = join_ranks(rank, RANKS, port)
+def wait_for_all() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+
+
+def measure_passes(rank: int, ranks: int, port: int, path: str) -> None:
+    device = join_ranks(rank, ranks, port)
     rows = []
-    guard = {name: getattr(Guard, name) for name in ("begin", "settle")}
+    methods = {name: getattr(Guard, name) for name in ("begin", "settle")}
     for graph in (False, True):
         times: Times = {}
-        for name, function in guard.items():
+        for name, function in methods.items():
             setattr(Guard, name, timed(name, function, times))
         with ContextParallel(
             None,
@@ -92,115 +110,134 @@ def measure(rank: int, port: int, path: str) -> None:
                 torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
                 for _ in range(3)
             )
-            for number in range(CALLS + 10):
-                torch.cuda.synchronize()
-                dist.barrier()
-                torch.cuda.synchronize()
-                if number == 10:
+            for number in range(CALLS + WARM_CALLS):
+                wait_for_all()
+                if number == WARM_CALLS:
                     times.clear()
                 out = timed("forward pass", cp.attention, times)(q, k, v)
                 assert isinstance(out, torch.Tensor)
                 torch.cuda.synchronize()
-                begun = time.perf_counter()
-                torch.autograd.grad(out, (q, k, v), out)
-                times.setdefault("backward pass", []).append(time.perf_counter() - begun)
+                timed("backward pass", torch.autograd.grad, times)(out, (q, k, v), out)
             cp.check()
-        half = {name: times[name] for name in ("begin", "settle")}
-        medians = {
-            "forward pass": statistics.median(times["forward pass"]),
-            "backward pass": statistics.median(times["backward pass"]),
-        }
+        row: dict[str, Any] = {"cuda_graph": graph}
         for at, direction in enumerate(("forward", "backward")):
-            for name, found in half.items():
-                medians[f"{direction} {name}"] = statistics.median(found[at::2])
-        rows.append(
-            {"cuda_graph": graph} | {name: round(1e6 * x, 1) for name, x in medians.items()}
-        )
+            row[f"{direction} pass"] = median_us(times[f"{direction} pass"])
+            for name in methods:
+                row[f"{direction} {name}"] = median_us(times[name][at::2])
+        rows.append(row)
     if rank == 0:
         Path(path).write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def measure_alone(_rank: int, port: int, path: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
-    group = dist.new_group([0])
-    comparison = DeviceComparison(group, device, torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    nobody = Nobody()
-    watch = Watch(comparison, nobody.find_difference, nobody.find_fault)
+def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -> dict[str, Work]:
     identity = Identity(AgreedKind({"what": "a benchmark"}), "forward", 1)
-    results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device) for _ in range(3)]
-    found: Times = {}
+    results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device)]
     number = torch.zeros((), device=device)
-    for place in range(1, CALLS + 21):
-        torch.cuda.synchronize()
-        timed("one addition", number.add_, found)(1)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        watch.begin(identity, place, timedelta(seconds=60))
-        middle = time.perf_counter()
-        watch.settle(results[: 1 + 2 * (place % 2)], place)  # as forward and backward in turn
-        ended = time.perf_counter()
-        if place > 20:
-            found.setdefault("begin", []).append(middle - begun)
-            found.setdefault("settle", []).append(ended - middle)
-            found.setdefault("both", []).append(ended - begun)
+    pair = torch.zeros(2, dtype=torch.int64, device=device)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    place = 0
+
+    def begin() -> None:
+        nonlocal place
+        place += 1
+        watch.begin(identity, place, LIMIT)
+
+    def both() -> None:
+        begin()
+        watch.settle(results, place)
+
+    return {
+        "one addition": lambda: number.add_(1),
+        "number of the call": lambda: identity.number,
+        "all-reduce": lambda: comparison._backend.allreduce([pair], comparison._options),
+        "event recorded": event.record,
+        "event waited for": lambda: current_stream(device).wait_event(event),
+        "begin": begin,
+        "settle": lambda: watch.settle(results, place),
+        "both": both,
+    }
+
+
+def measure_parts(rank: int, ranks: int, port: int, path: str) -> None:
+    device = join_ranks(rank, ranks, port)
+    group, stream = dist.new_group(range(ranks)), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    assert group is not None
+    comparison = DeviceComparison(group, device, stream)
+    watch = Watch(comparison, find_difference, find_fault)
+    parts = {}
+    for name, work in parts_of(comparison, watch, device).items():
+        for _ in range(20):
+            work()
+        times: Times = {}
+        for _ in range(ROWS_OF_CALLS):
+            wait_for_all()
+            begun = time.perf_counter()
+            for _ in range(CALLS_IN_A_ROW):
+                work()
+            times.setdefault("in a row", []).append((time.perf_counter() - begun) / CALLS_IN_A_ROW)
+        for _ in range(CALLS_IN_A_ROW):
+            torch.cuda.synchronize()
+            timed("after a pause", work, times)()
+        parts[name] = {how: median_us(seconds) for how, seconds in times.items()}
     watch.stop()
-    medians = {name: round(1e6 * statistics.median(x), 1) for name, x in found.items()}
-    Path(path).write_text(json.dumps(medians))
+    if rank == 0:
+        Path(path).write_text(json.dumps(parts))
     dist.destroy_process_group()
 
 
-class Nobody:
-    """Who would be told of faults."""
+def find_difference(place: int, identity: Identity) -> None:
+    raise AssertionError("ranks of this benchmark make the same calls")
 
-    def find_difference(self, place: int, identity: Identity) -> None:
-        raise AssertionError("one rank differs from itself")
 
-    def find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
-        return False
+def find_fault(identity: Identity, timeout: timedelta, waited: float) -> bool:
+    return False
+
+
+def on_ranks(function: Callable[..., None], ranks: int) -> Any:
+    """What rank 0 has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        spawn(function, (ranks, free_port(), str(path)), ranks)  # type: ignore[no-untyped-call]
+        return json.loads(path.read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--port", type=int, default=29655)
+    parser = script_parser(__doc__)
     parser.add_argument("--alone", action="store_true", help="one process on the GPU only")
-    given = parser.parse_args()
+    args = parser.parse_args()
     need_cuda()
-    rows_path = Path(given.json or "identity_host_time.json").with_suffix(".rows")
-    rows = []
-    if not given.alone:
-        spawn(measure, (given.port, str(rows_path)), RANKS)  # type: ignore[no-untyped-call]
-        rows = json.loads(rows_path.read_text())
-    spawn(measure_alone, (given.port + 1, str(rows_path)), 1)  # type: ignore[no-untyped-call]
-    alone = json.loads(rows_path.read_text())
-    rows_path.unlink()
-    result = taken() | {
+    rows = [] if args.alone else on_ranks(measure_passes, 2)
+    parts = {"one process on the GPU": on_ranks(measure_parts, 1)}
+    if not args.alone:
+        daemon = MpsDaemon()
+        print(f"multi-process service: {daemon.why_not or 'runs'}")
+        os.environ.update(daemon.environment)
+        try:
+            parts["two ranks under MPS"] = on_ranks(measure_parts, 2)
+        finally:
+            daemon.close()
+    for who, times in parts.items():
+        print(f"{who}: in a row (after a pause), us")
+        for name, us in times.items():
+            print(f"  {name:20} {us['in a row']:7} ({us['after a pause']})")
+    for row in rows:
+        for direction in ("forward", "backward"):
+            begin, settle = row[f"{direction} begin"], row[f"{direction} settle"]
+            print(
+                f"{'graph' if row['cuda_graph'] else 'eager'} {direction}: {begin + settle:.1f} us "
+                f"({begin} begin, {settle} settle) of {row[f'{direction} pass']} us host time of "
+                "the pass"
+            )
+    result = provenance() | {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "ranks": RANKS,
         "tokens": TOKENS,
         "heads": HEADS,
         "microseconds": rows,
-        "microseconds, one process on the GPU": alone,
+        **{f"microseconds, {who}": times for who, times in parts.items()},
     }
-    print(
-        f"one process on the GPU: {alone['both']} us ({alone['begin']} begin, "
-        f"{alone['settle']} settle), one addition {alone['one addition']} us"
-    )
-    for row in rows:
-        for direction in ("forward", "backward"):
-            both = row[f"{direction} begin"] + row[f"{direction} settle"]
-            print(
-                f"{'graph' if row['cuda_graph'] else 'eager'} {direction}: {both:.1f} us "
-                f"({row[f'{direction} begin']} begin, {row[f'{direction} settle']} settle) "
-                f"of {row[f'{direction} pass']} us host time of the pass"
-            )
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(args.json, result)
 
 
 if __name__ == "__main__":

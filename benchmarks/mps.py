@@ -1,7 +1,8 @@
 """CUDA's multi-process service for processes that share one GPU: their kernels run at once.
 
 Without it processes take turns of milliseconds, and a kernel that waits for another rank's spends
-its turn waiting. Whoever is to use the service gets `environment`; all others do without.
+its turn waiting. Processes that are to use the service get `environment`; others do without. Ranks
+of benchmarks (`sockets.py`) and of GPU tests use it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 DAEMON = "nvidia-cuda-mps-control"
@@ -31,44 +31,43 @@ class MpsDaemon:
 
     def _start(self) -> str:
         self._folder = tempfile.TemporaryDirectory(prefix="mps-")  # short: sockets lie there
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        for name, part in zip(names, ("pipe", "log"), strict=True):
-            path = Path(self._folder.name) / part
+        for name in ("pipe", "log"):
+            path = Path(self._folder.name) / name
             path.mkdir()
-            self.environment[name] = str(path)
-        return _control(("-d",), self.environment) or probe_gpu(self.environment)
+            self.environment[f"CUDA_MPS_{name.upper()}_DIRECTORY"] = str(path)
+        return self._control("-d") or probe_gpu(self.environment)
 
     def close(self) -> str:
-        """What kept it from ending, or nothing."""
-        told = ""
+        """The reason why it did not end, or nothing."""
+        reason = ""
         if self._folder is not None:
-            told = _control((), self.environment, said="quit\n")
+            reason = self._control(said="quit\n")
             self._folder.cleanup()
             self._folder = None
         self.environment.clear()
-        return told
+        return reason
 
-
-def _control(options: Sequence[str], environment: dict[str, str], said: str = "") -> str:
-    """Why the daemon did not do it, or nothing. It keeps what it inherits: no pipes of ours."""
-    try:
-        done = subprocess.run(
-            (DAEMON, *options),
-            input=said,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | environment,
-            timeout=_DAEMON_SECONDS,
-            text=True,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{DAEMON}: {type(error).__name__}"
-    return f"{DAEMON} ended with {done.returncode}" if done.returncode else ""
+    def _control(self, *options: str, said: str = "") -> str:
+        """The reason why it failed, or nothing. A daemon keeps what it inherits: no pipes of ours,
+        but what is said to it."""
+        try:
+            done = subprocess.run(
+                (DAEMON, *options),
+                input=said,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | self.environment,
+                timeout=_DAEMON_SECONDS,
+                text=True,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{DAEMON}: {type(error).__name__}"
+        return f"{DAEMON} ended with {done.returncode}" if done.returncode else ""
 
 
 def probe_gpu(environment: dict[str, str]) -> str:
-    """Why a process cannot use the GPU, or nothing."""
+    """The reason why a process cannot use the GPU, or nothing."""
     try:
         done = subprocess.run(
             (sys.executable, "-c", _PROBE),

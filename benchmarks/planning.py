@@ -6,13 +6,13 @@
 
     ready    one rank until it can run: its plan, its programs of both passes, and the digests that
              ranks compare; no network
-    ranks    programs of all ranks of a mesh; where it is said, proven and counted too
+    ranks    programs of all ranks of a mesh; some rows also verify and count
     methods  programs of all 256 ranks by every method: ranks that do the same at a step share the
              work of planning it, or this would take minutes
     readers  simulate and verify large plans, planning included: at most a fifth more than before
              ranks planned for themselves. Today bf16 partials are combined in each node, in more
-             operations: the same plans as then are asked for by name, and of a ring, which has no
-             such choice, a fifth more for each operation is allowed
+             operations: the plans of that time are asked for by name. A ring has no such choice,
+             and a fifth more for each operation is allowed
 
 Processor seconds, each measured in a process of its own. A plan that `verify` refuses is not timed.
 `before` is what the same took at commit e701717, on the machine of the stored result (2 cores of
@@ -21,7 +21,6 @@ aarch64, Python 3.11).
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing as mp
 import os
@@ -35,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from provenance import taken
+from script import host, provenance, script_parser
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cost import load_cluster, simulate
@@ -164,12 +163,12 @@ def measure(case: Case) -> Timing:
     plan = timed("plan", lambda: make(problem, case.ranks, **{"method": "mesh", **case.options}))
     if case.table == "ready":
         rank = case.ranks // 3
-        timed("programs", lambda: [plan.program(rank, one.direction) for one in plan.passes])
+        timed("programs", lambda: [plan.program(rank, x.direction) for x in plan.passes])
         timed("digests", lambda: (question_digest(plan), meetings(plan, rank)))
     else:
         timed("programs", lambda: _all_programs(plan))
     if "simulate" in case.reader:
-        timed("simulate", lambda: [simulate(plan, cluster, one.direction) for one in plan.passes])
+        timed("simulate", lambda: [simulate(plan, cluster, x.direction) for x in plan.passes])
     if "verify" in case.reader:
         findings = timed("verify", lambda: verify(plan))
         if findings:
@@ -181,16 +180,16 @@ def measure(case: Case) -> Timing:
 
 
 def _all_programs(plan: Plan) -> None:
-    for one in plan.passes:
+    for pass_ in plan.passes:
         for rank in range(plan.num_ranks):
-            one.programs[rank]
+            pass_.programs[rank]
 
 
 def least(case: Case, repeats: int) -> Timing:
-    """Of several runs the one that was disturbed least; programs remember, so each starts anew."""
+    """The shortest of several runs, each in a new process: programs remember what they made."""
     with ProcessPoolExecutor(1, mp.get_context("spawn"), max_tasks_per_child=1) as pool:
-        found = [pool.submit(measure, case).result() for _ in range(repeats)]
-    return min(found, key=lambda timing: timing.total)
+        timings = [pool.submit(measure, case).result() for _ in range(repeats)]
+    return min(timings, key=lambda timing: timing.total)
 
 
 def row(timing: Timing) -> str:
@@ -201,7 +200,7 @@ def row(timing: Timing) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = script_parser(__doc__, result=False)
     parser.add_argument("tables", nargs="*", metavar="|".join(TABLES), help="default: all")
     parser.add_argument("--json", action="store_true", help="print the line of JSON only")
     parser.add_argument("--repeats", type=int, default=1, help="of which the least counts")
@@ -219,9 +218,8 @@ def main() -> int:
         timings.append(least(case, args.repeats))
         if not args.json:
             print(row(timings[-1]), flush=True)
-    result = {
-        **taken(),
-        "machine": f"{os.cpu_count()} cores of {platform.machine()}",
+    result = provenance() | {
+        "machine": host(),
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
         "repeats": args.repeats,

@@ -1,6 +1,6 @@
 """Ranks that share one GPU: does a real multi-process plan give the right answer, and how fast?
 
-    python benchmarks/several_ranks_on_one_gpu.py --ranks 4 --transport symmetric --output out.json
+    python benchmarks/several_ranks_on_one_gpu.py --ranks 4 --transport symmetric --json out.json
 
 Relative errors of the output and the gradients against float64 for each setting, and then the time
 of a warm call, forward and backward. Processes on one GPU take turns, and no link is crossed: the
@@ -11,21 +11,19 @@ with an error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import commit
+from one_rank import need_cuda
+from script import host, provenance, save, script_parser
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,45 +37,34 @@ TRANSPORTS = {"gloo": "distributed", "symmetric": "symmetric"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1023)
     parser.add_argument("--transport", choices=TRANSPORTS, default="gloo")
-    parser.add_argument("--commit", help="what was measured, where git cannot say it")
-    parser.add_argument("--output", type=Path, help="also write the JSON here")
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this needs a CUDA GPU")
+    parser.add_argument("--output", type=Path, dest="json", help="another name of --json")
+    args = parser.parse_args()
+    need_cuda()
     # Read by PyTorch when ranks on one device show each other their memory.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    results: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": given.commit or commit(),
-        "machine": _machine(),
-        "command": f"python {' '.join(sys.argv)}",
+    result = provenance() | {
+        "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {host()}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}",
         "columns": "errors: relative, against float64, of out, grad_q, grad_k, grad_v; "
         f"ms: a warm forward and backward, median of {REPEATS}, processes taking turns on one GPU; "
         "host_ms: the part of it until the call returns",
     }
-    for backend, size, transport in (
-        ("gloo", given.ranks, TRANSPORTS[given.transport]),
-        ("nccl", 1, "auto"),
+    for backend, size, transport, name in (
+        ("gloo", args.ranks, TRANSPORTS[args.transport], args.transport),
+        ("nccl", 1, "auto", "nccl"),
     ):
         with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.json"
-            arguments = (size, backend, transport, given.tokens, folder, str(report))
-            spawn(_rank, arguments, size)  # type: ignore[no-untyped-call]
-            name = given.transport if backend == "gloo" else backend
-            results[f"{name} x {size}"] = json.loads(report.read_text())
-    text = json.dumps(results)
-    if given.output is not None:
-        given.output.write_text(json.dumps(results, indent=2) + "\n")
-    print(text)
+            spawn(_rank, (size, backend, transport, args.tokens, folder), size)  # type: ignore[no-untyped-call]
+            result[f"{name} x {size}"] = json.loads((Path(folder) / "rows.json").read_text())
+    save(args.json, result)
+    print(json.dumps(result))
 
 
-def _rank(
-    rank: int, size: int, backend: str, transport: str, tokens: int, folder: str, report: str
-) -> None:
+def _rank(rank: int, size: int, backend: str, transport: str, tokens: int, folder: str) -> None:
     torch.cuda.set_device(0)
     store = dist.FileStore(str(Path(folder) / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -92,7 +79,7 @@ def _rank(
                 times = f"{row['ms']} ms, {row['host_ms']} ms of the host"
                 print(f"{backend} {size} {name}  {errors}  {times}", flush=True)
     if rank == 0:
-        Path(report).write_text(json.dumps(rows))
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
@@ -121,8 +108,7 @@ def _measure(dtype: torch.dtype, causal: bool, transport: str, tokens: int) -> d
             assert isinstance(out, Tensor)
             return (out.detach(), *torch.autograd.grad(out, local, local_grad))
 
-        found = [cp.unshard(x, 1) for x in call()]
-        errors = _errors(found, [q, k, v], grad, causal)
+        errors = _errors([cp.unshard(x, 1) for x in call()], [q, k, v], grad, causal)
         if max(errors) > LIMIT[dtype]:
             raise SystemExit(f"wrong: {errors} for {dtype}, causal={causal}, over {transport}")
         times, host_times = [], []
@@ -131,10 +117,9 @@ def _measure(dtype: torch.dtype, causal: bool, transport: str, tokens: int) -> d
             dist.barrier()
             begun = time.perf_counter()
             call()
-            returned = time.perf_counter()
+            host_times.append(1000 * (time.perf_counter() - begun))
             torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - begun))
-            host_times.append(1000 * (returned - begun))
         chosen = sorted({name for name, _ in cp.transports().values()})
     return {
         "errors": errors,
@@ -144,23 +129,15 @@ def _measure(dtype: torch.dtype, causal: bool, transport: str, tokens: int) -> d
     }
 
 
-def _errors(found: list[Tensor], inputs: list[Tensor], grad: Tensor, causal: bool) -> list[float]:
+def _errors(results: list[Tensor], inputs: list[Tensor], grad: Tensor, causal: bool) -> list[float]:
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in inputs]
-    truth = scaled_dot_product_attention(
-        leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=True
-    )
-    grad_truth = torch.autograd.grad(truth, leaves, grad.double().transpose(1, 2))
+    q, k, v = leaves
+    truth = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    gradients = torch.autograd.grad(truth, leaves, grad.double().transpose(1, 2))
     return [
         float((a.double() - b.transpose(1, 2)).norm() / b.norm())
-        for a, b in zip(found, [truth.detach(), *grad_truth], strict=True)
+        for a, b in zip(results, [truth.detach(), *gradients], strict=True)
     ]
-
-
-def _machine() -> str:
-    return (
-        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU "
-        f"cores, torch {torch.__version__}, Python {platform.python_version()}"
-    )
 
 
 if __name__ == "__main__":

@@ -12,26 +12,34 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from links import Command, Links, NamespaceError, environment
 from mps import MpsDaemon, probe_gpu
-from rank_processes import Heard, RankProcesses
+from rank_processes import Command, Heard, LaunchError, RankProcesses, torchrun_environment
 
 INTERFACE = "lo"
 
 
 def socket_environment(rank: int, num_ranks: int, backend: str, port: int) -> dict[str, str]:
-    """As torchrun sets it on nodes of one rank, and what gloo and NCCL need."""
-    own = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NCCL_SOCKET_IFNAME": INTERFACE,
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_MAX_NCHANNELS": "1",
-        "NCCL_HOSTID": f"node{rank}",
-    }
+    """What torchrun sets on nodes of one rank, and what gloo and NCCL need."""
+    usual = torchrun_environment(
+        rank, num_ranks, ranks_per_node=1, address="127.0.0.1", port=port, interface=INTERFACE
+    )
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-    return environment(Links(num_ranks), rank) | own | hidden
+    return (
+        usual
+        | hidden
+        | {
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_MAX_NCHANNELS": "1",
+            "NCCL_HOSTID": f"node{rank}",
+        }
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Sockets(RankProcesses):
@@ -49,7 +57,7 @@ class Sockets(RankProcesses):
     def run(
         self, command: Sequence[str], *, seconds: float, heard: Heard | None = None
     ) -> list[str]:
-        self._port = _free_port()
+        self._port = free_port()
         return super().run(command, seconds=seconds, heard=heard)
 
     def _open(self) -> None:
@@ -59,25 +67,19 @@ class Sockets(RankProcesses):
         self._say(f"ranks: {self.shares_gpu}")
 
     def _started(self, rank: int, command: Sequence[str]) -> tuple[Command, dict[str, str]]:
-        own = socket_environment(rank, len(self._ranks), self._backend, self._port)
-        return tuple(command), own | (self._mps.environment if self._mps else {})
+        environment = socket_environment(rank, len(self._ranks), self._backend, self._port)
+        return tuple(command), environment | (self._mps.environment if self._mps else {})
 
     def _share_gpu(self) -> str:
         self._mps = MpsDaemon()
         if not self._mps.why_not:
             return "kernels of several ranks at once (MPS)"
-        if told := probe_gpu({}):
-            raise NamespaceError(f"ranks over NCCL need a CUDA GPU: {told}")
+        if reason := probe_gpu({}):
+            raise LaunchError(f"ranks over NCCL need a CUDA GPU: {reason}")
         return f"kernels of ranks take turns on the GPU (no MPS: {self._mps.why_not})"
 
     def _release(self) -> None:
         if self._mps is not None:
-            if told := self._mps.close():
-                self._say(f"MPS does not end: {told}")
+            if reason := self._mps.close():
+                self._say(f"MPS does not end: {reason}")
             self._mps = None
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -10,7 +10,6 @@ once. What PyTorch does inside is not counted. With `--backward` the call is for
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import taken
+from script import provenance, save, script_parser
 from torch.multiprocessing.spawn import spawn
 
 import mesh_attention
@@ -40,9 +39,15 @@ def run(rank: int, folder: str, backward: bool) -> None:
         "gloo", init_method=f"file://{where / 'meeting'}", rank=rank, world_size=RANKS
     )
     cp = ContextParallel(
-        None, seq_len=256, num_heads=4, head_dim=16, causal=False, method="mesh", tile=(2, 2),
+        None,
+        seq_len=256,
+        num_heads=4,
+        head_dim=16,
+        causal=False,
+        method="mesh",
+        tile=(2, 2),
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     q, k, v = (torch.randn(1, 256 // RANKS, 4, 16, requires_grad=backward) for _ in range(3))
 
     def call() -> None:
@@ -53,14 +58,12 @@ def run(rank: int, folder: str, backward: bool) -> None:
 
     for _ in range(WARM_CALLS):
         call()
-    entered = functions_entered(call)
+    functions = functions_entered(call)
     if rank == 0:
         operations = cp.plan.forward.programs[0].operations
-        found = {
-            "operations": [op.name for op in operations if not isinstance(op, Free)],
-            "functions": entered,
-        }
-        (where / "found.json").write_text(json.dumps(found))
+        names = [op.name for op in operations if not isinstance(op, Free)]
+        seen = {"operations": names, "functions": functions}
+        (where / "seen.json").write_text(json.dumps(seen))
     cp.close()
     dist.destroy_process_group()
 
@@ -88,39 +91,33 @@ def functions_entered(call: Any) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--list", action="store_true", help="name them all")
-    parser.add_argument("--json", type=Path, help="write what was found here")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run, (folder, given.backward), nprocs=RANKS)  # type: ignore[no-untyped-call]
-        found = json.loads((Path(folder) / "found.json").read_text())
-    functions: list[str] = found["functions"]
+        spawn(run, (folder, args.backward), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        seen = json.loads((Path(folder) / "seen.json").read_text())
+    functions: list[str] = seen["functions"]
     files = Counter(name.split(":")[0] for name in functions)
     for file, count in files.most_common():
         print(f"{count:4} {file}")
-        if given.list:
-            for name in functions:
-                if name.startswith(f"{file}:"):
-                    print(f"       {name.split(':')[1]}")
-    what = "forward and backward" if given.backward else "forward"
+        for name in functions if args.list else ():
+            if name.startswith(f"{file}:"):
+                print(f"       {name.split(':')[1]}")
+    what = "forward and backward" if args.backward else "forward"
     print(
-        f"{what}, {len(found['operations'])} operations forward: "
+        f"{what}, {len(seen['operations'])} operations forward: "
         f"{len(functions)} functions in {len(files)} files"
     )
-    if given.json is not None:
-        report = {
-            **taken(),
-            "pass": what,
-            "operations": found["operations"],
-            "num_functions": len(functions),
-            "num_files": len(files),
-            "functions": functions,
-        }
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    result = provenance() | {
+        "pass": what,
+        "operations": seen["operations"],
+        "num_functions": len(functions),
+        "num_files": len(files),
+        "functions": functions,
+    }
+    save(args.json, result)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from method_ways import METHODS, defining
@@ -12,7 +11,6 @@ from prediction_report import (
     Predicted,
     Row,
     at_best,
-    draw,
     make_rows,
     of_all_ranks,
     order,
@@ -90,9 +88,7 @@ def test_reports_go_as_far_as_all_ranks_have_come_and_no_line_is_read_half() -> 
     assert make_rows([Predicted("ring", ("ring",), (1.0, 4.0))], found) == []
 
 
-def test_a_pass_takes_as_long_as_its_slowest_rank_and_a_row_is_the_median_of_rounds(
-    tmp_path: Path,
-) -> None:
+def test_a_pass_takes_as_long_as_its_slowest_rank_and_a_row_is_the_median_of_rounds() -> None:
     def steps(*seconds: tuple[float, float]) -> dict[str, object]:
         one = {"way": "mesh", "cpu": 0.5, "wire_sent": 2**20}
         return {"steps": [{**one, "forward": f, "backward": b} for f, b in seconds]}
@@ -108,5 +104,3 @@ def test_a_pass_takes_as_long_as_its_slowest_rank_and_a_row_is_the_median_of_rou
     assert json.loads(of_all_ranks(reports)[1])["backward"] == [2.0, 5.0]
     assert rows_of(json.loads(json.dumps({"rows": [asdict(found)]}))) == [found]
     assert len(table([found])) == 3
-    draw({"two ranks": [found]}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000

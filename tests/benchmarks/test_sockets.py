@@ -13,8 +13,8 @@ import mps
 import pytest
 import sockets
 import torch
-from links import NamespaceError
 from prediction_report import rows_of
+from rank_processes import LaunchError
 from sockets import Sockets, socket_environment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,11 +50,11 @@ def test_what_ranks_write_is_heard_also_if_one_fails() -> None:
         outputs = ranks.run(command, seconds=60, heard=heard.append)
         assert outputs == heard[-1] == ["rank 0\n", "rank 1\n"]
         assert "said" in said
-        with pytest.raises(NamespaceError, match=r"rank 1 ended with 1[\s\S]*no memory"):
+        with pytest.raises(LaunchError, match=r"rank 1 ended with 1[\s\S]*no memory"):
             ranks.run((sys.executable, "-c", FAILS), seconds=60, heard=heard.append)
         assert heard[-1][1] == "rank 1\n"
         waits = (sys.executable, "-c", "import time; time.sleep(600)")
-        with pytest.raises(NamespaceError, match="not done after 0 s; still running: ranks 0 1"):
+        with pytest.raises(LaunchError, match="not done after 0 s; still running: ranks 0 1"):
             ranks.run(waits, seconds=0.2)
 
 
@@ -85,7 +85,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "probe_gpu", lambda mps: "no NVIDIA driver")
     monkeypatch.setenv("PATH", "")
     ranks = Sockets(2, "nccl", lambda line: None)
-    with pytest.raises(NamespaceError, match="need a CUDA GPU: no NVIDIA driver"):
+    with pytest.raises(LaunchError, match="need a CUDA GPU: no NVIDIA driver"):
         ranks.__enter__()
 
 
