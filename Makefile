@@ -5,6 +5,8 @@ TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
+# Tests start many processes, which all would compile the package and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test coverage test-slow test-gpu test-browser mutants lint format clean
 

@@ -22,7 +22,7 @@ from typing import Any
 from script import host, provenance, save, script_parser
 
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.cost.planning import plan_on, tokens_stay
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.machine.load import load_cluster

@@ -31,7 +31,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.rank_plan import RankPlan
 
 K = 1024
 DIM = 128
@@ -83,7 +83,7 @@ class Maker:
         self.layer = case.layer
         self.packer = Packer((self.layer,), case.ranks)
         self.shape = CallShape(1, torch.bfloat16, device)
-        self.bases: dict[Question, tuple[PlanOnRank, dict[Direction, Executor]]] = {}
+        self.bases: dict[Question, tuple[RankPlan, dict[Direction, Executor]]] = {}
         self.reason = ""
 
     def choose(self, documents: tuple[int, ...]) -> Question:
@@ -91,20 +91,20 @@ class Maker:
         self.reason = pack.reason
         return pack.question(self.layer)
 
-    def plan(self, question: Question) -> PlanOnRank:
+    def plan(self, question: Question) -> RankPlan:
         base = question.of_any_mask
         if base is None:
-            rank_plan = PlanOnRank(question.plan(), RANK)
+            rank_plan = RankPlan(question.plan(), RANK)
         else:
             if base not in self.bases:
-                self.bases[base] = PlanOnRank(base.plan(), RANK), {}
+                self.bases[base] = RankPlan(base.plan(), RANK), {}
             rank_plan = self.bases[base][0].for_mask(question.problem)
         for direction in Direction:
             rank_plan.plan.program(RANK, direction)
         assert rank_plan.key
         return rank_plan
 
-    def executors(self, question: Question, rank_plan: PlanOnRank) -> dict[Direction, Executor]:
+    def executors(self, question: Question, rank_plan: RankPlan) -> dict[Direction, Executor]:
         known: KnownRanges = {}
         base = question.of_any_mask
         executors = {}
@@ -120,16 +120,14 @@ class Maker:
             executors[direction].prepare_kernels()
         return executors
 
-    def _executor(
-        self, rank_plan: PlanOnRank, direction: Direction, known: KnownRanges
-    ) -> Executor:
+    def _executor(self, rank_plan: RankPlan, direction: Direction, known: KnownRanges) -> Executor:
         plan, shape = rank_plan.plan, self.shape
         return executor_alone(plan, direction, shape, rank=RANK, known_ranges=known)
 
 
 def host_times(
     case: Case, mean: int, device: torch.device, steps: int
-) -> tuple[dict[str, Any], dict[Direction, Executor], PlanOnRank]:
+) -> tuple[dict[str, Any], dict[Direction, Executor], RankPlan]:
     """Medians, and what the last step made."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     maker = Maker(case, device)
@@ -158,7 +156,7 @@ def host_times(
 
 
 def speeds(
-    case: Case, executors: dict[Direction, Executor], rank_plan: PlanOnRank, repeats: int
+    case: Case, executors: dict[Direction, Executor], rank_plan: RankPlan, repeats: int
 ) -> dict[str, Any]:
     """Milliseconds of both passes through the executor and of the bare kernel, in turns, with calls
     that follow each other; and how long the host takes to launch one."""

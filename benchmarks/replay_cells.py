@@ -99,7 +99,7 @@ def prepare(cell: Cell, folder: Path) -> None:
         method = None if cell.method == AUTO else cell.method
         choice = find_best(cell.problem, cell.ranks, cluster, method=method, **how)
     timeline, options = choice.timeline(direction), choice.chosen[direction].options
-    setting = setting_of(timeline.plan, timeline.one, options)
+    setting = setting_of(timeline.plan, timeline.pass_, options)
     texts = {key: str(value) for key, value in setting.items()}
     if cell.method == AUTO:
         texts["method"] = timeline.plan.method

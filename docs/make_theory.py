@@ -12,7 +12,7 @@ from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.read.bounds import least_bytes, unit_bytes
+from mesh_attention.plan.read.count import least_bytes, unit_bytes
 
 PAGE = Path(__file__).with_name("theory.md")
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

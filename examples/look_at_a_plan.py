@@ -9,8 +9,7 @@ can so be read on a laptop first.
 import argparse
 
 from mesh_attention import Mask, Problem, count, make_plan, verify
-from mesh_attention.plan.read.draw.matrix import draw_assignment
-from mesh_attention.plan.read.draw.schedule import draw_steps
+from mesh_attention.plan.read.draw import draw_assignment, draw_steps
 
 
 def main() -> None:

@@ -75,27 +75,36 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of pytest in a run."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def pool(shared_folder: Path) -> Iterator[WorkerPool]:
     """Processes that form gloo groups; started when the first test asks for them."""
     from support.pool import WorkerPool
 
-    workers = WorkerPool()
+    workers = WorkerPool(address_file=shared_folder / "pool")
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
-def compiling_pool() -> Iterator[WorkerPool]:
-    """The same for code that is compiled: PyTorch cannot trace what measures coverage."""
+def compiling_pool(shared_folder: Path) -> Iterator[WorkerPool]:
+    """The same for code that is compiled: PyTorch cannot trace what measures coverage, so where
+    that is measured these have a server of their own."""
     from support.pool import WorkerPool
 
-    workers = WorkerPool(measured=False)
+    server = "compiling" if "SLIPCOVER_ENABLED" in os.environ else "pool"
+    workers = WorkerPool(measured=False, address_file=shared_folder / server)
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
-def model_pool() -> Iterator[WorkerPool]:
+def model_pool(shared_folder: Path) -> Iterator[WorkerPool]:
     """The same with transformers, which takes seconds to import: once for all of them."""
     from support.pool import WorkerPool
 
@@ -103,6 +112,7 @@ def model_pool() -> Iterator[WorkerPool]:
         {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         modules=("support.tiny_trainer",),
         seconds=180.0,
+        address_file=shared_folder / "models",
     )
     yield workers
     workers.close()

@@ -78,7 +78,7 @@ def may_be_slowest(timeline: Timeline) -> list[int]:
 
 def _computing(timeline: Timeline, rank: int) -> tuple[float, ...]:
     """Microseconds of each computation."""
-    times, operations = timeline.ranks[rank], timeline.one.programs[rank].operations
+    times, operations = timeline.ranks[rank], timeline.pass_.programs[rank].operations
     return tuple(
         round((end - start) * 1e6)
         for op, start, end in zip(operations, times.start, times.end, strict=True)
@@ -88,13 +88,13 @@ def _computing(timeline: Timeline, rank: int) -> tuple[float, ...]:
 
 def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToReplay:
     rank = rank_of(timeline, asked)
-    times, program = timeline.ranks[rank], timeline.one.programs[rank]
+    times, program = timeline.ranks[rank], timeline.pass_.programs[rank]
     seconds = tuple(
         end - start if isinstance(op, Communication) else 0.0
         for op, start, end in zip(program.operations, times.start, times.end, strict=True)
     )
-    groups = {name: members for name, members in timeline.one.groups.items() if rank in members}
-    alone = replace(timeline.one, programs=(program,), groups=groups)
+    groups = {name: members for name, members in timeline.pass_.groups.items() if rank in members}
+    alone = replace(timeline.pass_, programs=(program,), groups=groups)
     return RankToReplay(
         plan=replace(timeline.plan, passes=(alone,), target=timeline.target),
         pass_=alone,

@@ -38,7 +38,7 @@ def test_communications_last_as_simulated(method: str, direction: Direction) -> 
         else:
             assert seconds == 0.0
     assert talked > 0.0
-    assert part.program == found.one.programs[5]
+    assert part.program == found.pass_.programs[5]
     assert part.rank == 5
 
 

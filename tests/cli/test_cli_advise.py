@@ -14,7 +14,7 @@ import pytest
 
 from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.cli import advise, installed
 from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mesh_attention.cost import Cluster, load_cluster
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.machine.cluster import Disturbance
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.program import Attend, AttendBackward, Operation

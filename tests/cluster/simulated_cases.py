@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mesh_attention.cost import Cluster, Overlap, Timeline, load_cluster, simulate
-from mesh_attention.cost.compute_cost import ComputeCosts
-from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.target import compiled_on
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
+from mesh_attention.cost.planning import compiled_on, plan_on
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Program
 from mesh_attention.plan.problem.mask import Mask
@@ -47,12 +45,12 @@ def timed_calls(plan: Plan, cluster: Cluster, direction: Direction) -> tuple[Tim
     """Of rank 0's first attention, as a simulation has them."""
     program, costs = compiled_rank(plan, cluster, direction)
     op = next(op for op in program.operations if isinstance(op, Attention))
-    return costs.calls(op, program.buffer_table())
+    return costs.compute(op, program.buffer_table())
 
 
 def compiled_rank(
     plan: Plan, cluster: Cluster, direction: Direction
-) -> tuple[Program, ComputeCosts]:
+) -> tuple[Program, ClusterCosts]:
     """Rank 0's compiled program, and the costs of what it computes."""
-    found = compiled_on(plan, plan.direction(direction), cluster)
-    return found.one.programs[0], ComputeCosts(found.plan, direction, found.clock)
+    compiled = compiled_on(plan, plan.direction(direction), cluster)
+    return compiled.pass_.programs[0], ClusterCosts(cluster, compiled)

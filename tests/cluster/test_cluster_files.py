@@ -39,7 +39,7 @@ def test_the_promised_clusters_ship() -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        *(f"cost/machine/clusters/{name}.toml" for name in cluster_names()),
+        *(f"machine/clusters/{name}.toml" for name in cluster_names()),
         *(f"kernels/{name}.toml" for name in library_facts()),
     ],
 )

@@ -37,7 +37,9 @@ def test_every_method_simulates_on_every_cluster(
         counted = count(timeline.plan)[direction]
         expected = tuple(rank.total.received_bytes for rank in counted.ranks)
         assert timeline.received_bytes == expected
-        compiled = replace(timeline.plan, passes=(timeline.one,))  # in no more memory than planned
+        compiled = replace(
+            timeline.plan, passes=(timeline.pass_,)
+        )  # in no more memory than planned
         least = count(compiled)[direction].peak_buffer_bytes
         assert found["runtime_seconds"] > 0
         assert 0 < found["mfu_percent"] < 100

@@ -111,7 +111,7 @@ def test_a_merge_is_a_gap_and_a_pass_over_what_it_reads_and_writes() -> None:
     touched = sum(
         piece.num_bytes(table[piece.buffer], problem) for piece in (*op.inputs, *op.outputs)
     )
-    (merge,) = costs.calls(op, table)
+    (merge,) = costs.compute(op, table)
     assert merge.seconds == pytest.approx(3.0 * MICRO + touched * 1e-9, rel=1e-12, abs=0)
     assert not merge.kernel
 
@@ -236,7 +236,7 @@ def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> No
 
 
 def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:
-    assert [cluster().nic_of(device) for device in range(6)] == [
+    assert [cluster().links.nic_of(device) for device in range(6)] == [
         (0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0),
     ]  # fmt: skip
     assert cluster().ranks_share_nics

@@ -299,7 +299,9 @@ def test_a_call_in_two_parts_of_which_one_leaves_sms_takes_no_longer_than_in_one
     (call,) = op.calls
     parts = replace(call, q_stop=9 * 128), replace(call, q_start=9 * 128, leave_sms=16)
     whole, split = (
-        sum(call.seconds for call in costs.calls(replace(op, calls=calls), program.buffer_table()))
+        sum(
+            call.seconds for call in costs.compute(replace(op, calls=calls), program.buffer_table())
+        )
         for calls in (op.calls, parts)
     )
     assert split == pytest.approx(whole, rel=1e-3)

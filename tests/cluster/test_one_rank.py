@@ -35,7 +35,7 @@ def test_no_simulation_is_shorter_than_the_bound_or_needs_less_memory(method: st
             assert seen.least_seconds <= timeline.runtime_seconds
             assert seen.peak_bytes <= timeline.peak_bytes
             assert seen.moving_seconds <= timeline.runtime_seconds
-            operations = sum(len(p.operations) for p in timeline.one.programs)
+            operations = sum(len(p.operations) for p in timeline.pass_.programs)
             assert 0.5 < operations / seen.num_operations <= 1.1  # ranks leave out other copies
 
 

@@ -12,8 +12,7 @@ import torch
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best, question_of
-from mesh_attention.choose.plan_file import read_plan
-from mesh_attention.choose.python_line import python_line
+from mesh_attention.choose.plan_file import python_line, read_plan
 from mesh_attention.cli.main import main
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction, Plan

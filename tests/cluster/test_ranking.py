@@ -10,7 +10,7 @@ from simulated_cases import problem_of
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.explain import explain, seconds_of
 from mesh_attention.choose.ranking import ranked, received_bytes
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.language.plan import Direction

@@ -13,9 +13,8 @@ import pytest
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.auto import find_best
-from mesh_attention.choose.contenders import contenders
-from mesh_attention.choose.search import Place, Scored
-from mesh_attention.choose.tuning import Tuning, key_of
+from mesh_attention.choose.scored import Place, Scored
+from mesh_attention.choose.tuning import Tuning, contenders, key_of
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 

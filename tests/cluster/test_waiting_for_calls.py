@@ -32,7 +32,7 @@ def three_gathers(mask: Mask | None = None) -> Plan:
 
 
 def begins(timeline: Timeline, name: str) -> float:
-    names = [op.name for op in timeline.one.programs[0].operations]
+    names = [op.name for op in timeline.pass_.programs[0].operations]
     return timeline.ranks[0].start[names.index(name)]
 
 
@@ -132,7 +132,9 @@ def test_a_call_that_may_leave_sms_keeps_transfers_waiting_where_it_does_not() -
     op = next(op for op in program.operations if isinstance(op, Attend))
     whole = Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows, kernel="flash_attn3")
     keeps, leaves = (
-        costs.calls(replace(op, calls=(replace(whole, leave_sms=sms),)), program.buffer_table())[0]
+        costs.compute(replace(op, calls=(replace(whole, leave_sms=sms),)), program.buffer_table())[
+            0
+        ]
         for sms in (0, 16)
     )
     assert (keeps.waits, leaves.waits) == (True, False)

@@ -10,8 +10,8 @@ from simulated_cases import timed_calls
 
 from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.timed_call import TimedCall
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem

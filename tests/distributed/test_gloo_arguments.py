@@ -55,25 +55,26 @@ WRONG_ARGUMENTS = {
 
 
 def construct(
-    rank: int, world_size: int, changes: dict[str, Any], by: list[int], usual: dict[str, Any]
-) -> Raised:
-    given = changes if rank in by else usual
-    return raised_by(lambda: context(CASE, **({"method": None} | given)))  # by default: chosen
+    rank: int, world_size: int, mistakes: list[dict[str, Any]], by: list[int], usual: dict[str, Any]
+) -> list[Raised]:
+    """What each mistake raises, one after the other on the same group."""
+    made = mistakes if rank in by else [usual] * len(mistakes)
+    return [
+        raised_by(partial(context, CASE, **({"method": None} | changes)))  # by default: chosen
+        for changes in made
+    ]
 
 
 @pytest.mark.parametrize("by", [[0, 1, 2, 3], [1]], ids=["all", "one"])
-@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_wrong_arguments_are_refused_by_name_on_all_ranks(
-    pool: WorkerPool, name: str, by: list[int]
-) -> None:
+def test_wrong_arguments_are_refused_by_name_on_all_ranks(pool: WorkerPool, by: list[int]) -> None:
     """Need 6."""
-    changes, reason = WRONG_ARGUMENTS[name]
-    raised = pool.run(construct, RANKS, changes, by, {})
-    all_raised(raised)
-    for rank, one in enumerate(raised):
-        assert reason in one.error
-        if rank not in by:
-            assert f"rank {by[0]}" in one.error
+    mistakes = [changes for changes, _ in WRONG_ARGUMENTS.values()]
+    by_mistake = zip(*pool.run(construct, RANKS, mistakes, by, {}), strict=True)
+    for (name, (_, reason)), raised in zip(WRONG_ARGUMENTS.items(), by_mistake, strict=True):
+        all_raised(list(raised))
+        for rank, refusal in enumerate(raised):
+            assert reason in refusal.error, name
+            assert rank in by or f"rank {by[0]}" in refusal.error, name
 
 
 OTHER_ARGUMENTS = {
@@ -86,17 +87,19 @@ OTHER_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("odd", [3])
-@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
 def test_an_object_made_differently_on_one_rank_is_refused_and_the_rank_named(
-    pool: WorkerPool, name: str, odd: int
+    pool: WorkerPool,
 ) -> None:
-    raised = pool.run(construct, RANKS, OTHER_ARGUMENTS[name], [odd], {"tile": (2, 2)})
-    all_raised(raised)
-    for rank, one in enumerate(raised):
-        options = "options must be the same on all ranks" in one.error
-        assert options or f"rank {odd} of the group [0, 1, 2, 3] disagrees" in one.error
-        assert rank == odd or f"rank {odd}" in one.error
+    odd = 3
+    mistakes = list(OTHER_ARGUMENTS.values())
+    by_mistake = zip(*pool.run(construct, RANKS, mistakes, [odd], {"tile": (2, 2)}), strict=True)
+    for name, raised in zip(OTHER_ARGUMENTS, by_mistake, strict=True):
+        all_raised(list(raised))
+        for rank, refusal in enumerate(raised):
+            options = "options must be the same on all ranks" in refusal.error
+            disagrees = f"rank {odd} of the group [0, 1, 2, 3] disagrees" in refusal.error
+            assert options or disagrees, name
+            assert rank == odd or f"rank {odd}" in refusal.error, name
 
 
 def come_late(rank: int, world_size: int, odd: int, late: list[int]) -> Raised:
@@ -140,28 +143,28 @@ def test_masks_that_cannot_be_are_refused(pool: WorkerPool) -> None:
         assert "'prefix' and 'window' exclude each other" in raised[0].error
 
 
-def function_wrongly(rank: int, world_size: int, changes: dict[str, Any], odd: int) -> Raised:
+FUNCTION_MISTAKES: list[dict[str, Any]] = [
+    {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False},
+    {"seq_len": 0}, {"kv_seq_len": 0}, {"seq_len": "24"},
+]  # fmt: skip
+
+
+def function_wrongly(rank: int, world_size: int, odd: int) -> list[Raised]:
     inputs = [torch.randn(1, 8, 2, 8) for _ in range(3)]
-    given = changes if rank == odd else {}
-    return raised_by(lambda: mesh_attention(*inputs, **{"causal": True, **given}))
+    made = FUNCTION_MISTAKES if rank == odd else [{}] * len(FUNCTION_MISTAKES)
+    return [
+        raised_by(partial(mesh_attention, *inputs, **({"causal": True} | changes)))
+        for changes in made
+    ]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dropout_p": 0.1}, {"softcap": 20.0}, {"alibi_slopes": 1}, {"causal": False},
-        {"seq_len": 0}, {"kv_seq_len": 0}, {"seq_len": "24"},
-    ],
-)  # fmt: skip
-def test_the_function_refuses_what_one_rank_asks_for_on_all(
-    pool: WorkerPool, changes: dict[str, Any]
-) -> None:
-    raised = pool.run(function_wrongly, 3, changes, 1)
-    all_raised(raised)
-    for rank, one in enumerate(raised):
-        if rank != 1:
-            assert "rank 1" in one.error
-        assert next(iter(changes)) in one.error or "plan is" in one.error
+def test_the_function_refuses_what_one_rank_asks_for_on_all(pool: WorkerPool) -> None:
+    by_mistake = zip(*pool.run(function_wrongly, 3, 1), strict=True)
+    for changes, raised in zip(FUNCTION_MISTAKES, by_mistake, strict=True):
+        all_raised(list(raised))
+        for rank, refusal in enumerate(raised):
+            assert rank == 1 or "rank 1" in refusal.error, changes
+            assert next(iter(changes)) in refusal.error or "plan is" in refusal.error, changes
 
 
 def unknown_kernel(rank: int, world_size: int) -> Raised:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mesh_attention import ContextParallel, Mask, make_plan, mesh_attention
-from mesh_attention.api.auto import ranks_of_nodes
 from mesh_attention.plan.language.text import digest
+from mesh_attention.request.auto import ranks_of_nodes
 from support.cases import Case
 from support.gloo_case import Part, attend, whole
 from support.pool import WorkerPool

@@ -22,7 +22,7 @@ from mesh_attention import (
     MeshAttentionError,
     mesh_attention,
 )
-from mesh_attention.train.compiled_attention import attention_backward_op, attention_op
+from mesh_attention.request.compiled_attention import attention_backward_op, attention_op
 from support.pool import WorkerPool
 from support.transformer_block import HEAD_DIM, HEADS, Compiled, difference, gradients, steps
 
@@ -223,7 +223,7 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
         given: Any = (
-            cp._name,
+            cp._calls.name,
             *leaves,
             sinks,
             docs.number,
@@ -242,7 +242,7 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         saved = [x.detach() for x in saved]
         last: Any = (docs.number, "x", None, None, True)
         checks.append(
-            torch.library.opcheck(attention_backward_op, (cp._name, out, None, *saved, *last))
+            torch.library.opcheck(attention_backward_op, (cp._calls.name, out, None, *saved, *last))
         )
     return [set(check.values()) for check in checks]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
 from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
-from mesh_attention.runtime.session import context as contexts
-from mesh_attention.runtime.session.lru_cache import Latest
+from mesh_attention.runtime.session import session as sessions
+from mesh_attention.runtime.session.caches import LruCache
 from support.cases import Case
 from support.gloo_case import attend, context, count_plans, whole
 from support.held import grown, resources
@@ -65,10 +65,10 @@ def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, .
         use(number % 1000, world_size)
     end = resources()
     assert dist.group.WORLD is not None
-    shared = contexts.context_of(dist.group.WORLD)
-    kept = (len(shared.plans), len(shared._calls[False]), len(shared.asked))
+    shared = sessions.session_of(dist.group.WORLD)
+    kept = (len(shared.plans), len(shared.calls._kept[False]), len(shared.asked))
     gc.collect()
-    return begin, end, kept, len(shared._living_calls)
+    return begin, end, kept, len(shared.calls._living)
 
 
 @pytest.mark.parametrize("way", ["function", pytest.param("objects", marks=pytest.mark.slow)])
@@ -97,7 +97,7 @@ def warm(rank: int, world_size: int) -> tuple[int, int]:
     """Plans made and agreements held by the second call of a kind."""
     with context(CASE) as cp:
         attend(cp, CASE)
-        shared = cp._share.context
+        shared = cp._calls.session
         rounds, plans, made = shared.handshake._rounds, len(shared.plans), count_plans()
         attend(cp, CASE)
         return shared.handshake._rounds - rounds, len(shared.plans) - plans + len(made)
@@ -111,9 +111,9 @@ def two_objects(rank: int, world_size: int) -> dict[str, Any]:
     first, second = context(CASE), context(CASE)
     with context(replace(CASE, q_tokens=61, kv_tokens=61)) as third:
         attend(first, CASE)
-        before, rounds = resources(), first._share.context.handshake._rounds
+        before, rounds = resources(), first._calls.session.handshake._rounds
         attend(second, CASE)
-        warm = first._share.context.handshake._rounds == rounds
+        warm = first._calls.session.handshake._rounds == rounds
         attend(third, replace(CASE, q_tokens=61, kv_tokens=61))
         during = resources()
         moved = [cp.traffic["forward"].total for cp in (first, second)]
@@ -121,14 +121,14 @@ def two_objects(rank: int, world_size: int) -> dict[str, Any]:
         second.close()
         part = attend(third, replace(CASE, q_tokens=61, kv_tokens=61))
         seen = {
-            "shared": first._share.context is second._share.context is third._share.context,
+            "shared": first._calls.session is second._calls.session is third._calls.session,
             "warm": warm,
             "grown": grown(before, during),
-            "groups": len(third._share.context.groups),
+            "groups": len(third._calls.session.groups),
             "counted apart": moved[0] == moved[1] and moved[0].sent_bytes > 0,
             "part": part,
         }
-    seen["left"] = len(third._share.context.groups)
+    seen["left"] = len(third._calls.session.groups)
     return seen
 
 
@@ -156,13 +156,13 @@ def held_backward(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         leaves = [cp.shard(x, 1).requires_grad_() for x in tensors[:3]]
         out = cp.attention(*leaves)
         assert isinstance(out, Tensor)
-        shared = cp._share.context
-        (call,) = shared._calls[False].values()
+        shared = cp._calls.session
+        (call,) = shared.calls._kept[False].values()
         held = weakref.ref(call)
         del call
         for number in range(70):
             by_function(number, world_size)
-        gone = held() not in shared._calls[False].values()
+        gone = held() not in shared.calls._kept[False].values()
         grads = torch.autograd.grad(out, leaves, cp.shard(tensors[3], 1))
         names = ("grad_q", "grad_k", "grad_v")
         same = all(torch.equal(g, at_once.tensors[n]) for g, n in zip(grads, names, strict=True))
@@ -212,7 +212,7 @@ def test_a_context_that_one_rank_has_released_is_named(pool: WorkerPool) -> None
 
 
 def test_the_latest_are_kept_in_the_order_of_their_use() -> None:
-    latest: Latest[int, str] = Latest(2)
+    latest: LruCache[int, str] = LruCache(2)
     made = []
     for key in (1, 2, 1, 3, 1, 2):
         if latest.find(key) is None:
@@ -228,7 +228,7 @@ def other_timeouts(rank: int, world_size: int) -> list[int]:
     with context(CASE) as first, context(CASE, timeout=timedelta(seconds=30)) as second:
         for cp in (first, second, first, second):
             attend(cp, CASE)
-            found.append(len(cp._share.context.groups))
+            found.append(len(cp._calls.session.groups))
     return found
 
 

@@ -94,7 +94,7 @@ def windows_too(rank: int, world_size: int) -> tuple[list[float], int]:
                 wanted = one_by_one(starts, whole, window)[0]
                 found = cp.unshard(out, 1, documents=docs)
                 errors.append(float((found - wanted).abs().max()))
-        return errors, full._share.context.handshake._rounds
+        return errors, full._calls.session.handshake._rounds
 
 
 def test_layers_with_and_without_a_window_share_the_shards_of_a_batch(pool: WorkerPool) -> None:
@@ -107,7 +107,7 @@ def rounds_of_agreement(rank: int, world_size: int) -> list[int]:
         found = []
         for seed, starts in enumerate([[0, 9, 64], [0, 33, 64], [0, 70], [0, 2, 3, 40]]):
             error(cp, starts, seed)
-            found.append(cp._share.context.handshake._rounds)
+            found.append(cp._calls.session.handshake._rounds)
         return found
 
 
@@ -217,7 +217,7 @@ def held(rank: int, world_size: int, times: int) -> tuple[dict[str, int], dict[s
         for number in range(4, times):
             error(cp, [0, 5 + number % 60, 70 + number % 97], number)
         end = resources()
-        return begin, end, len(cp._share.context._living_calls)
+        return begin, end, len(cp._calls.session.calls._living)
 
 
 def check_held(pool: WorkerPool, times: int, seconds: float) -> None:

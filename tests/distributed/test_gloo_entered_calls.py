@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import ContextParallel, mesh_attention
 from mesh_attention.runtime.agreement import identity
-from mesh_attention.runtime.session.share import Share
+from mesh_attention.runtime.session.session import User
 from support.pool import WorkerPool
 
 RANKS, ODD = 2, 1
@@ -47,13 +47,13 @@ def interrupted(place: str) -> Any:
 
 def after_the_comparison() -> Any:
     """Others go on, and send."""
-    begin = Share.begin
+    begin = User.begin
 
     def begin_and_end(*given: Any, **named: Any) -> None:
         begin(*given, **named)
         raise KeyboardInterrupt("enough")
 
-    return mock.patch.object(Share, "begin", begin_and_end)
+    return mock.patch.object(User, "begin", begin_and_end)
 
 
 def with_a_full_stack(call: Callable[[], Any], left: int) -> Any:
@@ -129,15 +129,15 @@ CASES: dict[str, tuple[str, Case]] = {
     "function": ("TypeError", lambda c, odd: c.function(*[1] * odd)),
     "interrupted": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("context_parallel.fault_of_label"), c.attend, odd),
+        lambda c, odd: inside(interrupted("request.attend._key"), c.attend, odd),
     ),
     "interrupted function": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("functional.fault_of_unsupported"), c.function, odd),
+        lambda c, odd: inside(interrupted("api.functional.fault_of_unsupported"), c.function, odd),
     ),
     "interrupted loss": (
         "KeyboardInterrupt",
-        lambda c, odd: inside(interrupted("losses.own_copies"), c.loss, odd),
+        lambda c, odd: inside(interrupted("train.losses.own_copies"), c.loss, odd),
     ),
     "attention after": (
         "KeyboardInterrupt",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from mesh_attention import ContextParallel, Mask
 from mesh_attention.plan.language.program import Attend, CallKind
 from mesh_attention.runtime.agreement import handshake
 from support.cases import Case
-from support.gloo_case import attend, context, whole
+from support.gloo_case import Part, attend, context, whole
 from support.pool import WorkerPool
 from support.raised import Raised, all_raised, leave_with_all, raised_by
 from support.reference import attention, errors
@@ -102,13 +103,17 @@ def nobody(inputs: Inputs) -> Inputs:
 
 
 def call_wrongly(
-    rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: list[int]
-) -> tuple[Raised, Any]:
-    with context(CASE) as cp:
-        inputs = shards(cp, CASE)
-        given = mistake(inputs) if rank in by else inputs
-        raised = raised_by(lambda: cp.attention(*given), cp)
-        return raised, attend(cp, CASE)
+    rank: int, world_size: int, names: list[str], by: list[int]
+) -> list[tuple[Raised, Part]]:
+    """What each mistake raises on an object of its own, and what that computes afterwards."""
+    found = []
+    for name in names:
+        with context(CASE) as cp:
+            inputs = shards(cp, CASE)
+            wrong = MISTAKES[name][0](inputs) if rank in by else inputs
+            raised = raised_by(partial(cp.attention, *wrong), cp)
+            found.append((raised, attend(cp, CASE)))
+    return found
 
 
 MISTAKES = {
@@ -129,32 +134,34 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("odd", [2])
-@pytest.mark.parametrize("name", MISTAKES)
-def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(
-    pool: WorkerPool, name: str, odd: int
-) -> None:
-    mistake, reason = MISTAKES[name]
-    raised, parts = zip(*pool.run(call_wrongly, RANKS, mistake, [odd]), strict=True)
-    all_raised(list(raised))
-    for rank, one in enumerate(raised):
-        assert reason in one.error
-        if rank != odd or one.kind == "DisagreementError":
-            assert f"rank {odd}" in one.error
-    # The mistake has done no harm: the same object then computes the truth.
-    distances = errors(whole(list(parts), CASE), attention(*CASE.tensors(), CASE.mask))
-    assert max(distances.values()) <= 1e-5
+def test_wrong_tensors_on_one_rank_raise_on_all_and_name_it(pool: WorkerPool) -> None:
+    odd = 2
+    truth = attention(*CASE.tensors(), CASE.mask)
+    by_mistake = zip(*pool.run(call_wrongly, RANKS, [*MISTAKES], [odd]), strict=True)
+    for (name, (_, reason)), results in zip(MISTAKES.items(), by_mistake, strict=True):
+        raised, parts = zip(*results, strict=True)
+        all_raised(list(raised))
+        for rank, refusal in enumerate(raised):
+            assert reason in refusal.error, name
+            if rank != odd or refusal.kind == "DisagreementError":
+                assert f"rank {odd}" in refusal.error, name
+        # The mistake has done no harm: the same object then computes the truth.
+        assert max(errors(whole(list(parts), CASE), truth).values()) <= 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["length", "mix"])
-def test_the_same_wrong_tensors_on_all_ranks_raise_on_all(pool: WorkerPool, name: str) -> None:
-    mistake, reason = MISTAKES[name]
-    results = pool.run(call_wrongly, RANKS, mistake, list(range(RANKS)))
-    all_raised([raised for raised, _ in results])
-    assert all(reason in raised.error for raised, _ in results)
+def test_the_same_wrong_tensors_on_all_ranks_raise_on_all(pool: WorkerPool) -> None:
+    names = ["length", "mix"]
+    by_mistake = zip(*pool.run(call_wrongly, RANKS, names, [*range(RANKS)]), strict=True)
+    for name, results in zip(names, by_mistake, strict=True):
+        all_raised([raised for raised, _ in results])
+        assert all(MISTAKES[name][1] in raised.error for raised, _ in results)
 
 
-def transformed(rank: int, world_size: int, how: str, odd: int) -> Raised:
+def transformed(rank: int, world_size: int, odd: int) -> list[Raised]:
+    return [transform(rank, how, odd) for how in TRANSFORMS]
+
+
+def transform(rank: int, how: str, odd: int) -> Raised:
     with context(CASE) as cp:
         q, k, v = (x.detach() for x in shards(cp, CASE))
 
@@ -174,21 +181,19 @@ def transformed(rank: int, world_size: int, how: str, odd: int) -> Raised:
         return raised_by(call, cp)
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("vmap", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
-        ("grad", "transforms of torch.func (vmap, grad, jvp, ...) around attention"),
-        ("dual", "q is a dual tensor; forward-mode derivatives are not supported"),
-        ("mode", "a FakeTensorMode is active; of what traces"),
-    ],
-)
-def test_transforms_around_a_call_on_one_rank_are_refused_on_all(
-    pool: WorkerPool, how: str, reason: str
-) -> None:
-    raised = pool.run(transformed, RANKS, how, 1)
-    all_raised(raised)
-    assert all(reason in one.error for one in raised)
+TRANSFORMS = {
+    "vmap": "transforms of torch.func (vmap, grad, jvp, ...) around attention",
+    "grad": "transforms of torch.func (vmap, grad, jvp, ...) around attention",
+    "dual": "q is a dual tensor; forward-mode derivatives are not supported",
+    "mode": "a FakeTensorMode is active; of what traces",
+}
+
+
+def test_transforms_around_a_call_on_one_rank_are_refused_on_all(pool: WorkerPool) -> None:
+    by_transform = zip(*pool.run(transformed, RANKS, 1), strict=True)
+    for (how, reason), raised in zip(TRANSFORMS.items(), by_transform, strict=True):
+        all_raised(list(raised))
+        assert all(reason in refusal.error for refusal in raised), how
 
 
 def negated(rank: int, world_size: int) -> list[bool]:
@@ -291,8 +296,7 @@ def call_wrongly_when_warm(
     leave_with_all(folder, rank, world_size, f"{raised.seconds} {raised.error}\n{after.error}")
 
 
-@pytest.mark.parametrize("odd", [0, 3])
-@pytest.mark.parametrize("name", ["batch", "length"])
+@pytest.mark.parametrize(("name", "odd"), [("batch", 3), ("length", 0)])
 def test_a_mistake_after_calls_that_were_agreed_on_is_told_while_waiting_for_a_collective(
     pool: WorkerPool, name: str, odd: int, tmp_path: Path
 ) -> None:

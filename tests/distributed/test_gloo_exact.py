@@ -18,14 +18,14 @@ from support.reference import attention, errors, tolerance
 CAUSAL = Mask(causal=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
 def test_causal_gqa_with_an_uneven_length_equals_the_truth(pool: WorkerPool, ranks: int) -> None:
     case = Case(ranks, 101, 101, heads=(4, 2), head_dims=(16, 16), batch=2, mask=CAUSAL)
     check(pool, [case, replace(case, dtype=torch.float32, batch=1, options={"chunks": (2, 2)})])
 
 
 @pytest.mark.parametrize("combine", list(Combine))
-@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("ranks", [6, pytest.param(9, marks=pytest.mark.slow)])
 def test_every_combine_mode_equals_the_truth(
     pool: WorkerPool, ranks: int, combine: Combine
 ) -> None:
@@ -36,14 +36,13 @@ def test_every_combine_mode_equals_the_truth(
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_every_layout_equals_the_truth(pool: WorkerPool, layout: str) -> None:
-    case = Case(6, 55, 55, mask=CAUSAL, options={"layout": layout, "chunks": (2, 2)})
+    case = Case(4, 55, 55, mask=CAUSAL, options={"layout": layout, "chunks": (2, 2)})
     check(pool, [case, replace(case, mask=Mask()), replace(case, kv_tokens=31)])
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_fewer_tokens_than_ranks_equal_the_truth(pool: WorkerPool, tokens: int) -> None:
-    case = Case(9, tokens, tokens, mask=CAUSAL)
-    check(pool, [case, replace(case, options={"layout": "striped", "tile": (9, 1)})])
+def test_fewer_tokens_than_ranks_equal_the_truth(pool: WorkerPool) -> None:
+    case = Case(9, 7, 7, mask=CAUSAL)
+    check(pool, [case, Case(9, 1, 1, options={"layout": "striped", "tile": (9, 1)})])
 
 
 def test_windows_documents_and_prefixes_equal_the_truth(pool: WorkerPool) -> None:
@@ -106,7 +105,9 @@ def test_mappings_and_tiles_of_every_kind_equal_the_truth(
     check(pool, [case])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, 3, 4, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (9, 16))]
+)
 def test_random_cases_equal_the_truth(pool: WorkerPool, ranks: int) -> None:
     fitting = [tile for n, tile in tiles() if n == ranks]
     cases = [random_case(77 * ranks + i, ranks, tile) for i, tile in enumerate(fitting)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, release
 from mesh_attention import mesh_attention as attend
 from mesh_attention.runtime.execute.executor import Executor
-from mesh_attention.runtime.session import context as contexts
+from mesh_attention.runtime.session import session as sessions
 from support.cases import Case
 from support.gloo_case import Part, context, count_plans, whole
 from support.pool import WorkerPool
@@ -144,11 +144,11 @@ def destroyed(rank: int, world_size: int) -> tuple[int, int]:
     group = dist.new_group()
     inputs = [torch.randn(1, 4, 2, 4) for _ in range(3)]
     attend(*inputs, causal=True, group=group)
-    before = len(contexts._CONTEXTS)
+    before = len(sessions._SESSIONS)
     dist.destroy_process_group(group)
     del group
     attend(*inputs, causal=True)
-    after = len(contexts._CONTEXTS)
+    after = len(sessions._SESSIONS)
     release()
     return before, after
 

@@ -192,7 +192,7 @@ def groups_timeouts(rank: int, world_size: int, case: Case) -> list[timedelta]:
     parent = dist.new_group(timeout=timedelta(seconds=23))
     with context(case, parent) as cp:
         attend(cp, case)
-        return [timeout_of(group) for group in cp._share.context.groups._made.values()]
+        return [timeout_of(group) for group in cp._calls.session.groups._made.values()]
 
 
 def test_groups_inherit_the_timeout_of_the_callers_group(pool: WorkerPool) -> None:

@@ -224,7 +224,7 @@ def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
     """The odd rank ends as soon as it is told; the others are told when it has ended."""
     cp = context(CASE)
     given = leaves(cp)
-    faults = cp._share.context.guard._faults
+    faults = cp._calls.session.guard._faults
     statements = faults.statements
 
     def slowly(*call: Any) -> Any:

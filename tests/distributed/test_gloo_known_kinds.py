@@ -46,9 +46,9 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     """More kinds than are kept, and mistakes in between."""
     cases = [replace(CASE, batch=n) for n in (1, 2, 3, 4)]
     cp = context(CASE)
-    shared = cp._share.context
-    shared._calls[False]._kept._limit = 3
-    shared._agreed._limit = 3
+    shared = cp._calls.session
+    shared.calls._kept[False]._kept._limit = 3
+    shared.calls._agreed._limit = 3
     found = [is_right(cp, case) for case in cases[:3]]
     for one, other in ((0, 1), (1, 2)):
         at = one if rank == ODD else other
@@ -64,7 +64,7 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     for at in (3, 0, 1, 2, 3):
         found.append(is_right(cp, cases[at]))
     if rank == ODD:  # by whatever fault: it asks again, and the others answer
-        shared._calls[False].clear()
+        shared.calls._kept[False].clear()
     found.append(is_right(cp, cases[3]))
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, Plan, make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.plan_file import write_choice
-from mesh_attention.cost.target import target_on
+from mesh_attention.cost.planning import target_on
 from mesh_attention.plan.language.plan import Direction, Programs
 from mesh_attention.plan.language.program import AllGather, AllToAll, Attend, Program
 from mesh_attention.plan.language.text import digest, parse_plan, plan_text
@@ -51,7 +51,7 @@ SOURCES = {"made": made, "searched": searched, "parsed": parsed}
 def by_plan(rank: int, world_size: int, source: str, case: Case) -> tuple[Part, Any]:
     plan = SOURCES[source](case)
     with ContextParallel(plan=plan, softmax_scale=0.3) as cp:
-        cp._share.context.transports.poison = True
+        cp._calls.session.transports.poison = True
         assert cp.plan is plan
         cp.verify()
         return attend(cp, case), cp.transports()

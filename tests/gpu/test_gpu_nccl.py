@@ -23,7 +23,7 @@ def case(dtype: torch.dtype) -> Case:
 
 def one_rank(rank: int, world_size: int, case: Case) -> Part:
     with context(case, dist.new_group(backend="nccl")) as cp:
-        assert dist.get_backend(cp._share.context.groups.parent) == "nccl"
+        assert dist.get_backend(cp._calls.session.groups.parent) == "nccl"
         return attend(cp, case, "cuda")
 
 

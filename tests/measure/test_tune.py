@@ -13,10 +13,9 @@ import torch.distributed as dist
 import mesh_attention.measure.tune
 from mesh_attention import ContextParallel, Mask, Problem
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.contenders import contenders
-from mesh_attention.choose.search import Scored, place_of
+from mesh_attention.choose.scored import Scored, place_of
 from mesh_attention.choose.tuned import read_entries, read_tuned, wanted
-from mesh_attention.choose.tuning import Tuning
+from mesh_attention.choose.tuning import Tuning, contenders
 from mesh_attention.cli.main import main
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import MeshAttentionError, PlanError

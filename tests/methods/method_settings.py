@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import cache
 from itertools import count, islice, product
 from random import Random
 from typing import Any
@@ -70,6 +71,7 @@ def shapes(method: Method, problem: Problem, ranks: int) -> list[Setting]:
     return found
 
 
+@cache
 def manners(method: Method) -> list[Setting]:
     """All combinations of closed choices and switches, the layout among them."""
     options = method.options()

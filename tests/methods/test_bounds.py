@@ -16,8 +16,7 @@ from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.read.bounds import least_bytes, unit_bytes
-from mesh_attention.plan.read.count import count
+from mesh_attention.plan.read.count import count, least_bytes, unit_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEADS = ((4, 4), (6, 6), (8, 2), (8, 1))

@@ -24,7 +24,11 @@ from support.reference import NAMES, attention, errors, tolerance
 
 IN_TURN = [(name, ranks) for name in METHODS for ranks in ranks_in_turn(name)]
 FEW = 6  # from so many ranks on, a part of the shapes
-MANY = 8  # beyond, all are slow tests, and below every third
+MANY = 8  # beyond, all are slow tests; below, each method has every third number in its turn
+
+
+def is_default(name: str, ranks: int) -> bool:
+    return ranks <= MANY and (ranks + list(METHODS).index(name)) % 3 == 0
 
 
 def drawn(name: str, ranks: int) -> list[Case]:
@@ -57,8 +61,8 @@ def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        pytest.param(name, ranks, marks=[pytest.mark.slow] * (ranks > MANY or turn % 3 == 2))
-        for turn, (name, ranks) in enumerate(IN_TURN)
+        pytest.param(name, ranks, marks=[pytest.mark.slow] * (not is_default(name, ranks)))
+        for name, ranks in IN_TURN
     ],
 )
 def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ranks: int) -> None:
@@ -87,7 +91,7 @@ def test_every_shape_of_every_method_equals_the_truth(name: str, ranks: int) -> 
         check(case)
 
 
-@pytest.mark.parametrize("ranks", [6])
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", METHODS)
 def test_in_bf16_every_method_stays_within_its_rounding(name: str, ranks: int) -> None:
     """Accumulators and what travels differ in precision here, so other buffers are at work."""
@@ -127,8 +131,13 @@ def test_the_cases_of_a_method_cover_what_they_promise(name: str) -> None:
         assert {case.mask.causal for case in all_of_it if case.ranks == ranks} == {True, False}
 
 
-def test_the_largest_numbers_of_ranks_are_shared_out_among_the_methods() -> None:
+def test_the_numbers_of_ranks_are_shared_out_among_the_methods() -> None:
     assert {ranks for _, ranks in IN_TURN} == set(RANKS)
+    default = [(name, ranks) for name, ranks in IN_TURN if is_default(name, ranks)]
+    assert {ranks for _, ranks in default} == set(range(1, MANY + 1))
+    for name in METHODS:
+        numbers = [ranks for each, ranks in default if each == name]
+        assert min(numbers) < FEW <= max(numbers)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

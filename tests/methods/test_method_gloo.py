@@ -16,7 +16,7 @@ from support.pool import WorkerPool
 SETTINGS = {4: 3, 8: 2}  # at most
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", METHODS)
 def test_causal_gqa_with_an_uneven_length_equals_the_truth_and_moves_the_counted_bytes(
     pool: WorkerPool, name: str, ranks: int

@@ -8,7 +8,6 @@ fit is refused in a sentence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import accumulate, pairwise
 from random import Random
 
@@ -16,7 +15,8 @@ import pytest
 from method_settings import Setting, manners, shapes
 
 from mesh_attention import Mask, MeshAttentionError, Problem, make_plan
-from mesh_attention.choose.pack import Layer, Packer, Starts
+from mesh_attention.choose.documents import Starts
+from mesh_attention.choose.pack import Layer, Packer
 from mesh_attention.plan.methods.table import METHODS
 from support.cases import random_heads
 from support.dense_call import check, drawn_call
@@ -41,17 +41,12 @@ def any_ranks(draw: Random) -> int:
     return draw.randint(1, 9)
 
 
-@cache
-def manners_of(method: str) -> list[Setting]:
-    return manners(METHODS[method])
-
-
 def drawn_setting(draw: Random, method: str, problem: Problem, ranks: int) -> Setting:
     """One that fits; now and then another, which may be refused."""
     options = METHODS[method].options()
     fitting = shapes(METHODS[method], problem, ranks)
     setting = dict(draw.choice(fitting)) if fitting else {}
-    setting |= draw.choice(manners_of(method))
+    setting |= draw.choice(manners(METHODS[method]))
     if setting["layout"] == "striped":
         setting["stripe_block"] = draw.randint(1, 3)
     crossed = problem.q_tokens != problem.keys

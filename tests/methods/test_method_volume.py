@@ -65,23 +65,22 @@ def as_counted(name: str, ranks: int) -> list[Setting]:
     return settings
 
 
-@pytest.mark.parametrize("layout", ["striped"])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
-    name: str, direction: Direction, layout: str
+    name: str, direction: Direction
 ) -> None:
     formula = VOLUMES[name][direction is Direction.BACKWARD]
-    for ranks in RANKS if layout == "contiguous" else (4, 9):
+    for ranks in (4, 9):
         for setting in as_counted(name, ranks):
             expected = eval(formula, {"__builtins__": {}}, variables(ranks, setting))
-            found = volumes(name, ranks, setting | {"layout": layout}, direction)
+            found = volumes(name, ranks, setting | {"layout": "striped"}, direction)
             assert set(found) == {expected}, (ranks, setting)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "seen"])
 def test_a_causal_mask_changes_no_volume(name: str) -> None:
-    for ranks, direction in product((4, 8, 9), Direction):
+    for ranks, direction in product((4, 6), Direction):
         for setting in as_counted(name, ranks):
             full, causal = (
                 volumes(name, ranks, setting, direction, causal=masked) for masked in (False, True)
@@ -159,7 +158,7 @@ def test_startrail_of_one_is_the_ring() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_o_in_place_of_delta_adds_one_tensor_wherever_q_moves(name: str) -> None:
     """One for each remote Q, and one in the swap of tokens for heads."""
-    for ranks in (4, 8, 9):
+    for ranks in (4, 6):
         for setting in as_counted(name, ranks):
             delta, with_out = (
                 volumes(name, ranks, setting | {"gather_out": gather}, Direction.BACKWARD)

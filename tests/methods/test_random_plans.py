@@ -24,8 +24,10 @@ from mesh_attention.plan.read.verify import verify
 from mesh_attention.plan.read.verify.order import order_fault
 
 RANKS = (1, 2, 3, 4, 4, 5, 6, 6, 8, 8, 9, 12, 16)
+# A plan takes time by the square of its ranks, and what goes wrong on 16 does so on few too.
+FEW_RANKS = (1, 2, 3, 4, 4, 5, 6, 6, 8)
 CHUNKS = (*[(1, 1)] * 6, (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (2, 3))
-BLOCKS = 15  # of the default run: each test is this part of the sweep
+BLOCKS = 12  # of the default run: each test is this part of the sweep
 
 
 def random_problem(draw: Random, ranks: int) -> Problem:
@@ -98,14 +100,14 @@ def random_setting(draw: Random, method: Method, problem: Problem, ranks: int) -
     return setting
 
 
-def random_plans(seed: object) -> Iterator[tuple[Plan, dict[str, Any]]]:
+def random_plans(seed: object, numbers: tuple[int, ...]) -> Iterator[tuple[Plan, dict[str, Any]]]:
     """Without end; what is refused is drawn again."""
     draw = Random(f"plans {seed}")
     methods = [*METHODS.values()]
     # What a method offers grows with every option: a method with many is drawn more often.
     weights = [2 ** (len(method.options()) / 4) for method in methods]
     while True:
-        ranks, method = draw.choice(RANKS), draw.choices(methods, weights)[0]
+        ranks, method = draw.choice(numbers), draw.choices(methods, weights)[0]
         problem = random_problem(draw, ranks)
         if not shapes(method, problem, ranks):
             continue
@@ -117,8 +119,8 @@ def random_plans(seed: object) -> Iterator[tuple[Plan, dict[str, Any]]]:
         yield plan, {"ranks": ranks, "problem": problem, "method": method.name, **setting}
 
 
-def prove(seed: object, count: int) -> None:
-    for plan, asked in islice(random_plans(seed), count):
+def prove(seed: object, count: int, numbers: tuple[int, ...]) -> None:
+    for plan, asked in islice(random_plans(seed, numbers), count):
         findings = verify(plan)
         assert not findings, (asked, [str(finding) for finding in findings[:3]])
         for one in plan.passes:
@@ -127,13 +129,13 @@ def prove(seed: object, count: int) -> None:
 
 @pytest.mark.parametrize("part", range(BLOCKS))
 def test_plans_of_random_settings_are_proven(part: int) -> None:
-    prove(part, 300 // BLOCKS)
+    prove(part, 240 // BLOCKS, FEW_RANKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(100))
 def test_seven_thousand_plans_of_random_settings_are_proven(part: int) -> None:
-    prove(f"slow {part}", 70)
+    prove(f"slow {part}", 70, RANKS)
 
 
 def test_the_sweep_meets_every_option_of_every_method() -> None:

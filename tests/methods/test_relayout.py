@@ -284,7 +284,7 @@ def test_documents_of_a_batch_are_cut_into_contiguous_shards() -> None:
         pack = packed((free,), ranks, starts)
         wanted = -(-starts[-1] // ranks)
         assert [layout.slots for layout in pack.shards] == [wanted] * 2
-        given = Layer(problem, given=replace(asked, num_ranks=ranks), relayout=True)
+        given = Layer(problem, question=replace(asked, num_ranks=ranks), relayout=True)
         assert packed((given,), ranks, starts).layout.kind == "zigzag"
         assert pack.words != packed((Layer(problem),), ranks, starts).words
     with pytest.raises(PlanError, match="made with relayout=True, and this attention has relayout"):

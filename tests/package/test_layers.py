@@ -32,6 +32,7 @@ LAYERS = (
     ("__init__", "testing"),
     ("api",),
     ("train",),
+    ("request",),
     ("runtime.session",),
     ("runtime.agreement", "runtime.execute"),
     ("runtime.transport",),
@@ -43,7 +44,6 @@ LAYERS = (
     ("report",),
     ("choose",),
     ("cost",),
-    ("plan.read.draw",),
     ("plan.read.verify",),
     ("plan.read",),
     ("plan.passes",),
@@ -100,9 +100,10 @@ def file_of(module: str, root: Path) -> Path | None:
         return None
     for end in (len(parts), len(parts) - 1):
         path = root.joinpath(*parts[: max(end, 0)])
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.exists():
-                return file
+        if path.with_suffix(".py").exists():
+            return path.with_suffix(".py")
+        if path.is_dir():
+            return path / "__init__.py"
     return root / "__init__.py"
 
 
@@ -135,14 +136,14 @@ def cycles(root: Path) -> list[list[str]]:
     below = {file: {file_of(m, root) for m in imports(file, root)} for file in root.rglob("*.py")}
 
     def reached(start: Path) -> set[Path]:
-        found: set[Path] = set()
+        files: set[Path] = set()
         waiting = [start]
         while waiting:
-            for file in below[waiting.pop()]:
-                if file is not None and file not in found:
-                    found.add(file)
+            for file in below.get(waiting.pop(), ()):
+                if file is not None and file not in files:
+                    files.add(file)
                     waiting.append(file)
-        return found
+        return files
 
     reach = {file: reached(file) for file in below}
     rings = {
@@ -190,15 +191,15 @@ def test_a_lower_file_that_imports_a_higher_one_is_found(
     root, layers = tmp_path / "house", (("cli",), ("plan",), ("errors",))
     for file, text in {
         "cli/main.py": "from house.plan.mask import Mask\nimport torch",
-        "plan/problem/mask.py": "from house.errors import Error\nfrom .runs import Run",
-        "plan/problem/runs.py": "",
+        "plan/mask.py": "from house.errors import Error\nfrom .runs import Run",
+        "plan/runs.py": "",
         "errors.py": "",
     }.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
     assert upward(root, layers) == []
-    (root / "plan/problem/mask.py").write_text(statement)
-    assert upward(root, layers) == [f"plan/problem/mask.py imports {module}, which is not below it"]
+    (root / "plan/mask.py").write_text(statement)
+    assert upward(root, layers) == [f"plan/mask.py imports {module}, which is not below it"]
 
 
 def test_a_file_that_has_no_layer_is_found(tmp_path: Path) -> None:

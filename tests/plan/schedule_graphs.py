@@ -10,7 +10,7 @@ from random import Random
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode, check_schedule
-from mesh_attention.plan.schedule.memory import MemoryModel
+from mesh_attention.plan.schedule.greedy import MemoryModel
 
 Cost = Callable[[str], float]
 ComputeCost = Callable[[int, int], float | None]

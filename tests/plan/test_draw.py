@@ -23,15 +23,15 @@ from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts import tile_tasks
 from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.problem import arguments
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.problem.runs import Run
-from mesh_attention.plan.read.draw import schedule, summary
-from mesh_attention.plan.read.draw.matrix import computed_cells, draw_assignment
-from mesh_attention.plan.read.draw.schedule import compare_schedulers, draw_steps, task_graph
-from mesh_attention.plan.read.draw.summary import draw_summary
+from mesh_attention.plan.read import draw
+from mesh_attention.plan.read.compare_schedulers import compare_schedulers, task_graph
+from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
 from mesh_attention.plan.schedule.greedy import greedy
 from support.listed import stretches_for
 
@@ -259,11 +259,11 @@ def test_a_plan_of_one_direction_draws_that_one() -> None:
     assert "forward" not in draw_summary(plan)
 
 
-@pytest.mark.parametrize("module", [schedule, summary])
+@pytest.mark.parametrize("module", [arguments, draw])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_a_problem_is_told_with_what_is_out_of_the_ordinary_and_without_the_rest() -> None:

@@ -12,7 +12,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward
 from mesh_attention.plan.language.tasks import Schedule
-from mesh_attention.plan.methods.parts.slices import (
+from mesh_attention.plan.methods.parts.chunks import (
     slice_sizes,
     suggested_cut,
     suggested_ring_cut,

@@ -14,7 +14,7 @@ from mesh_attention.errors import PlanError, PlanTextError
 from mesh_attention.plan.language.program import Attend
 from mesh_attention.plan.language.text import digest, parse_plan, plan_text
 from mesh_attention.plan.read.agreement import question_digest
-from mesh_attention.plan.read.draw.summary import draw_summary
+from mesh_attention.plan.read.draw import draw_summary
 from support.listed import stretches_for
 
 PROBLEM = Problem(40, num_heads=4, head_dim=8, mask=Mask(causal=True, documents=(0, 11, 30, 40)))

@@ -13,10 +13,9 @@ from plan_cases import random_layouts, random_mask, random_sizes
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.methods.parts.blocks import RowList, rectangles
 from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
 from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
-from mesh_attention.plan.methods.parts.rectangles import rectangles
-from mesh_attention.plan.methods.parts.row_list import RowList
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem

@@ -29,7 +29,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.plan.schedule.memory import MemoryCapError
+from mesh_attention.plan.schedule.greedy import MemoryCapError
 
 
 def peak(plan: Plan) -> int:

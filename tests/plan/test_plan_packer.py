@@ -89,7 +89,7 @@ def test_plans_of_packs_are_proven_for_a_layer_that_was_not_told_too() -> None:
 def test_a_layout_or_a_method_that_the_caller_wants_is_taken() -> None:
     wanted = Packer((Layer(PROBLEM, layout=LayoutKind.CONTIGUOUS),), 4)([0, 20, 64])
     assert wanted.layout.kind is LayoutKind.CONTIGUOUS
-    layer = Layer(PROBLEM, given=ask(PROBLEM, 4, method="ring", layout="zigzag"))
+    layer = Layer(PROBLEM, question=ask(PROBLEM, 4, method="ring", layout="zigzag"))
     given = Packer((layer,), 4)([0, 20, 64])
     assert given.layout.kind is LayoutKind.ZIGZAG
     assert given.question(layer).plan().method == "ring"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.plan.language.dependencies import _History
 from mesh_attention.plan.language.program import Attend, AttendBackward, Task, reads, writes
+from mesh_attention.plan.language.workspace import _History
 
 TASK = Task("C", (0, 0))
 

@@ -19,10 +19,10 @@ from schedule_graphs import (
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import TaskGraph, check_schedule
-from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.memory import (
+from mesh_attention.plan.schedule.greedy import (
     MemoryCapError,
     MemoryModel,
+    greedy,
     greedy_capped,
     peak_bytes,
     smallest_cap,

@@ -10,7 +10,7 @@ from schedule_graphs import communication, compute, golden_graph, random_graph, 
 
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.makespan import (
+from mesh_attention.plan.schedule.search import (
     event_makespan,
     event_times,
     lower_bound,

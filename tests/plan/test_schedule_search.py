@@ -10,8 +10,7 @@ from schedule_graphs import Builder, backward_graph, forward_graph, golden_graph
 
 from mesh_attention.plan.language.tasks import TaskGraph, check_schedule
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.makespan import event_makespan
-from mesh_attention.plan.schedule.search import search
+from mesh_attention.plan.schedule.search import event_makespan, search
 
 
 def test_the_result_is_valid_never_worse_than_greedy_and_timed_exactly() -> None:

@@ -11,15 +11,15 @@ import pytest
 from mesh_attention import Mask
 from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
 from mesh_attention.plan.methods.parts.needed_rows import (
+    NeededRows,
     Rows,
-    SeenRows,
-    keys_seen,
-    seen_keys,
-    seen_parts,
-    seen_queries,
-    stretches_of,
+    needed_keys,
+    needed_queries,
+    query_parts,
+    ranges_of,
+    visible_keys,
 )
-from mesh_attention.plan.methods.parts.needed_share import share_of
+from mesh_attention.plan.methods.parts.needed_side import rows_of_rank
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask_slices import SliceKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
@@ -67,7 +67,7 @@ def by_other(rows: Rows) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[SeenRows, ...], list[list[set[int]]]]:
+def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[NeededRows, ...], list[list[set[int]]]]:
     """Of queries and of keys: layouts, what was found, and the positions that each rank needs."""
     q, kv, rows = drawn(seed)
     tiles = [Tile(*shape) for shape in factorisations(q.num_ranks)]
@@ -82,7 +82,7 @@ def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[SeenRows, ...], list[lis
         seen = {position: visible(rows, np.array([position])) & keys for position in queries}
         needs[0].append({position for position in queries if seen[position]})
         needs[1].append(set().union(*seen.values()))
-    found = seen_queries(q, kv, rows, tile), seen_keys(q, kv, rows, tile)
+    found = needed_queries(q, kv, rows, tile.a), needed_keys(q, kv, rows, tile.a)
     return (q, kv), found, needs
 
 
@@ -90,7 +90,7 @@ def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[SeenRows, ...], list[lis
 def test_each_rank_receives_every_row_that_it_needs_once_and_no_other(seed: int) -> None:
     """Keys that queries of its tile row see, and queries that see keys of its tile column."""
     for layout, seen, needs in zip(*sides(seed), strict=True):
-        given = [by_other(seen.given(rank)) for rank in range(layout.num_ranks)]
+        sent = [by_other(seen.sent(rank)) for rank in range(layout.num_ranks)]
         foreign = False
         for rank in range(layout.num_ranks):
             received = seen.received(rank)
@@ -104,9 +104,9 @@ def test_each_rank_receives_every_row_that_it_needs_once_and_no_other(seed: int)
             assert positions == sorted(needs[rank])
             assert (received.sizes > 0).all()
             for owner, stretches in by_other(received).items():
-                assert given[owner].pop(rank) == stretches
+                assert sent[owner].pop(rank) == stretches
                 foreign |= owner != rank
-        assert not any(given)
+        assert not any(sent)
         assert seen.travels == foreign
         own = [set(layout.positions(rank).tolist()) for rank in range(layout.num_ranks)]
         expected = [[len(wanted & owned) for owned in own] for wanted in needs]
@@ -117,14 +117,14 @@ def test_each_rank_receives_every_row_that_it_needs_once_and_no_other(seed: int)
 def test_the_rows_of_a_share_fit_together(seed: int) -> None:
     """What is gathered lies where it is said to, and each partial result is merged once."""
     for layout, seen, needs in zip(*sides(seed), strict=True):
-        shares = [share_of(seen, layout, rank) for rank in range(layout.num_ranks)]
+        shares = [rows_of_rank(seen, layout, rank) for rank in range(layout.num_ranks)]
         for share in shares:
             own = layout.positions(share.rank)
             positions = layout.positions_of(share.rows)
             assert share.num_rows == len(positions)
             for owner, stretches in share.gathered.items():
                 for (start, stop), (slot, last) in zip(
-                    stretches, shares[owner].given[share.rank], strict=True
+                    stretches, shares[owner].sent[share.rank], strict=True
                 ):
                     assert (positions[start:stop] == layout.positions(owner)[slot:last]).all()
             assert share.local == (needs[share.rank] <= set(own.tolist()))
@@ -132,9 +132,9 @@ def test_the_rows_of_a_share_fit_together(seed: int) -> None:
             merged: dict[int, int] = defaultdict(int)
             for (start, stop), summands in share.sums:
                 for slot, position in enumerate(own[start:stop].tolist(), start):
-                    for one in summands:
-                        buffer = stack if one.arrives else positions
-                        assert buffer[one.row + slot - one.start] == position
+                    for partial in summands:
+                        buffer = stack if partial.arrives else positions
+                        assert buffer[partial.row + slot - partial.start] == position
                         merged[position] += 1
             whole = share.local and bool(share.rows)
             for position in own.tolist():
@@ -145,11 +145,11 @@ def test_the_rows_of_a_share_fit_together(seed: int) -> None:
 
 
 def test_stretches_are_those_of_real_tokens_and_as_long_as_they_can_be() -> None:
-    zigzag = stretches_of(Layout(LayoutKind.ZIGZAG, 10, 2))  # 12 slots
+    zigzag = ranges_of(Layout(LayoutKind.ZIGZAG, 10, 2))  # 12 slots
     assert zigzag.starts.tolist() == [0, 9, 3]
     assert zigzag.stops.tolist() == [3, 10, 9]
     assert zigzag.places.tolist() == [0, 3, 6]
-    striped = stretches_of(Layout(LayoutKind.STRIPED, 7, 2, block=2))
+    striped = ranges_of(Layout(LayoutKind.STRIPED, 7, 2, block=2))
     assert striped.starts.tolist() == [0, 4, 2, 6]
     assert striped.stops.tolist() == [2, 6, 4, 7]
 
@@ -157,7 +157,7 @@ def test_stretches_are_those_of_real_tokens_and_as_long_as_they_can_be() -> None
 def test_queries_of_one_stretch_see_an_interval_for_each_document() -> None:
     mask = Mask(causal=True, documents=(0, 3, 3, 4, 10))
     start, stop = np.array([1, 5]), np.array([6, 7])
-    index, lo, hi = keys_seen(seen_parts(start, stop, mask.rows(10, 10)))
+    index, lo, hi = visible_keys(query_parts(start, stop, mask.rows(10, 10)))
     assert index.tolist() == [0, 0, 0, 1]
     assert lo.tolist() == [0, 3, 4, 4]
     assert hi.tolist() == [3, 4, 6, 7]
@@ -168,8 +168,8 @@ def test_rows_that_follow_each_other_for_both_ranks_are_one_stretch(
     documents: tuple[int, ...], sizes: list[int]
 ) -> None:
     layout = Layout(LayoutKind.LISTED, 16, 2, stretches=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
-    seen = seen_keys(layout, layout, Mask(causal=True, documents=documents).rows(16, 16))
-    received, given = seen.received(0), seen.given(0)
+    seen = needed_keys(layout, layout, Mask(causal=True, documents=documents).rows(16, 16), 1)
+    received, sent = seen.received(0), seen.sent(0)
     assert received.sizes.tolist() == sizes
     own = received.sizes[received.ranks == 0].tolist()
-    assert given.sizes[given.ranks == 0].tolist() == own
+    assert sent.sizes[sent.ranks == 0].tolist() == own

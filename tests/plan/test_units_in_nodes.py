@@ -15,7 +15,7 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.runtime.session.plan_on_rank import PlanSource
+from mesh_attention.runtime.session.call_cache import PlanSource
 
 # Ranks, ranks of a node, Ulysses degree, tile, units in a node.
 SHAPES = [

@@ -15,7 +15,7 @@ from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.read.draw.matrix import visible_cells
+from mesh_attention.plan.read.draw import visible_cells
 from mesh_attention.report.assignment_facts import assignment_facts
 from mesh_attention.report.facts import CHOSEN, ReportFacts
 from mesh_attention.report.scaling import Scaling, points_of_scaling, scaling_lines

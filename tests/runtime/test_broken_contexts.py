@@ -18,34 +18,34 @@ from mesh_attention.runtime.agreement import guard, identity
 from mesh_attention.runtime.agreement.guard import Guard, _forget_locals
 from mesh_attention.runtime.agreement.handshake import DisagreementError
 from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
-from mesh_attention.runtime.session.context import Context
-from mesh_attention.runtime.session.prepared_call import CallOptions
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.calls import Calls
+from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.transport import groups as groups_of_context
 from mesh_attention.runtime.transport.groups import Groups
 
 
-class Empty(Context):
-    """What a context keeps, and no test has given it, is empty."""
-
-    def __getattr__(self, name: str) -> dict[Any, Any]:
-        return {}
-
-
-def context(*, broken: bool, log: list[str]) -> Any:
+def session(*, broken: bool, log: list[str]) -> Any:
     """Of stand-ins that write down what is asked of them."""
-    made: Any = object.__new__(Empty)
-    made.guard = SimpleNamespace(broken=broken, break_off=lambda cause: log.append("broken off"))
-    made.guard.place, made.guard.known = 1, lambda error: error
-    made.groups = SimpleNamespace(
+    guard: Any = SimpleNamespace(
+        broken=broken,
+        break_off=lambda cause: log.append("broken off"),
+        place=1,
+        known=lambda error: error,
+    )
+    groups: Any = SimpleNamespace(
         abort=lambda: log.append("abort"),
         close=lambda abort: log.append(f"close groups, abort {abort}"),
-        timeout=lambda given: given,
+        timeout=lambda timeout: timeout,
     )
-    made.transports = SimpleNamespace(
+    transports: Any = SimpleNamespace(
         close=lambda abandon: log.append(f"close transports, abandon {abandon}")
     )
-    call = SimpleNamespace(clear=lambda: log.append("clear"))
-    made._living_calls = [call]
+    handshake: Any = SimpleNamespace()
+    made: Any = object.__new__(Session)
+    made.guard, made.groups, made.transports = guard, groups, transports
+    made.calls = Calls(groups, handshake, guard, transports)
+    made.calls._living = [SimpleNamespace(clear=lambda: log.append("clear"))]
     return made
 
 
@@ -54,7 +54,7 @@ def test_what_is_in_flight_is_aborted_before_calls_are_given_up_and_only_where_i
     broken: bool,
 ) -> None:
     log: list[str] = []
-    context(broken=broken, log=log)._drop()
+    session(broken=broken, log=log)._drop()
     rest = ["clear", f"close transports, abandon {broken}", f"close groups, abort {broken}"]
     assert log == ["abort"] * broken + rest
 
@@ -65,16 +65,16 @@ def test_a_disagreement_breaks_a_context_off_where_calls_may_be_in_flight(
     knows_calls: bool, in_flight: bool
 ) -> None:
     log: list[str] = []
-    one = context(broken=False, log=log)
+    calls = session(broken=False, log=log).calls
     if knows_calls:
-        one._agreed = {"sharding": None}
+        calls._agreed["sharding"] = None
 
     def agree(*_: object, **__: object) -> bool:
         raise DisagreementError("ranks differ")
 
-    one.handshake = SimpleNamespace(agree=agree, left_in_flight=in_flight)
+    calls._handshake = SimpleNamespace(agree=agree, left_in_flight=in_flight)
     with pytest.raises(DisagreementError):
-        one._agree({}, CallOptions(), None)
+        calls.agree({}, CallOptions(), None)
     assert log == ["broken off"] * (knows_calls and in_flight)
 
 
@@ -104,13 +104,13 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
 ) -> None:
     log: list[str] = []
     one: Any = object.__new__(Guard)
-    one.place, one._timeout = 1, None
+    one.place, one._usual_timeout, one._comparisons = 1, None, {}
     one._groups = SimpleNamespace(everybody=lambda timeout: None)
     begin = SimpleNamespace(begin=lambda *_: log.append("device"))
     monkeypatch.setattr(Guard, "_watched", lambda self, stream: begin)
 
     class Host:
-        def agrees(self, number: int) -> bool:
+        def agrees(self, number: int, look_around: object) -> bool:
             log.append("host")
             return True
 

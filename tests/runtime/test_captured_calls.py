@@ -17,8 +17,9 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.runtime.device.workspace import Workspace
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session import prepared_call
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
-from mesh_attention.runtime.session.prepared_call import CallOptions, CapturedCall, PreparedCall
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.prepared_call import CapturedCall, PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport import shared_memory
 
@@ -29,7 +30,7 @@ GROUPS: Any = SimpleNamespace(
 
 
 def prepared() -> PreparedCall:
-    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 1, method="mesh"), 0, 1)
+    mine = RankPlan.on(make_plan(Problem(8, 1, 4), 1, method="mesh"), 0, 1)
     shape = CallShape(1, torch.float32, CPU)
     return PreparedCall(Transports(GROUPS), mine, CallOptions(cuda_graph=True), shape)
 
@@ -92,7 +93,7 @@ def test_shared_memory_is_released_with_the_transports_or_left_where_signals_may
     monkeypatch.setattr(shared_memory, "default_store", lambda: store)
     told: list[str] = []
     transports = Transports(GROUPS)
-    mine = PlanOnRank.on(make_plan(Problem(8, 1, 4), 2, method="mesh"), 0, 2)
+    mine = RankPlan.on(make_plan(Problem(8, 1, 4), 2, method="mesh"), 0, 2)
     memory = transports.memory(mine, timedelta(seconds=5))
     assert transports.memory(mine, timedelta(seconds=5)) is memory
     block: Any = SimpleNamespace(

@@ -60,15 +60,16 @@ def random_cases(ranks: int, tile: tuple[int, int]) -> list[Case]:
 def test_random_cases_equal_the_truth_and_move_the_counted_bytes(
     ranks: int, tile: tuple[int, int]
 ) -> None:
-    for case in random_cases(ranks, tile)[::2]:
+    for case in random_cases(ranks, tile)[::3]:
         check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tile"), tiles())
 def test_the_other_random_cases_equal_the_truth_too(ranks: int, tile: tuple[int, int]) -> None:
-    for case in random_cases(ranks, tile)[1::2]:
-        check(case)
+    for number, case in enumerate(random_cases(ranks, tile)):
+        if number % 3:
+            check(case)
 
 
 def test_the_random_cases_cover_what_they_promise() -> None:

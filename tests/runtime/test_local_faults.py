@@ -124,8 +124,7 @@ def test_a_gather_that_never_arrives_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert distances(CASE)["out"] == torch.inf
 
 
-@pytest.mark.parametrize("layout", list(LayoutKind))
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("layout", "causal"), zip(LayoutKind, (True, False) * 2, strict=True))
 def test_noise_in_one_document_leaves_the_others_bit_identical(
     layout: LayoutKind, causal: bool
 ) -> None:

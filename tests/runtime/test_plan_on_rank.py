@@ -8,7 +8,7 @@ import pytest
 
 from mesh_attention import Problem, make_plan
 from mesh_attention.errors import PlanError
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.rank_plan import RankPlan
 
 PLAN = make_plan(Problem(64, 4, 8), 4, method="mesh")
 
@@ -16,12 +16,12 @@ PLAN = make_plan(Problem(64, 4, 8), 4, method="mesh")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_a_plan_for_another_number_of_ranks_is_refused(num_ranks: int) -> None:
     with pytest.raises(PlanError, match=f"for 4 ranks, and the process group has {num_ranks}"):
-        PlanOnRank.on(PLAN, 0, num_ranks)
+        RankPlan.on(PLAN, 0, num_ranks)
 
 
 def test_a_rank_is_where_the_plan_puts_its_device() -> None:
-    assert [PlanOnRank.on(PLAN, place, 4).rank for place in range(4)] == [0, 1, 2, 3]
+    assert [RankPlan.on(PLAN, place, 4).rank for place in range(4)] == [0, 1, 2, 3]
     turned = replace(PLAN, devices=(2, 0, 3, 1))
-    assert [PlanOnRank.on(turned, place, 4).rank for place in range(4)] == [1, 3, 0, 2]
+    assert [RankPlan.on(turned, place, 4).rank for place in range(4)] == [1, 3, 0, 2]
     with pytest.raises(PlanError, match="are not the ranks of the group"):
-        PlanOnRank.on(replace(PLAN, devices=(0, 1, 2, 4)), 0, 4)
+        RankPlan.on(replace(PLAN, devices=(0, 1, 2, 4)), 0, 4)

@@ -71,7 +71,7 @@ def object_of(tokens: int | None) -> Any:
             raise PlanError("no length")
         return SimpleNamespace(q_layout=Layout(LayoutKind.ZIGZAG, tokens, 2))
 
-    return SimpleNamespace(_shards=shards)
+    return SimpleNamespace(shards=shards)
 
 
 def test_a_batch_on_a_device_that_is_as_long_as_a_shard_is_refused() -> None:

@@ -24,7 +24,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_every_method_over_shared_blocks_equals_the_truth(method: str, ranks: int) -> None:
     case = Case(ranks, 83, 83, heads=(8, 8), batch=2, mask=CAUSAL, options={"method": method})
     check(case)

@@ -17,7 +17,6 @@ import torch
 
 from mesh_attention import Mask
 from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import (
     Attend,
@@ -29,7 +28,7 @@ from mesh_attention.plan.language.program import (
     reads,
     writes,
 )
-from mesh_attention.plan.language.workspace import WorkspaceMap, workspace_map
+from mesh_attention.plan.language.workspace import WorkspaceMap, dependencies, workspace_map
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.passes.place import placed
 from mesh_attention.runtime.device.streams import must_follow

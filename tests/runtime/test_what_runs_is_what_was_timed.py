@@ -5,6 +5,7 @@ A kernel of its own is compiled for, simulated and run: adding one touches nothi
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from mesh_attention import Mask, count, register_kernel, unregister_kernel, verify
 from mesh_attention.cost import load_cluster, simulate
-from mesh_attention.cost.compute_cost import ComputeCosts
+from mesh_attention.cost.operation_costs import ClusterCosts
 from mesh_attention.kernels import BackwardInputs, Block, kind_of
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
-from mesh_attention.machine.target import Target, parse_target
+from mesh_attention.machine.target import Target, read_target
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Free, Operation
 from mesh_attention.plan.language.text import parse_plan, plan_text
@@ -87,13 +88,13 @@ def test_the_operations_and_calls_that_run_are_those_that_were_timed(
     case = case_of(method)
     plan = compile_plan(case.plan(), target_of(traced, case.plan()))
     timed: list[Operation] = []
-    calls = ComputeCosts.calls
+    compute = ClusterCosts.compute
 
-    def told(self: ComputeCosts, op: Operation, table: Any) -> Any:
+    def recorded(self: ClusterCosts, op: Operation, table: Any) -> Any:
         timed.append(op)
-        return calls(self, op, table)
+        return compute(self, op, table)
 
-    monkeypatch.setattr(ComputeCosts, "calls", told)
+    monkeypatch.setattr(ClusterCosts, "compute", recorded)
     timelines = {one: simulate(plan, "hgx-h200", one) for one in Direction}
 
     begun: dict[tuple[Direction, int], list[Operation]] = defaultdict(list)
@@ -117,7 +118,7 @@ def test_the_operations_and_calls_that_run_are_those_that_were_timed(
     for direction, timeline in timelines.items():
         for rank in range(case.ranks):
             operations = [
-                op for op in timeline.one.programs[rank].operations if not isinstance(op, Free)
+                op for op in timeline.pass_.programs[rank].operations if not isinstance(op, Free)
             ]
             assert begun[direction, rank] == operations
             assert [e.name for e in timeline.events(rank)] == [op.name for op in operations]
@@ -139,7 +140,7 @@ def test_a_compiled_plan_is_proven_exact_as_large_as_before_and_parses_back(
     before, tensors = case.plan(), case.tensors()
     target = target_of(traced, before)
     plan = compile_plan(before, target)
-    assert parse_target(target.text) == target
+    assert read_target(json.loads(json.dumps(target.to_json()))) == target
     assert parse_plan(plan_text(plan)) == plan
     assert verify(plan) == []
     for direction, counted in count(plan).items():

@@ -26,7 +26,7 @@ def make(**changes: Any) -> ContextParallel:
         **changes,
     }
     cp = ContextParallel(**given)
-    cp._share.context.transports.poison = True
+    cp._calls.session.transports.poison = True
     return cp
 
 

@@ -48,7 +48,7 @@ def context(
         **changes,
     }
     cp = ContextParallel(group, **given)
-    cp._share.context.transports.poison = True
+    cp._calls.session.transports.poison = True
     return cp
 
 

@@ -46,7 +46,7 @@ def run_cases(
         for case in cases:
             with context(case, group, transport=transport, **options) as cp:
                 for _ in range(times):
-                    cp._share.counters.clear()
+                    cp._calls.user.counters.clear()
                     part = attend(cp, case, "cuda")
                 cp.check()
                 found.append(Ran(part, cp.transports()))

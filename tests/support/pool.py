@@ -4,6 +4,7 @@
 
 calls function(rank, 4, "some", "arguments") in four processes, each with a fresh default process
 group, and returns the four results. A rank that raises, ends or hangs fails the test and is named.
+Pools of several processes of pytest can share the server that forks, and so what it imports.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from support.worker import Answer, Job, Lines, crash_file, send
+from support.worker import START_SECONDS, Answer, Fork, Job, Lines, crash_file, locked, send
 
 __all__ = ["Ended", "WorkerError", "WorkerPool"]
 
-START_SECONDS = 180.0  # of a busy machine
 JOB_SECONDS = 60.0
 GRACE_SECONDS = 8.0  # that the others get after one rank has failed
 
@@ -51,37 +51,27 @@ class WorkerPool:
         modules: tuple[str, ...] = (),
         seconds: float = JOB_SECONDS,
         measured: bool = True,
+        address_file: Path | None = None,
     ) -> None:
         """`environment` is added to that of the processes; `modules` are imported once, before any
         of them starts; `seconds` are for a job that says nothing else; `measured`: what they run
-        counts as covered, where that is measured."""
+        counts as covered, where that is measured. Pools with the same `address_file` share a
+        server; they must agree on all of these."""
         self._seconds = seconds
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._listener = Listener(str(Path(self._folder.name) / "s"), family="AF_UNIX", backlog=64)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, tuple[Connection, int]] = {}
-        self._forked = 0
         self._jobs = 0
-        tests = Path(__file__).parent.parent
-        self._server = subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("worker.py")),
-                str(self._listener.address),
-                str(self._store.port),
-                *modules,
-            ],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={n: x for n, x in os.environ.items() if measured or n != "SLIPCOVER_ENABLED"}
-            | {
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]),
-            }
-            | (environment or {}),
-        )
+        self._started: subprocess.Popen[bytes] | None = None  # the server, by the first pool
+        file = address_file or Path(self._folder.name, "address")
+        with locked(file):
+            self._server = _connected(file)
+            if self._server is None:
+                self._started = _start_server(file, environment or {}, modules, measured)
+                self._server = _connected(file)
+        if self._server is None:
+            raise WorkerError("the server of the pool did not start")
 
     def run(
         self,
@@ -135,16 +125,15 @@ class WorkerPool:
 
     def _start(self, num_workers: int) -> None:
         missing = [number for number in range(num_workers) if number not in self._workers]
-        assert self._server.stdin is not None
+        assert self._server is not None
         for number in missing:
-            self._server.stdin.write(f"{number}\n")
-        self._server.stdin.flush()
+            send(self._server, Fork(str(self._listener.address), number, self._store.port))
         deadline = time.monotonic() + START_SECONDS
         listening: Any = self._listener
         listening._listener._socket.settimeout(1.0)
         while not all(number in self._workers for number in missing):
-            if self._server.poll() is not None:
-                raise WorkerError(f"the server of the pool ended with {self._server.returncode}")
+            if self._server.poll():  # it sends nothing: this is its end
+                raise WorkerError("the server of the pool ended")
             if time.monotonic() > deadline:
                 raise WorkerError(f"workers {missing} did not start in {START_SECONDS:.0f} s")
             try:
@@ -194,15 +183,48 @@ class WorkerPool:
     def close(self) -> None:
         for number in list(self._workers):
             self._kill(number)
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        try:
-            self._server.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+        assert self._server is not None
+        self._server.close()
+        if self._started is not None:  # others may go on with it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._started.wait(timeout=1)
         self._listener.close()
         self._folder.cleanup()
+
+
+def _connected(address_file: Path) -> Connection | None:
+    """To the server whose address a file has, if there is one."""
+    address = address_file.read_text()
+    if not address:
+        return None
+    try:
+        return Client(address, family="AF_UNIX")
+    except OSError:  # of a run that was killed
+        address_file.write_text("")
+        return None
+
+
+def _start_server(
+    address_file: Path, environment: dict[str, str], modules: tuple[str, ...], measured: bool
+) -> subprocess.Popen[bytes]:
+    """Returns when it listens; what it imports comes after that."""
+    inherited = {n: x for n, x in os.environ.items() if measured or n != "SLIPCOVER_ENABLED"}
+    tests = Path(__file__).parent.parent
+    own = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]),
+    }
+    script = Path(__file__).with_name("worker.py")
+    server = subprocess.Popen(
+        [sys.executable, str(script), str(address_file), *modules],
+        stdin=subprocess.DEVNULL,
+        env=inherited | own | environment,
+    )
+    while not address_file.read_text() and server.poll() is None:
+        time.sleep(0.01)
+    return server
 
 
 def add_coverage(lines: Lines) -> None:

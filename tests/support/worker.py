@@ -1,33 +1,47 @@
-"""The processes of the pool: a server that imports torch once and forks, and the forked workers.
+"""The processes of pools: a server that imports torch once and forks, and the forked workers.
 
-Run as a script with the addresses of the pool and its store, and modules to import. Every line on
-its standard input is the number of a worker to fork; the end of the input is the end of the server.
-It has a single thread when it forks.
+Run as a script with a file, in which the server writes the address at which it listens, and modules
+to import. Pools of several processes may share a server: each connects to it and sends a `Fork` for
+every worker that it wants. The server ends when the last of them has closed its connection. It has
+a single thread when it forks.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
 Lines = dict[str, set[int]]  # of each file
+START_SECONDS = 180.0  # of a busy machine
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A worker that a pool asks the server for."""
+
+    pool: str  # its address
+    number: int
+    store_port: int
 
 
 @dataclass(frozen=True)
@@ -51,9 +65,25 @@ class Answer:
     lines: Lines = field(default_factory=dict)  # run since the last answer
 
 
-def serve(address: str, store_port: int, *modules: str) -> None:
-    new_lines = measure_coverage()  # before anything that counts is imported
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Only one process at a time reads or changes the address in a file."""
+    with file.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
+
+def serve(address_file: Path, *modules: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="pool") as folder:
+        listener = Listener(str(Path(folder) / "s"), family="AF_UNIX", backlog=64)
+        address_file.write_text(str(listener.address))
+        new_lines = measure_coverage()  # before anything that counts is imported
+        _import(modules)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
+        _fork_for_pools(address_file, listener, new_lines)
+
+
+def _import(modules: tuple[str, ...]) -> None:
     import pytest  # noqa: F401
     import torch
     import torch._dynamo  # gradients and checkpoints import it, for seconds
@@ -68,17 +98,45 @@ def serve(address: str, store_port: int, *modules: str) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # and so the children share what was imported
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
-    while line := sys.stdin.readline():
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            last_words = crash_file(address, os.getpid()).open("w")
-            faulthandler.enable(last_words)
+
+
+def _fork_for_pools(address_file: Path, listener: Listener, new_lines: Callable[[], Lines]) -> None:
+    accepting: Any = listener
+    arriving = accepting._listener._socket
+    pools: list[Connection] = []
+    while True:
+        ready = wait([arriving, *pools], None if pools else START_SECONDS)
+        for connection in ready:
+            if connection is arriving:
+                pools.append(listener.accept())
+                continue
+            assert isinstance(connection, Connection)
             try:
-                work(Client(address, family="AF_UNIX"), int(line), store_port, new_lines)
-            finally:
-                os._exit(0)
+                request = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                pools.remove(connection)
+                connection.close()
+                continue
+            if os.fork() == 0:
+                for inherited in (arriving, *pools):
+                    inherited.close()
+                _work_for(request, new_lines)
+        if not pools:
+            with locked(address_file):  # nobody connects meanwhile
+                if not wait([arriving], 0):
+                    address_file.write_text("")
+                    return
+
+
+def _work_for(request: Fork, new_lines: Callable[[], Lines]) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    last_words = crash_file(request.pool, os.getpid()).open("w")
+    faulthandler.enable(last_words)
+    try:
+        work(Client(request.pool, family="AF_UNIX"), request.number, request.store_port, new_lines)
+    finally:
+        os._exit(0)
 
 
 def crash_file(address: str, pid: int) -> Path:
@@ -171,4 +229,4 @@ def send(connection: Connection, message: Any) -> None:
 
 if __name__ == "__main__":
     # Under its real name, so that messages unpickle on both sides.
-    import_module("support.worker").serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    import_module("support.worker").serve(Path(sys.argv[1]), *sys.argv[2:])

@@ -3,42 +3,24 @@ or by the documents that each brings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesh_attention.api.arguments import kept_source, layer_of_batches, read_arguments
-from mesh_attention.api.report import Reports
-from mesh_attention.api.sizes import (
-    SIZES,
-    USUAL_TOKENS,
-    fault_of_length,
-    has_sizes,
-    sizes_of,
-    usual_sizes,
-)
-from mesh_attention.choose.pack import Layer, Pack, Packer
+from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.collective_call import of_object, told_to_all
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
-from mesh_attention.runtime.session.documents import BatchPlans, Documents
+from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank, PlanSource
-from mesh_attention.runtime.session.prefetch import Batch, prefetch
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.shards import Shards, Side
+from mesh_attention.runtime.session.sharding import Side
 
 
-class Batches(Reports):
-    """`_given` are the arguments of the object, by name. Where they do not say the sizes, calls
-    do, and plans are made when they come."""
-
-    _given: dict[str, Any]
-
-    def __init__(self) -> None:
-        self._layers: dict[tuple[Any, ...], Layer] = {}
+class Batches:
+    _calls: ObjectCalls
 
     # Documents that change with every batch.
 
@@ -60,7 +42,7 @@ class Batches(Reports):
 
         Nothing is sent: a rank with other documents is named by the first call that uses them.
         """
-        self._share.refuse_if_closed(sends=False)
+        self._calls.user.refuse_if_closed(sends=False)
         if not isinstance(cu_seqlens, Pack):
             pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
         elif kv_cu_seqlens is None and not also:
@@ -70,7 +52,7 @@ class Batches(Reports):
                 "a Pack holds all documents, and was chosen for the layers of its packer: give "
                 "'kv_cu_seqlens' and 'also' there, not beside it"
             )
-        return Documents(self._share.context, pack)
+        return Documents(self._calls.session, pack)
 
     @outside_compile
     def prefetch(
@@ -96,62 +78,8 @@ class Batches(Reports):
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
         nor other ranks, and can be pickled: a collate function in another process may call it."""
-        self._share.refuse_if_closed(sends=False)
-        context = self._share.context
-        others = list(also) if isinstance(also, Sequence) else [also]
-        for one in others:
-            if not isinstance(one, Batches) or one._share.context is not context:
-                raise MeshAttentionError(
-                    f"also={also!r}: give a list of ContextParallel objects on the same group"
-                )
-        layers = tuple(one._layer() for one in (self, *others))
-        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
-        if len(wanted) > 1:
-            raise MeshAttentionError(
-                f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
-                "tensors of a batch have one"
-            )
-        if len({layer.relayout for layer in layers}) > 1:
-            raise MeshAttentionError(
-                "objects that share a batch differ in relayout, and the shards of a batch lie in "
-                "one way; say relayout=True in all of them, or in none"
-            )
-        return Packer(layers, len(context.groups.ranks))
-
-    def _layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
-        """What is asked for in batches that bring their own documents and length."""
-        given = self._given | dict(sizes or {})
-        if not has_sizes(given):
-            # Not those of the last call: a batch may be made ready before it, on some ranks.
-            given = usual_sizes(given)
-        key = tuple(given.get(name) for name in SIZES)
-        if key not in self._layers:
-            asked, options = read_arguments(self._share.context.groups.parent, given)
-            self._layers[key] = layer_of_batches(asked, given, options)
-        return self._layers[key]
-
-    def _source_for(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | BatchPlans | None
-    ) -> tuple[PlanSource, CallOptions]:
-        """Plans for a call, and its options."""
-        context, given = self._share.context, self._given
-        if documents is None:
-            if self._fixed is None:
-                sizes = sizes_of(context, given, q, k, v)
-                self._latest = kept_source(context, given | sizes)[0]
-            self._batch = None
-            return self._source, self._options
-        layer = self._layer()
-        if self._fixed is None:
-            sizes = sizes_of(context, given, q, k, v) | {
-                "seq_len": USUAL_TOKENS,
-                "kv_seq_len": USUAL_TOKENS,
-            }
-            layer = self._layer(sizes)
-        plans = documents if isinstance(documents, BatchPlans) else _handle(documents).plans
-        source = plans.source(context, layer)
-        self._batch = source.first.plan, plans.pack, layer
-        return source, self._options.of_batch()
+        self._calls.user.refuse_if_closed(sends=False)
+        return self._calls.packer(also)
 
     # Sharding.
 
@@ -161,11 +89,11 @@ class Batches(Reports):
     ) -> Tensor:
         """This rank's slots of a whole tensor along `dim`; padding slots are zero. A DTensor that
         is spread over other dimensions, on a mesh beside the group's, gives one spread alike."""
-        own, spread = own_tokens(self._share.context.groups.ranks, x, dim)
-        return spread.whole(self._shards(documents).shard(own, dim, side))
+        own, spread = own_tokens(self._calls.ranks, x, dim)
+        return spread.whole(self._calls.shards(documents).shard(own, dim, side))
 
     @outside_compile
-    @told_to_all(of_object)
+    @collective_call(of_object)
     def unshard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
@@ -174,10 +102,11 @@ class Batches(Reports):
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
         passes on the gradient of its own slots. DTensors as in `shard`.
         """
-        shards, context = self._shards(documents), self._share.context
-        self._share.refuse_if_closed()
-        own, spread = own_tokens(context.groups.ranks, x, dim)
-        return spread.whole(shards.unshard(self._share, self._options, own, dim, side))
+        calls = self._calls
+        shards = calls.shards(documents)
+        calls.user.refuse_if_closed()
+        own, spread = own_tokens(calls.ranks, x, dim)
+        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side))
 
     @outside_compile
     def positions(
@@ -192,7 +121,7 @@ class Batches(Reports):
 
         With `restart` counted from the start of each document, and padding is at 0.
         """
-        return self._shards(documents).positions(side, device, restart=restart)
+        return self._calls.shards(documents).positions(side, device, restart=restart)
 
     @outside_compile
     def padding(
@@ -203,34 +132,4 @@ class Batches(Reports):
         documents: Documents | None = None,
     ) -> Tensor:
         """True where a local slot holds no token."""
-        return self._shards(documents).padding(side, device)
-
-    @property
-    def _length_is_known(self) -> bool:
-        return self._fixed is not None or self._given.get("seq_len") is not None
-
-    def _shards(self, documents: Documents | None) -> Shards:
-        if documents is not None:
-            return _handle(documents).shards
-        mine = self._mine_of_length() if self._fixed is None else self._mine
-        plan, mask = mine.plan, mine.plan.problem.mask
-        starts = mask.documents or (0, plan.problem.q_tokens)
-        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
-        return Shards(
-            *(*plan.shards, mine.rank, plan.devices, mine.words),
-            starts=(starts, kv_starts),
-        )
-
-    def _mine_of_length(self) -> PlanOnRank:
-        """A plan for heads of the usual size: it lays out tokens as any other of this length."""
-        if self._given.get("seq_len") is None:
-            raise fault_of_length(self._given)
-        return kept_source(self._share.context, usual_sizes(self._given), chosen=False)[0].first
-
-
-def _handle(documents: Any) -> Documents:
-    if not isinstance(documents, Documents):
-        raise MeshAttentionError(
-            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
-        )
-    return documents
+        return self._calls.shards(documents).padding(side, device)

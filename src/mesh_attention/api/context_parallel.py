@@ -10,7 +10,6 @@ Every argument is used or refused by name, on all ranks, before anything moves.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -21,35 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.api.arguments import AskedPlan, read_arguments
-from mesh_attention.api.auto import AutoChoice, told_of_calls
 from mesh_attention.api.batches import Batches
-from mesh_attention.api.sizes import has_sizes, usual_sizes, with_lengths
+from mesh_attention.api.report import Reports
 from mesh_attention.api.training import Training
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.runtime.session.autograd import attention
-from mesh_attention.runtime.session.collective_call import of_object, told_to_all
-from mesh_attention.runtime.session.context import context_of, process_group
-from mesh_attention.runtime.session.distributed_tensors import own_heads
-from mesh_attention.runtime.session.documents import BatchPlans, Documents
-from mesh_attention.runtime.session.modes import as_under_autocast
-from mesh_attention.runtime.session.plan_on_rank import PlanSource
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.tensor_checks import (
-    fault_of_causal,
-    fault_of_label,
-    fault_of_sinks,
-    fault_of_tensors,
-    fault_of_unsupported,
-)
-from mesh_attention.train.compiled_attention import CONTEXT_PARALLELS, traced_attention
+from mesh_attention.request.attend import attend
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.tensor_checks import fault_of_label, fault_of_unsupported
+from mesh_attention.runtime.session.collective_call import collective_call, of_object
+from mesh_attention.runtime.session.documents import Documents
 
 
-class ContextParallel(Batches, Training):
+class ContextParallel(Batches, Training, Reports):
     """
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
     plan            any plan for as many ranks: made, searched or parsed from text. It says the
@@ -122,60 +106,47 @@ class ContextParallel(Batches, Training):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        named = locals()  # every argument by its name
-        given = {n: x for n, x in named.items() if n not in ("self", "group_or_mesh", "options")}
-        Batches.__init__(self)  # not by `super`, which would be among the locals
-        group = process_group(group_or_mesh)
-        context = context_of(group)
-        self._share = context.join()
-        self._name = str(CONTEXT_PARALLELS.add(self))  # in compiled code
-        self._options = CallOptions()
-        mine = error = choice = None
-        try:
-            self._given = with_lengths(given | options)
-            known = has_sizes(self._given)
-            sizes = self._given if known else usual_sizes(self._given)
-            asked, self._options = read_arguments(group, sizes)
-            if known:
-                if isinstance(asked, Plan):
-                    self._fixed = context.source(asked)
-                else:
-                    choice = asked.choose(group)
-                    self._fix(asked, choice)
-                mine = self._mine
-            else:
-                self._chosen_by = told_of_calls(self._given)
-        except Exception as found:  # whatever it is, the others must not wait for us
-            error = found
-        try:
-            by = None if choice is None else choice.text
-            followed = context.agree_on_plan(mine, self._options, error, by)
-            if followed is not None and choice is not None and isinstance(asked, AskedPlan):
-                try:
-                    self._fix(asked, choice.follow(followed))
-                except Exception as found:
-                    error = found
-                context.agree_on_plan(self._mine, self._options, error)
-        except BaseException:
-            self._share.close()
-            raise
-
-    def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
-        """One plan for all calls."""
-        self._fixed = self._share.context.source(asked.question(choice))
-        self._chosen_by = None if choice is None else choice.line
+        arguments = {
+            "plan": plan,
+            "seq_len": seq_len,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "causal": causal,
+            "num_kv_heads": num_kv_heads,
+            "v_head_dim": v_head_dim,
+            "kv_seq_len": kv_seq_len,
+            "mask": mask,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "differentiable_lse": differentiable_lse,
+            "method": method,
+            "tile": tile,
+            "layout": layout,
+            "relayout": relayout,
+            "chunks": chunks,
+            "cluster": cluster,
+            "tuned": tuned,
+            "dtype": dtype,
+            "kernel": kernel,
+            "transport": transport,
+            "cuda_graph": cuda_graph,
+            "deterministic": deterministic,
+            "nvtx": nvtx,
+            "timeout": timeout,
+        }
+        self._calls = ObjectCalls(group_or_mesh, arguments | options)
 
     @property
     def rank(self) -> int:
         """The logical rank (and so the partition) of this process."""
-        known = self._fixed or self._latest
-        return (
-            dist.get_rank(self._share.context.groups.parent) if known is None else known.first.rank
-        )
+        calls = self._calls
+        source = calls.fixed or calls.latest
+        return dist.get_rank(calls.session.groups.parent) if source is None else source.first.rank
 
     # Attention.
 
-    @told_to_all(of_object)
+    @collective_call(of_object)
     def attention(
         self,
         q: Tensor,
@@ -211,82 +182,15 @@ class ContextParallel(Batches, Training):
         look alike: give a `label`, for instance the number of the layer, and ranks that are out of
         step by such a call are told apart too.
         """
-        fault = fault_of_unsupported(
-            dropout_p=dropout_p, alibi_slopes=alibi_slopes
-        ) or fault_of_label(label)
-        out, lse = self._attend(q, k, v, fault, sinks=sinks, documents=documents, label=label)
-        return (out, lse) if return_lse else out
-
-    @told_to_all(of_object)
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        fault: MeshAttentionError | None,
-        *,
-        sinks: Tensor | None = None,
-        documents: Documents | None = None,
-        label: str | int | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool | None = None,
-        block: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`fault`: what is wrong already. A scale is of this call; `is_causal`: what the caller
-        takes the mask for; `block`: the number of a block that replaces PyTorch's attention."""
-        ranks = self._share.context.groups.ranks
-        (q, k, v), sinks, spread = own_heads(ranks, 2, sinks, q=q, k=k, v=v)
-        fault = fault or spread.fault
-        if torch.compiler.is_dynamo_compiling():
-            out, lse = traced_attention(
-                *(self, q, k, v, fault),
-                sinks=sinks,
-                documents=documents,
-                label=label,
-                softmax_scale=softmax_scale,
-                is_causal=is_causal,
-                block=block,
-            )
-            return spread.whole(out), spread.whole(lse, 1)
-        q, k, v = as_under_autocast(q, k, v)
-        source, options, fault = self._asked(
-            *(q, k, v, fault),
-            sinks=sinks,
-            documents=documents,
-            softmax_scale=softmax_scale,
-            is_causal=is_causal,
+        fault = None
+        if dropout_p or alibi_slopes is not None:
+            fault = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        if label is not None:
+            fault = fault or fault_of_label(label)
+        out, lse = attend(
+            self._calls, q, k, v, fault, sinks=sinks, documents=documents, label=label
         )
-        out, lse = attention(self._share, source, options, (q, k, v), fault, label, sinks)
-        return spread.whole(out), spread.whole(lse, 1)
-
-    def _asked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        fault: MeshAttentionError | None,
-        *,
-        sinks: Tensor | None = None,
-        documents: Documents | BatchPlans | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool | None = None,
-    ) -> tuple[PlanSource | None, CallOptions, MeshAttentionError | None]:
-        """Plans for a call, its options, and what is wrong with it."""
-        source, options = None, self._options
-        try:
-            source, options = self._source_for(q, k, v, documents)
-            plan = source.first.plan
-            fault = (
-                fault
-                or fault_of_tensors(plan, q, k, v)
-                or fault_of_sinks(plan, q, sinks)
-                or fault_of_causal(plan, is_causal)
-            )
-            if softmax_scale is not None:
-                options = replace(options, softmax_scale=real("scale", softmax_scale))
-        except MeshAttentionError as error:  # the others must not wait for us
-            fault = fault or error
-        return source, options, fault
+        return (out, lse) if return_lse else out
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.
@@ -294,7 +198,7 @@ class ContextParallel(Batches, Training):
         On a GPU calls return before they are made. If ranks turn out to be at different calls, or
         one of them has ended, the results are NaN, and this, or the next call, says why.
         """
-        self._share.refuse_if_closed()
+        self._calls.user.refuse_if_closed()
 
     # End.
 
@@ -305,7 +209,7 @@ class ContextParallel(Batches, Training):
         Afterwards `attention`, its backward pass and `unshard`, which communicate, are refused;
         what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
         """
-        self._share.close()
+        self._calls.user.close()
 
     def __enter__(self) -> Self:
         return self

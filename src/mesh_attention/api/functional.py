@@ -1,6 +1,6 @@
 """`mesh_attention(q, k, v, ...)`: one function in the dialect of flash-attn.
 
-Plans, executors and process groups are kept by the context of the process group, the latest kinds
+Plans, executors and process groups are kept by the session of the process group, the latest kinds
 of call only; `release` gives them up. For more than a single call, `ContextParallel` itself is the
 better tool: it also shards.
 """
@@ -9,33 +9,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.api.arguments import kept_source
-from mesh_attention.api.sizes import sizes_of, with_lengths
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.runtime.session.autograd import attention
-from mesh_attention.runtime.session.collective_call import told_to_all
-from mesh_attention.runtime.session.context import Context, context_of, process_group
-from mesh_attention.runtime.session.distributed_tensors import Spread, own_heads
-from mesh_attention.runtime.session.modes import as_under_autocast, outside_compile
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.tensor_checks import (
+from mesh_attention.request.arguments import kept_source
+from mesh_attention.request.sizes import sizes_of, with_lengths
+from mesh_attention.request.tensor_checks import (
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
     fault_of_unsupported,
 )
+from mesh_attention.runtime.session.autograd import attention
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.distributed_tensors import Spread, own_heads
+from mesh_attention.runtime.session.modes import as_under_autocast, outside_compile
+from mesh_attention.runtime.session.session import Session, process_group, session_of
 
 
-def _found(*_: Any, group: Any = None, **__: Any) -> tuple[Context, CallOptions]:
-    return context_of(process_group(group)), CallOptions()
+def _session_of(*_: Any, group: Any = None, **__: Any) -> tuple[Session, CallOptions]:
+    return session_of(process_group(group)), CallOptions()
 
 
 @outside_compile
-@told_to_all(_found)
+@collective_call(_session_of)
 def mesh_attention(
     q: Tensor,
     k: Tensor,
@@ -67,8 +68,8 @@ def mesh_attention(
     `label`, and what takes the place of `dropout_p` and `alibi_slopes`: see
     `ContextParallel.attention`.
     """
-    context = context_of(process_group(group))
-    given = {
+    session = session_of(process_group(group))
+    arguments = {
         "seq_len": seq_len,
         "kv_seq_len": kv_seq_len,
         "causal": causal,
@@ -81,31 +82,36 @@ def mesh_attention(
         **options,
     }
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    share = context.share_of_function()
+    user = session.user_of_function()
     source, calls, spread = None, CallOptions(), Spread()
     error: Exception | None = None
     try:
         if refused is not None:
             raise refused
-        (q, k, v), sinks, spread = own_heads(context.groups.ranks, 2, sinks, q=q, k=k, v=v)
+        (q, k, v), sinks, spread = own_heads(session.groups.ranks, 2, sinks, q=q, k=k, v=v)
         if spread.fault is not None:
             raise spread.fault
         q, k, v = as_under_autocast(q, k, v)
-        given = with_lengths(given)
-        source, calls = kept_source(context, given | sizes_of(context, given, q, k, v))
+        arguments = with_lengths(arguments)
+        sizes = sizes_of(session, arguments, q, k, v)
+        source, calls = kept_source(session, arguments | sizes)
         plan = source.first.plan
         error = (
             fault_of_tensors(plan, q, k, v)
             or fault_of_sinks(plan, q, sinks)
             or fault_of_label(label)
         )
-    except Exception as found:  # whatever it is, the others must not wait for us
-        error = found
-    out, lse = attention(share, source, calls, (q, k, v), error, label, sinks)
+    except Exception as raised:  # whatever it is, the others must not wait for us
+        error = raised
+    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    needs_grad = error is None and torch.is_grad_enabled()
+    needs_grad = needs_grad and any(x.requires_grad for x in tensors)
+    call = user.prepare(source, calls, q, needs_grad, error)
+    out, lse = attention(user, call, needs_grad, label, (q, k, v), sinks)
     out, lse = spread.whole(out), spread.whole(lse, 1)
     return (out, lse) if return_lse else out
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Give up what `mesh_attention` keeps for a group."""
-    context_of(process_group(group)).release_function()
+    session_of(process_group(group)).release_function()

@@ -11,18 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention.runtime.session.collective_call import of_object, told_to_all
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.losses import Reduce, TokenMean, cross_entropy
-from mesh_attention.train.replaced_attention import Attending, replaced_attention
-from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, Sharder, shard_batch
+from mesh_attention.train.replaced_attention import replaced_attention
+from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
 
 
 class Training:
+    _calls: ObjectCalls
+
     @outside_compile
     def shard_batch(
-        self: Sharder,
+        self,
         *,
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
@@ -65,7 +68,8 @@ class Training:
             **others,
         }
         return shard_batch(
-            *(self, tensors),
+            self._calls,
+            tensors,
             cu_seqlens=cu_seqlens,
             documents=documents,
             also=also,
@@ -75,9 +79,9 @@ class Training:
         )
 
     @outside_compile
-    @told_to_all(of_object)
+    @collective_call(of_object)
     def cross_entropy(
-        self: Sharder,
+        self,
         logits: Tensor,
         targets: Tensor | None,
         *,
@@ -109,7 +113,10 @@ class Training:
         those of other replicas with them: what differs is an error, on CUDA a loss of NaN.
         """
         return cross_entropy(
-            *(self._share, self._options, logits, targets),
+            self._calls.user,
+            self._calls.options,
+            logits,
+            targets,
             reduce=reduce,
             data_parallel=data_parallel,
             num_targets=num_targets,
@@ -118,7 +125,7 @@ class Training:
         )
 
     def context_parallel(
-        self: Attending,
+        self,
         *,
         buffers: Sequence[Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
@@ -145,5 +152,9 @@ class Training:
         activation checkpointing, which attends again, it belongs inside, or is refused.
         """
         return replaced_attention(
-            *(self, buffers or (), buffer_seq_dims or (), no_restore_buffers or ()), documents
+            self._calls,
+            buffers or (),
+            buffer_seq_dims or (),
+            no_restore_buffers or (),
+            documents,
         )

@@ -18,7 +18,7 @@ from mesh_attention.cost.planning import ask_on
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
-from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.plan import Direction, Plan, a_direction
 from mesh_attention.plan.methods.question import BOTH, Question
 from mesh_attention.plan.methods.question import ask as ask_method
 from mesh_attention.plan.methods.table import AUTO, DEFAULT_METHOD, METHODS
@@ -39,12 +39,12 @@ def ask(
     if not isinstance(method, str) or method not in (*METHODS, AUTO):
         known_methods = ", ".join((*METHODS, AUTO))
         raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
+    options["directions"] = directions
     if method == AUTO:
-        how: dict[str, Any] = {"cluster": cluster, "directions": directions, **options}
-        return choose(problem, num_ranks, **how).question
+        return choose(problem, num_ranks, cluster=cluster, **options).question
     if cluster is None:
-        return ask_method(problem, num_ranks, method=method, directions=directions, **options)
-    return ask_on(cluster, problem, num_ranks, method=method, directions=directions, **options)
+        return ask_method(problem, num_ranks, method=method, **options)
+    return ask_on(cluster, problem, num_ranks, method=method, **options)
 
 
 def make_plan(
@@ -79,26 +79,25 @@ def choose(
         raise PlanError(f"problem={problem!r}: must be a Problem")
     if isinstance(directions, str):
         raise PlanError(f"directions={directions!r}: must be a tuple of passes")
-    given = {name: value for name, value in options.items() if value is not None}
     num_ranks = number("ranks", num_ranks)
     if cluster is None:
-        cluster = usual_machine(num_ranks, given.get("ranks_per_node"))
-    cluster = a_cluster(cluster)
-    try:
-        return _chosen(problem, num_ranks, cluster, tuple(directions), tuple(given.items()))
-    except TypeError:  # an option, or a cluster's file, that has no hash
-        return find_default(problem, num_ranks, cluster, given, directions=directions)
+        cluster = usual_machine(num_ranks, options.get("ranks_per_node"))
+    said = _Options({name: value for name, value in options.items() if value is not None})
+    passes = tuple(map(a_direction, directions))
+    return _find_default(problem, num_ranks, a_cluster(cluster), said, directions=passes)
 
 
-@lru_cache(maxsize=256)
-def _chosen(
-    problem: Problem,
-    num_ranks: int,
-    cluster: Cluster,
-    directions: tuple[Direction, ...],
-    given: tuple[tuple[str, Any], ...],
-) -> PlanChoice:
-    return find_default(problem, num_ranks, cluster, dict(given), directions=directions)
+class _Options(dict[str, Any]):
+    """Options as a key: equal if they are written alike, so that 1 is not True."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+
+_find_default = lru_cache(maxsize=64)(find_default)
 
 
 def usual_machine(num_ranks: int, ranks_per_node: Any = None) -> Cluster:
@@ -115,6 +114,6 @@ def _nearest(ranks_per_node: int | None) -> Cluster:
 
 
 def enough_nodes(cluster: Cluster, num_ranks: int) -> Cluster:
-    """A cluster that was found, not given: it has as many nodes as the job."""
+    """A cluster that was detected has as many nodes as the job needs."""
     nodes = -(-num_ranks // cluster.node.ranks)
     return cluster if nodes <= cluster.nodes else replace(cluster, nodes=nodes)

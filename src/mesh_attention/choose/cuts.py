@@ -54,9 +54,9 @@ def _num_parts(parts: _Parts) -> int:
 def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
     """As options; what the caller said about cuts stays, and then there is one cut. `sparse`: the
     mask shows little, so that chunks of keys are of unlike work."""
-    known, given = METHODS[shape.name].options(), shape.options
+    known, said = METHODS[shape.name].options(), shape.options
     free = [name for name in _NAMES if name in known]
-    if not free or any(name.removeprefix("backward_") in _NAMES for name in given):
+    if not free or any(name.removeprefix("backward_") in _NAMES for name in said):
         yield {}
         return
     rotates = METHODS[shape.name].rotates and shape.tile != (1, 1)
@@ -75,7 +75,7 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
         parts = (((1, 1), 1, 1),)
     # Forward the whole of one head is exchanged before there is something to compute.
     starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
-    starts_short = starts_short and "short_start" in known and "short_start" not in given
+    starts_short = starts_short and "short_start" in known and "short_start" not in said
     seen = []
     for chunks, slices, first in parts:
         cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}

@@ -1,4 +1,4 @@
-"""How long the ways to share out a batch of documents take, roughly and in closed form.
+"""How long the strategies for a batch of documents take, roughly and in closed form.
 
 Only enough to choose between them, for a new batch at every step: pairs and rows are counted by
 intervals, exactly, and become seconds by the rates of one kind of machine. Of these only the
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.machine.rates import Rates
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
+from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
-from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks, seen_keys
-from mesh_attention.plan.methods.parts.slices import sizes_for, suggested_cut
+from mesh_attention.plan.methods.parts.needed_rows import needed_keys, pairs_of_ranks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 Array = NDArray[np.float64]
 
@@ -57,8 +57,6 @@ class LayerCosts:
         every = Layout(LayoutKind.CONTIGUOUS, p.q_tokens, 1)
         self._all_pairs = float(pairs_of_ranks(every, self._rows)[0])
 
-    # Ways.
-
     def heads_first(self) -> Cost:
         """Every rank has all tokens of its heads, so its work does not depend on the mask."""
         p, n, slots, kv_slots = self._problem, self._ranks, self._slots, self._kv_slots
@@ -85,7 +83,7 @@ class LayerCosts:
         """Every rank has its own queries, and receives the keys that they see."""
         n = self._ranks
         pairs = pairs_of_ranks(layout, self._rows)
-        tokens = seen_keys(layout, kv_layout, self._rows).tokens_between()
+        tokens = needed_keys(layout, kv_layout, self._rows, 1).tokens_between()
         np.fill_diagonal(tokens, 0)
         node = np.arange(n) // self._rates.ranks_per_node
         near = np.where(node[:, None] == node, tokens, 0)
@@ -155,8 +153,6 @@ class LayerCosts:
             return 1
         (queries, _), slices = suggested_cut(p, n, (1, 1), n)
         return queries if slices is None else len(sizes_for(p, n, slices))
-
-    # Seconds.
 
     @property
     def _outside(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import USUAL
@@ -27,12 +27,12 @@ def explain(
 ) -> str:
     """Such as: mesh-usp takes 401 ms forward and backward: 12 % less than usp (456 ms), 60 % less
     than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
-    seconds, names = seconds_of(chosen), [one.name for one in chosen.values()]
+    seconds, names = seconds_of(chosen), [scored.name for scored in chosen.values()]
     said = " and ".join(chosen)
     if len({*names}) == 1:
         text = f"{names[0]} takes {about(chosen)} {said}"
     else:
-        each = " and ".join(f"{one.name} {direction}" for direction, one in chosen.items())
+        each = " and ".join(f"{scored.name} {direction}" for direction, scored in chosen.items())
         text = f"{each} take {about(chosen)} together"
     others = {n: methods[n] for n in USUAL if n in methods and {*names} != {n}}
     compared = [_compared(seconds, name, passes) for name, passes in others.items()]
@@ -41,18 +41,18 @@ def explain(
         text += f": {', '.join(compared)}"
     if cannot:
         text += f"; {' and '.join(cannot)} cannot run on {num_ranks} ranks"
-    timelines = [one.timeline for one in chosen.values() if one.timeline is not None]
+    timelines = [x.timeline for x in chosen.values() if x.timeline is not None]
     moves = f" A rank receives {_received(timelines)}; {_idle(timelines)}." if timelines else ""
     return f"{text}.{moves}"
 
 
 def seconds_of(passes: Passes) -> float:
-    return sum(one.seconds for one in passes.values())
+    return sum(scored.seconds for scored in passes.values())
 
 
 def about(passes: Passes) -> str:
     """Their time, and whether it was simulated."""
-    simulated = all(one.is_simulated for one in passes.values())
+    simulated = all(scored.is_simulated for scored in passes.values())
     return f"{'' if simulated else 'about '}{time_text(seconds_of(passes))}"
 
 
@@ -93,9 +93,9 @@ def _compared(seconds: float, name: str, passes: Passes) -> str:
 
 def _idle(timelines: Sequence[Timeline]) -> str:
     """What a rank does not compute in, in the mean: its own transfers, and others' work."""
-    waiting = sum(one.waiting_for_ranks_seconds for one in timelines)
-    exposed = sum(one.open_communication_seconds for one in timelines)
-    total = sum(one.runtime_seconds for one in timelines)
+    waiting = sum(timeline.waiting_for_ranks_seconds for timeline in timelines)
+    exposed = sum(timeline.open_communication_seconds for timeline in timelines)
+    total = sum(timeline.runtime_seconds for timeline in timelines)
     parts = []
     if exposed >= _LITTLE * total or waiting < _LITTLE * total:
         parts.append(f"{1e3 * exposed:.3g} ms of communication are exposed")
@@ -106,8 +106,8 @@ def _idle(timelines: Sequence[Timeline]) -> str:
 
 def _received(timelines: Sequence[Timeline]) -> str:
     """By the rank that receives most, in all passes."""
-    total = sum(max(one.received_bytes) for one in timelines)
-    between = sum(max(one.far_bytes) for one in timelines)
+    total = sum(max(timeline.received_bytes) for timeline in timelines)
+    between = sum(max(timeline.far_bytes) for timeline in timelines)
     if not total:
         return "nothing"
     if timelines[0].plan.num_nodes == 1:

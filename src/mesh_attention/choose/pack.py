@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
-from mesh_attention.choose.documents import Way, choose_ways
+from mesh_attention.choose.documents import Starts, Strategy, choose_strategies
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Rates, usual_rates
 from mesh_attention.plan.methods.question import Question
@@ -22,16 +22,14 @@ from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches, contiguous_shards
 from mesh_attention.plan.problem.problem import Problem
 
-Starts = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes and mask of an attention as a model has it, without documents. `given` is what the
-    caller asks for where that says how; otherwise it is chosen for each batch."""
+    """Sizes and mask of an attention as a model has it, without documents. `question`: the method
+    and options that the caller names; None: they are chosen for each batch."""
 
     problem: Problem
-    given: Question | None = None
+    question: Question | None = None
     layout: LayoutKind | None = None  # if the caller wants that one
     ranks_per_node: int | None = None  # if the caller says it
     relayout: bool = False  # its tensors are contiguous shards, whatever the layout
@@ -52,7 +50,7 @@ class Pack:
     num_ranks: int
     layout_kind: LayoutKind
     stretches: Stretches | None
-    ways: tuple[tuple[Layer, Way], ...]  # for those whose way was chosen
+    strategies: tuple[tuple[Layer, Strategy], ...]  # of layers whose strategy was chosen
     reason: str
     devices: tuple[int, ...]
     num_rows: int = 1
@@ -84,9 +82,16 @@ class Pack:
     @cached_property
     def words(self) -> str:
         """What ranks compare: a digest, and enough for people to see a difference."""
-        told = (self.documents, self.kv_documents, self.layout_kind, self.stretches, self.num_rows)
-        places = self.relayout, self.devices
-        digest = blake2b(repr((*told, *places)).encode(), digest_size=16).hexdigest()
+        compared = (
+            self.documents,
+            self.kv_documents,
+            self.layout_kind,
+            self.stretches,
+            self.num_rows,
+            self.relayout,
+            self.devices,
+        )
+        digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
     def question(self, layer: Layer) -> Question:
@@ -108,30 +113,39 @@ class Pack:
                 "'alpha' and 'units_per_node' say where, and must be the same in all layers of a "
                 "batch; make the documents with also=[...], or say relayout=True in all"
             )
-        if layer.given is not None:
-            return layer.given.for_batch(problem, self.layout_kind, self.stretches)
-        way, _ = self._way(layer)
-        layout = {"layout": self.layout_kind, "stretches": self.stretches, "one_call": True}
-        return way.ask(problem, self.num_ranks, relayout=self.relayout, **layout)
+        if layer.question is not None:
+            return layer.question.for_batch(problem, self.layout_kind, self.stretches)
+        strategy, _ = self._strategy(layer)
+        return strategy.ask(
+            problem,
+            self.num_ranks,
+            layout=self.layout_kind,
+            stretches=self.stretches,
+            one_call=True,
+            relayout=self.relayout,
+        )
 
     def reason_for(self, layer: Layer) -> str:
-        """Why a layer is done as `question` says, in a line: also one of other sizes than those
+        """Why a layer is done as `question` says, in a line; also a layer of other sizes than those
         that the layout was chosen for."""
-        if layer.given is not None:
-            return f"as given: {layer.given.method}"
-        return self._way(layer)[1]
+        if layer.question is not None:
+            return f"as given: {layer.question.method}"
+        return self._strategy(layer)[1]
 
-    def _way(self, layer: Layer) -> tuple[Way, str]:
-        known = dict(self.ways).get(layer)
+    def _strategy(self, layer: Layer) -> tuple[Strategy, str]:
+        known = dict(self.strategies).get(layer)
         if known is not None:
             return known, self.reason
-        chosen = choose_ways(
-            *([layer.problem], self.num_ranks, self.documents, self.kv_documents),
-            layout=(self.layout_kind, self.stretches),
+        choice = choose_strategies(
+            [layer.problem],
+            self.num_ranks,
+            self.documents,
+            self.kv_documents,
+            shards=(self.layout_kind, self.stretches),
             relayout=self.relayout,
             rates=_rates([layer]),
         )
-        return chosen.ways[0], chosen.reason
+        return choice.strategies[0], choice.reason
 
 
 @dataclass(frozen=True)
@@ -157,43 +171,39 @@ class Packer:
                     "cu_seqlens and kv_cu_seqlens must have the same number of documents in as "
                     "many rows"
                 )
-        ways: tuple[tuple[Layer, Way], ...] = ()
-        free = [layer for layer in self.layers if layer.given is None]
+        free = [layer for layer in self.layers if layer.question is None]
+        strategies: tuple[tuple[Layer, Strategy], ...] = ()
         if free:
-            problems = [layer.problem for layer in free]
             wanted = next((layer.layout for layer in self.layers if layer.layout), None)
-            chosen = choose_ways(
-                *(problems, self.num_ranks, documents, kv_documents),
-                layout=None if wanted is None else (wanted, None),
+            choice = choose_strategies(
+                [layer.problem for layer in free],
+                self.num_ranks,
+                documents,
+                kv_documents,
+                shards=None if wanted is None else (wanted, None),
                 relayout=self.relayout,
                 rates=_rates(self.layers),
             )
-            ways = tuple(zip(free, chosen.ways, strict=True))
-            layout, stretches, reason = chosen.layout, chosen.stretches, chosen.reason
+            strategies = tuple(zip(free, choice.strategies, strict=True))
+            layout, stretches, reason = choice.layout, choice.stretches, choice.reason
         else:
-            layout, stretches = _given_layout(self.layers)
-            names = [f"{layer.given.method}" for layer in self.layers if layer.given]
+            layout, stretches = _layout_of_questions(self.layers)
+            names = [layer.question.method for layer in self.layers if layer.question]
             reason = f"as given: {', '.join(dict.fromkeys(names))}"
+        first = self.layers[0]  # others are asked for their devices when they are called
+        problem = first.problem.with_documents(documents, kv_documents)
         return Pack(
-            *(documents, kv_documents, self.num_ranks, layout, stretches),
-            ways=ways,
-            reason=reason,
-            devices=self._devices(documents, kv_documents, layout, stretches),
+            documents,
+            kv_documents,
+            self.num_ranks,
+            layout,
+            stretches,
+            strategies,
+            reason,
+            devices=_devices(first, problem, self.num_ranks, layout, stretches),
             num_rows=num_rows,
             relayout=self.relayout,
         )
-
-    def _devices(
-        self,
-        documents: Starts,
-        kv_documents: Starts,
-        layout: LayoutKind,
-        stretches: Stretches | None,
-    ) -> tuple[int, ...]:
-        """As the first layer has it; others are asked when they are called."""
-        first = self.layers[0]
-        problem = first.problem.with_documents(documents, kv_documents)
-        return _devices(first, problem, self.num_ranks, layout, stretches)
 
 
 def _devices(
@@ -205,9 +215,9 @@ def _devices(
 ) -> tuple[int, ...]:
     """Where the partitions of a layer lie; in order, unless the caller says otherwise. Contiguous
     shards are those of the process group, whatever is behind them."""
-    if layer.given is None or layer.relayout:
+    if layer.question is None or layer.relayout:
         return tuple(range(num_ranks))
-    return layer.given.for_batch(problem, layout, stretches).devices
+    return layer.question.for_batch(problem, layout, stretches).devices
 
 
 def _rates(layers: Sequence[Layer]) -> Rates:
@@ -217,44 +227,44 @@ def _rates(layers: Sequence[Layer]) -> Rates:
     return replace(usual, ranks_per_node=said[0]) if said else usual
 
 
-def _given_layout(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:
-    """As the first that says one; otherwise the one that suits most methods."""
+def _layout_of_questions(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:
+    """The layout of the first layer that says one; otherwise the one that suits most methods."""
     for layer in layers:
-        setting = layer.given.setting if layer.given else None
+        setting = layer.question.setting if layer.question else None
         if setting is not None and setting.layout is not None:
             return setting.layout, setting.stretches
     full = all(layer.problem.mask.is_full for layer in layers)
     return (LayoutKind.CONTIGUOUS if full else LayoutKind.ZIGZAG), None
 
 
-def document_starts(name: str, given: Any) -> tuple[Starts, int]:
+def document_starts(name: str, starts: Any) -> tuple[Starts, int]:
     """Cumulative starts as people write them, and of how many rows of a batch they are: of lists,
     one for each row, one pack is made."""
-    given = _on_host(name, given)
-    if not _is_list(given) or not given:
-        raise PlanError(f"{name}={given!r}: give cumulative starts (0, ..., number of tokens)")
-    rows = [_on_host(name, row) for row in given]
+    starts = _on_host(name, starts)
+    if not _is_list(starts) or not starts:
+        raise PlanError(f"{name}={starts!r}: give cumulative starts (0, ..., number of tokens)")
+    rows = [_on_host(name, row) for row in starts]
     if not _is_list(rows[0]):
         rows = [rows]
     packed, tokens = [0], None
     for at, row in enumerate(rows):
         if not _is_list(row):
             raise PlanError(f"{name}, row {at}: {row!r} is not a list of cumulative starts")
-        starts = [number(name, start, least=0) for start in row]
+        numbers = [number(name, start, least=0) for start in row]
         where = f"{name}, row {at}" if len(rows) > 1 else name
-        wrong = _what_is_wrong(starts)
-        if wrong:
-            raise PlanError(f"{where}: give cumulative starts (0, ..., number of tokens); {wrong}")
-        if tokens not in (None, starts[-1]):
-            raise PlanError(f"{where} ends at {starts[-1]}, and the rows before at {tokens}")
-        tokens = starts[-1]
-        packed += [at * tokens + start for start in starts[1:]]
+        fault = _fault(numbers)
+        if fault:
+            raise PlanError(f"{where}: give cumulative starts (0, ..., number of tokens); {fault}")
+        if tokens not in (None, numbers[-1]):
+            raise PlanError(f"{where} ends at {numbers[-1]}, and the rows before at {tokens}")
+        tokens = numbers[-1]
+        packed += [at * tokens + start for start in numbers[1:]]
     if packed[-1] == 0:
         raise PlanError(f"{name}: there is no token in the batch")
     return tuple(packed), len(rows)
 
 
-def _what_is_wrong(starts: list[int]) -> str:
+def _fault(starts: list[int]) -> str:
     if len(starts) < 2:
         return f"found {starts}, which says no end"
     if starts[0] != 0:
@@ -265,15 +275,15 @@ def _what_is_wrong(starts: list[int]) -> str:
     return ""
 
 
-def _on_host(name: str, given: Any) -> Any:
+def _on_host(name: str, values: Any) -> Any:
     """Of a tensor or an array its numbers."""
-    if getattr(getattr(given, "device", None), "type", "cpu") != "cpu":
+    if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
         raise PlanError(
-            f"{name} is on {given.device}: plans are made on the host, which would have to wait "
+            f"{name} is on {values.device}: plans are made on the host, which would have to wait "
             "for the device; keep a copy on the CPU"
         )
-    return given.tolist() if hasattr(given, "tolist") else given
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _is_list(given: Any) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

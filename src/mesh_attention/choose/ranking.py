@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice, find_best
-from mesh_attention.choose.effort import GLANCE, SEARCH
 from mesh_attention.choose.explain import explain, is_tie, seconds_of
-from mesh_attention.choose.search import PassSearch, Scored, SearchQuestion
-from mesh_attention.cost.collector import collector_paused
+from mesh_attention.choose.scored import (
+    GLANCE,
+    SEARCH,
+    Scored,
+    SearchQuestion,
+    gpu_bytes,
+    options_text,
+    value_text,
+)
+from mesh_attention.cost.planning import collector_paused, num_pairs
 from mesh_attention.errors import PlanError
-from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.language.traffic import TrafficMeter, far_bytes, traffic_of
 from mesh_attention.plan.methods.table import METHODS, USUAL
 from mesh_attention.plan.problem.arguments import bytes_text
-from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 Passes = dict[Direction, Scored]
 
@@ -43,42 +47,45 @@ class RankedMethod:
     @property
     def is_simulated(self) -> bool:
         """Otherwise `seconds` are what one rank sees, to which waiting for others may come."""
-        return all(one.is_simulated for one in self.passes.values())
+        return all(scored.is_simulated for scored in self.passes.values())
 
     @cached_property
     def plans(self) -> dict[Direction, Plan]:
         return {
-            direction: self.asked.plan(direction, one.name, one.options)
-            if one.timeline is None
-            else one.timeline.plan
-            for direction, one in self.passes.items()
+            direction: self.asked.plan(direction, scored.name, scored.options)
+            if scored.timeline is None
+            else scored.timeline.plan
+            for direction, scored in self.passes.items()
         }
 
     @property
     def mfu_percent(self) -> float:
-        asked = self.asked
-        return mfu_percent(asked.problem, self.passes, self.seconds, asked.num_ranks, asked.cluster)
+        """Of all passes together, by the area of the mask."""
+        problem, pairs = self.asked.problem, num_pairs(self.asked.problem)
+        flops = sum(problem.flops(pairs, backward=d is Direction.BACKWARD) for d in self.passes)
+        peak = self.asked.cluster.gpu.peak_tflops * 1e12 * self.asked.num_ranks
+        return 100 * flops / (peak * self.seconds) if self.seconds else 0.0
 
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
         """In all, and from other nodes, by the rank that receives most of each."""
-        found = {}
-        for direction, one in self.passes.items():
-            if one.timeline is not None:
-                most = max(one.timeline.received_bytes), max(one.timeline.far_bytes)
+        received = {}
+        for direction, scored in self.passes.items():
+            if scored.timeline is not None:
+                most = max(scored.timeline.received_bytes), max(scored.timeline.far_bytes)
             else:
                 plan = self.plans[direction]
                 most = received_bytes(plan, plan.direction(direction))
-            found[direction] = most
-        return found
+            received[direction] = most
+        return received
 
     @property
     def peak_bytes(self) -> int:
-        return max(one.peak_bytes for one in self.passes.values())
+        return max(scored.peak_bytes for scored in self.passes.values())
 
     @property
     def fits_gpu(self) -> bool:
-        return all(one.fits for one in self.passes.values())
+        return all(scored.fits for scored in self.passes.values())
 
     @property
     def score(self) -> tuple[bool, float]:
@@ -87,11 +94,11 @@ class RankedMethod:
     @property
     def is_short(self) -> bool:
         """Whether to simulate it does not take long."""
-        return all(one.operations <= SEARCH.simulated_operations for one in self.passes.values())
+        return all(x.operations <= SEARCH.simulated_operations for x in self.passes.values())
 
     def too_large(self) -> list[str]:
-        """A line where it does not fit. Nothing that does was found then: it would be before it."""
-        much = [(d, one.peak_bytes) for d, one in self.passes.items() if not one.fits]
+        """A line where it does not fit: then nothing fits, since what does is ranked before it."""
+        much = [(d, scored.peak_bytes) for d, scored in self.passes.items() if not scored.fits]
         if not much:
             return []
         needs = " and ".join(f"{bytes_text(size)} {direction}" for direction, size in much)
@@ -102,15 +109,15 @@ class RankedMethod:
         ]
 
     def setting(self, direction: Direction) -> str:
-        """As the method takes it, in Python and on a command line; what it takes not is left out
-        (a ring has a shape, but no choice of it)."""
-        one = self.passes[direction]
-        words = {name: _short(x) for name, x in one.options.items()}
+        """As the method takes it, in Python and on a command line. A shape that the method has no
+        option for, as that of a ring, is left out."""
+        scored = self.passes[direction]
+        words = {name: value_text(value) for name, value in scored.options.items()}
         chosen = self.plans[direction].direction(direction).setting
         for name in ("ulysses", "tile", "team"):
-            if name in chosen and name in METHODS[one.name].options():
-                words.setdefault(name, _short(chosen[name]))
-        return " ".join(f"{name}={value}" for name, value in words.items()) or "-"
+            if name in chosen and name in METHODS[scored.name].options():
+                words.setdefault(name, value_text(chosen[name]))
+        return options_text(words) or "-"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -122,15 +129,15 @@ class RankedMethod:
             "fits_gpu": self.fits_gpu,
             "passes": {
                 direction.value: {
-                    "method": one.name,
-                    "seconds": one.seconds,
-                    "simulated": one.is_simulated,
-                    "options": one.options,
-                    "peak_bytes": one.peak_bytes,
+                    "method": scored.name,
+                    "seconds": scored.seconds,
+                    "simulated": scored.is_simulated,
+                    "options": scored.options,
+                    "peak_bytes": scored.peak_bytes,
                     "received_bytes": self.received[direction][0],
                     "received_bytes_from_other_nodes": self.received[direction][1],
                 }
-                for direction, one in self.passes.items()
+                for direction, scored in self.passes.items()
             },
         }
 
@@ -161,9 +168,10 @@ class Ranking:
 
 @collector_paused()
 def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
-    """Of all methods that the search was about. What people use and what seems as fast is simulated
-    where that does not take long. No row is before the choice: what seems to be is simulated, and
-    where that is so it is the choice. `default`: what doors take."""
+    """All methods that the search was about. Methods that people use, and those that seem as fast
+    as the choice, are simulated if that does not take long. No row is before the choice: a method
+    that seems to be is simulated, and if it is faster it becomes the choice. `default`: what doors
+    take."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -179,10 +187,10 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
     for row in sorted((*rows, *([usual] if usual else [])), key=lambda row: row.seconds):
         compared = row.name in USUAL or is_tie(row.seconds, best.seconds)
         if row.score < best.score or (compared and row.is_short):
-            told = _simulated(row)
-            rows = [told if one is row else one for one in rows]
-            best = min(best, told, key=lambda one: one.score)
-    stays = all(one.stays for one in best.passes.values())
+            simulated = _simulated(row)
+            rows = [simulated if other is row else other for other in rows]
+            best = min(best, simulated, key=lambda row: row.score)
+    stays = all(scored.stays for scored in best.passes.values())
     unmoved = best.passes if stays else choice.unmoved
     choice = replace(choice, chosen=best.passes, unmoved=unmoved)
     rest = [row for row in rows if row.name != best.name]
@@ -191,8 +199,10 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
 
 def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) -> RankedMethod:
     """What one rank sees of the most promising shape of a method."""
-    found = find_best(
-        *(asked.problem, asked.num_ranks, asked.cluster),
+    choice = find_best(
+        asked.problem,
+        asked.num_ranks,
+        asked.cluster,
         directions=directions,
         options=asked.options,
         method=method,
@@ -201,55 +211,32 @@ def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) 
         effort=GLANCE,
         moves_tokens=False,
     )
-    return RankedMethod(found.chosen, found.asked)
+    return RankedMethod(choice.chosen, choice.asked)
 
 
 def _simulated(row: RankedMethod) -> RankedMethod:
-    passes = {d: PassSearch(row.asked, d, None).simulate(one) for d, one in row.passes.items()}
+    passes = {direction: row.asked.simulated(x) for direction, x in row.passes.items()}
     return RankedMethod(passes, row.asked)
 
 
-def name_of(passes: Mapping[Direction, Scored]) -> str:
-    return "/".join(dict.fromkeys(one.name for one in passes.values()))
+def name_of(passes: Passes) -> str:
+    return "/".join(dict.fromkeys(scored.name for scored in passes.values()))
 
 
-def gpu_bytes(cluster: Cluster) -> int:
-    return int(cluster.gpu.memory_gib * 2**30)
-
-
-def received_bytes(plan: Plan, one: Pass) -> tuple[int, int]:
-    """Of two ranks in the middle, in two nodes where there are several: what the one that receives
-    most does in a pass, and from other nodes. The programs of all ranks would take long to make."""
-    total = between = 0
+def received_bytes(plan: Plan, pass_: Pass) -> tuple[int, int]:
+    """What a rank receives in a pass, in all and from other nodes: the most of two ranks in the
+    middle, in two nodes where there are several. Programs of all ranks would take long to make."""
+    most_received = most_far = 0
     for rank in {max(0, plan.num_ranks // 2 - 1), plan.num_ranks // 2}:
-        program = one.programs[rank]
+        program = pass_.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
-        mine = far = 0
+        received = far = 0
         for op in program.operations:
             if isinstance(op, Communication):
-                ranks, member = one.groups[op.group], one.members[op.group][rank]
+                ranks, member = pass_.groups[op.group], pass_.members[op.group][rank]
                 flows = meter.flows(op)
-                mine += traffic_of(op, flows, member, len(ranks)).received_bytes
+                received += traffic_of(op, flows, member, len(ranks)).received_bytes
                 away = [plan.node_of(other) != plan.node_of(rank) for other in ranks]
                 far += far_bytes(op, flows, away)
-        total, between = max(total, mine), max(between, far)
-    return total, between
-
-
-def mfu_percent(
-    problem: Problem,
-    directions: Iterable[Direction],
-    seconds: float,
-    num_ranks: int,
-    cluster: Cluster,
-) -> float:
-    """Of these passes together, by the area of the mask."""
-    everything = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
-    pairs = int(visible_pairs(*everything, problem.rows)[0, 0])
-    flops = sum(problem.flops(pairs, backward=one is Direction.BACKWARD) for one in directions)
-    peak = cluster.gpu.peak_tflops * 1e12 * num_ranks
-    return 100 * flops / (peak * seconds) if seconds else 0.0
-
-
-def _short(value: object) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        most_received, most_far = max(most_received, received), max(most_far, far)
+    return most_received, most_far

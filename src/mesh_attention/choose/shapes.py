@@ -9,23 +9,21 @@ rate of any kernel, and every rank has the mean of the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mesh_attention.cost.planning import PLACES
+from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.needed_rows import usual_layout
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.needed_rows import seen_keys, seen_queries
+from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.runs import Run, visible_pairs
-from mesh_attention.plan.problem.tile_work import pairs_of_tiles
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,18 @@ def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node:
     where single rows travel that which exchanges most of them with other nodes."""
     layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
     degree, tile = degree_and_tile(method, setting, plan.num_ranks)
-    found = {plan.num_ranks // 2}
-    if all(one.kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for one in layouts):
+    ranks = {plan.num_ranks // 2}
+    if all(layout.kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for layout in layouts):
         pairs = pairs_of_tiles(*layouts, rows, tile, degree)
-        found = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
+        ranks = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
     if METHODS[method].by_stretches:
-        grid = Tile(*tile)
-        keys, queries = (find(*layouts, rows, grid) for find in (seen_keys, seen_queries))
+        finders = (needed_keys, needed_queries)
+        keys, queries = (find(*layouts, rows, tile[0]) for find in finders)
         tokens = keys.tokens_between() + queries.tokens_between()
         node = np.arange(plan.num_ranks) // per_node
         far = np.where(node[:, None] == node, 0, tokens)
-        found.add(int(np.maximum(far.sum(0), far.sum(1)).argmax()))
-    return found
+        ranks.add(int(np.maximum(far.sum(0), far.sum(1)).argmax()))
+    return ranks
 
 
 def degree_and_tile(
@@ -104,38 +102,26 @@ def shapes_of(
     cluster: Cluster,
     direction: Direction,
     methods: Sequence[str],
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     layout: LayoutKind | None,
 ) -> list[Shape]:
-    """Of all these methods, the most promising first. `layout`: said where it is not the method's
-    own."""
+    """Of all these methods, the most promising first. `options` are the caller's; `layout` becomes
+    one where it is not the method's own."""
     bounds = _Bounds(problem, num_ranks, cluster, direction)
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name in methods:
-        options = dict(given)
-        if layout is not None and layout is not _own_layout(name, problem):
-            options["layout"] = layout.value
-        for shape in (*_candidates(name, problem, num_ranks, cluster, given), {}):
-            setting = shape | options
+        method, said = METHODS[name], dict(options)
+        by_rows = method.by_stretches
+        own_layout = usual_layout(problem.mask) if by_rows else default_layout(problem)
+        if layout is not None and layout is not own_layout:
+            said["layout"] = layout.value
+        for candidate in (*method.candidates(problem, num_ranks, cluster.node.ranks), {}):
+            setting = candidate | said
             key = f"{name} {sorted(setting.items(), key=str)}"
-            if key not in found:
-                found[key] = bounds.shape(name, setting)
-    return sorted(found.values(), key=lambda shape: (shape.promise, len(shape.options)))
-
-
-def _candidates(
-    name: str, problem: Problem, num_ranks: int, cluster: Cluster, given: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Those that agree with what the caller said."""
-    for shape in METHODS[name].candidates(problem, num_ranks, cluster.node.ranks):
-        if all(given.get(option) in (None, value) for option, value in shape.items()):
-            yield shape
-
-
-def _own_layout(method: str, problem: Problem) -> LayoutKind:
-    if METHODS[method].by_stretches:
-        return usual_layout(problem.mask)
-    return default_layout(problem)
+            agrees = all(options.get(option) in (None, x) for option, x in candidate.items())
+            if agrees and key not in shapes:
+                shapes[key] = bounds.shape(name, setting)
+    return sorted(shapes.values(), key=lambda shape: (shape.promise, len(shape.options)))
 
 
 class _Bounds:
@@ -146,8 +132,7 @@ class _Bounds:
     ) -> None:
         self._problem, self._ranks, self._cluster = problem, num_ranks, cluster
         self._backward = direction is Direction.BACKWARD
-        everything = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
-        pairs = int(visible_pairs(*everything, problem.rows)[0, 0])
+        pairs = num_pairs(problem)
         kernels = cluster.passes(direction).values()
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         flops = problem.flops(pairs, backward=self._backward)

@@ -3,7 +3,7 @@
 One file may answer several questions: a problem, a number of ranks, and options. An answer says all
 that its plan depends on, so the plan is the one that was measured, whatever machine reads the file.
 Nothing is guessed: a file that is damaged, of another version or without an answer to what is asked
-is refused, with the line that makes one.
+is refused, with the command that makes one.
 
 Beside each answer stands all that was measured for it, so that a tuning that was ended goes on.
 """
@@ -12,29 +12,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from mesh_attention.choose.tune_line import options_text, tune_line
+from mesh_attention.choose.plan_file import read_problem, write_json
+from mesh_attention.choose.scored import options_text, value_text
 from mesh_attention.cost.planning import tokens_stay
 from mesh_attention.errors import PlanError
-from mesh_attention.files import FileError, read_text, replacing
+from mesh_attention.files import FileError, read_text
 from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.question import Question, ask_passes
-from mesh_attention.plan.methods.table import METHODS, all_options
+from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import number, real
-from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem, problem_text
 
 VERSION = 1
 _MOST_BYTES = 1 << 26
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_ONE_NODE = 8
 
 Known = dict[str, float | str]  # by `Scored.key`: seconds, or why it cannot run
 
@@ -49,8 +50,9 @@ class Wanted:
 
     @property
     def text(self) -> str:
-        said = options_text(json.loads(self.options))
-        return f"{problem_text(self.problem)}, on {self.num_ranks} ranks{said and f', {said}'}"
+        options = options_text(json.loads(self.options))
+        asked = f"{problem_text(self.problem)}, on {self.num_ranks} ranks"
+        return f"{asked}, {options}" if options else asked
 
     def to_json(self) -> dict[str, Any]:
         options = json.loads(self.options)
@@ -59,18 +61,15 @@ class Wanted:
 
 def wanted(problem: Problem, num_ranks: int, options: Mapping[str, Any] | None = None) -> Wanted:
     """Options that say the same in other words are the same."""
-    given = {n: x for n, x in (options or {}).items() if x is not None and n != "ranks_per_node"}
-    methods_with(given)  # refuses what no method has
-    read = {name: all_options()[name][0].read(value) for name, value in given.items()}
-    return Wanted(problem, number("ranks", num_ranks), _json(read))
-
-
-def _json(options: Mapping[str, Any]) -> str:
+    said = {n: x for n, x in (options or {}).items() if x is not None and n != "ranks_per_node"}
+    methods_with(said)  # refuses what no method has
+    read = {name: all_options()[name][0].read(value) for name, value in said.items()}
     try:
-        return json.dumps(options, sort_keys=True)
+        text = json.dumps(read, sort_keys=True)
     except (TypeError, ValueError):
-        names = ", ".join(sorted(options))
+        names = ", ".join(sorted(read))
         raise PlanError(f"{names}: an option that has no form in a file cannot be tuned") from None
+    return Wanted(problem, number("ranks", num_ranks), text)
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,12 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         passes = {
-            one.value: {"method": method, "options": options, "seconds": self.pass_seconds[one]}
-            for one, (method, options) in self.chosen.items()
+            direction.value: {
+                "method": method,
+                "options": options,
+                "seconds": self.pass_seconds[direction],
+            }
+            for direction, (method, options) in self.chosen.items()
         }
         nodes = {"ranks_per_node": self.ranks_per_node, "costs": asdict(self.costs)}
         return {**passes, **nodes, "measured_on": self.measured_on}
@@ -127,34 +130,34 @@ class Tuned:
     @cached_property
     def digest(self) -> str:
         """Equal where all answers are: ranks compare it."""
-        told = sorted(
-            json.dumps({**one.to_json(), **answer.to_json()}, sort_keys=True)
-            for one, answer in self.answers.items()
+        lines = sorted(
+            json.dumps({**asked.to_json(), **answer.to_json()}, sort_keys=True)
+            for asked, answer in self.answers.items()
         )
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def answer(
         self, problem: Problem, num_ranks: int, options: Mapping[str, Any] | None = None
     ) -> Answer:
-        """To exactly this; the options are those that the caller gives, and None is not given."""
+        """The answer to exactly this. An option of None counts as left out."""
         asked = wanted(problem, num_ranks, options)
         line = tune_line(problem, num_ranks, json.loads(asked.options), self.file)
-        found = self.answers.get(asked)
-        if found is None:
-            known = "; ".join(sorted(one.text for one in self.answers)[:3]) or "nothing"
+        answer = self.answers.get(asked)
+        if answer is None:
+            known = "; ".join(sorted(other.text for other in self.answers)[:3]) or "nothing"
             more = f" and {len(self.answers) - 3} others" if len(self.answers) > 3 else ""
             raise PlanError(
                 f"{self.file} has no answer for {asked.text}; it has one for {known}{more}. This "
                 f"measures it and adds it to the file: {line}"
             )
         nodes = (options or {}).get("ranks_per_node")
-        if nodes not in (None, found.ranks_per_node):
+        if nodes not in (None, answer.ranks_per_node):
             raise PlanError(
                 f"ranks_per_node={nodes}: the answer of {self.file} was measured with "
-                f"{found.ranks_per_node}; leave it out"
+                f"{answer.ranks_per_node}; leave it out"
             )
         try:
-            stays = tokens_stay(found.question(problem, num_ranks).plan(), options or {})
+            stays = tokens_stay(answer.question(problem, num_ranks).plan(), options or {})
         except PlanError as error:
             raise PlanError(
                 f"{self.file}: its answer makes no plan: {error}. Measure anew: {line} --again"
@@ -164,14 +167,14 @@ class Tuned:
                 f"{self.file}: its answer has tokens elsewhere than by default. Measure anew: "
                 f"{line} --again"
             )
-        return found
+        return answer
 
 
 def read_tuned(file: Path | str) -> Tuned:
     if not isinstance(file, str | Path):
         raise PlanError(f"tuned={file!r}: must be the name of a file of mesh-attention tune")
-    answers = {one: entry.answer for one, entry in read_entries(file).items()}
-    return Tuned(Path(file), {one: answer for one, answer in answers.items() if answer is not None})
+    entries = read_entries(file)
+    return Tuned(Path(file), {w: e.answer for w, e in entries.items() if e.answer is not None})
 
 
 def read_entries(file: Path | str) -> dict[Wanted, TunedEntry]:
@@ -182,10 +185,10 @@ def read_entries(file: Path | str) -> dict[Wanted, TunedEntry]:
     except FileError as error:
         raise PlanError(f"{error}; tune makes such a file: {line}") from error
     try:
-        told = json.loads(text)
-        if told["version"] != VERSION:
-            raise ValueError(f"it is of version {told['version']!r}, and {VERSION} is read")
-        return dict(_entry(one) for one in told["questions"])
+        table = json.loads(text)
+        if table["version"] != VERSION:
+            raise ValueError(f"it is of version {table['version']!r}, and {VERSION} is read")
+        return dict(map(_entry, table["questions"]))
     except _DAMAGE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(
@@ -195,10 +198,10 @@ def read_entries(file: Path | str) -> dict[Wanted, TunedEntry]:
 
 
 def write_entries(file: Path | str, entries: Mapping[Wanted, TunedEntry]) -> None:
-    """Whole, or not at all."""
+    """Writes the whole file, or nothing."""
     questions = [
         {
-            **one.to_json(),
+            **asked.to_json(),
             "answer": None if entry.answer is None else entry.answer.to_json(),
             "measured_by": entry.measured_by,
             "measured": {
@@ -206,44 +209,41 @@ def write_entries(file: Path | str, entries: Mapping[Wanted, TunedEntry]) -> Non
                 for key, x in entry.measured.items()
             },
         }
-        for one, entry in entries.items()
+        for asked, entry in entries.items()
     ]
-    told = {"version": VERSION, "questions": questions}
-    with replacing(file) as part:
-        part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    write_json(file, {"version": VERSION, "questions": questions})
 
 
-def _entry(told: Any) -> tuple[Wanted, TunedEntry]:
-    sizes = dict(told["problem"])
-    problem = Problem(**{**sizes, "mask": Mask(**sizes["mask"])})
-    one = wanted(problem, told["ranks"], told["options"])
-    answer = None if told["answer"] is None else _answer(told["answer"], told["options"])
+def _entry(table: Any) -> tuple[Wanted, TunedEntry]:
+    asked = wanted(read_problem(dict(table["problem"])), table["ranks"], table["options"])
+    answer = None if table["answer"] is None else _answer(table["answer"], table["options"])
     measured: Known = {
         str(key): str(x["cannot_run"]) if isinstance(x, dict) else _seconds(x)
-        for key, x in told["measured"].items()
+        for key, x in table["measured"].items()
     }
-    return one, TunedEntry(answer, dict(told["measured_by"]), measured)
+    return asked, TunedEntry(answer, dict(table["measured_by"]), measured)
 
 
-def _answer(told: Any, asked: Mapping[str, Any]) -> Answer:
+def _answer(table: Any, asked: Mapping[str, Any]) -> Answer:
     """Files are changed by hand too: an answer says how to run, not what callers have."""
     chosen = {}
     for direction in Direction:
-        one = told[direction.value]
-        if one["method"] not in METHODS:
-            raise ValueError(f"{one['method']!r} is no method")
-        known = METHODS[one["method"]].options()
-        options = {name: known[name].read(value) for name, value in one["options"].items()}
+        method = table[direction.value]["method"]
+        if method not in METHODS:
+            raise ValueError(f"{method!r} is no method")
+        known = METHODS[method].options()
+        said = table[direction.value]["options"]
+        options = {name: known[name].read(value) for name, value in said.items()}
         for name, value in {"relayout": False, **asked}.items():
             if options.get(name, known[name].default) != known[name].read(value):
                 raise ValueError(f"an answer has another {name} than what was asked for")
-        chosen[direction] = one["method"], options
+        chosen[direction] = method, options
     return Answer(
         chosen,
-        {one: _seconds(told[one.value]["seconds"]) for one in Direction},
-        number("ranks_per_node", told["ranks_per_node"]),
-        Costs(**{name: real(name, value) for name, value in told["costs"].items()}),
-        str(told["measured_on"]),
+        {direction: _seconds(table[direction.value]["seconds"]) for direction in Direction},
+        number("ranks_per_node", table["ranks_per_node"]),
+        Costs(**{name: real(name, value) for name, value in table["costs"].items()}),
+        str(table["measured_on"]),
     )
 
 
@@ -251,3 +251,56 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ValueError(f"{value!r} is no time")
     return float(value)
+
+
+def tune_line(
+    problem: Problem | None, num_ranks: int | None, options: Mapping[str, Any], file: Path | str
+) -> str:
+    """The command that measures a question, as a person would start it. None: whatever is asked.
+
+    >>> problem = Problem(4096, 8, 64, num_kv_heads=2, mask=Mask(window=(128, 0)))
+    >>> tune_line(problem, 4, {"tile": (2, 2), "relayout": True}, "tuned.json")
+    'torchrun --nproc-per-node 4 -m mesh_attention tune --tokens 4096 --heads 8 --kv-heads 2 \
+--head-dim 64 --no-causal --window 128:0 --tile 2x2 --relayout --output tuned.json'
+    """
+    start = f"--nproc-per-node {num_ranks}" if num_ranks and num_ranks <= _ONE_NODE else "..."
+    sizes = ["--tokens N --heads N ..."] if problem is None else _problem_flags(problem)
+    flags = [_flag(name, value) for name, value in options.items()]
+    words = [*sizes, *flags, f"--output {quote(str(file))}"]
+    return f"torchrun {start} -m mesh_attention tune {' '.join(words)}"
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value_text(value)}"
+
+
+def _problem_flags(problem: Problem) -> Iterator[str]:
+    """Those that are not the default of the command line."""
+    yield f"--tokens {problem.q_tokens}"
+    if problem.keys != problem.q_tokens:
+        yield f"--kv-tokens {problem.keys}"
+    yield f"--heads {problem.num_heads}"
+    if problem.kv_heads != problem.num_heads:
+        yield f"--kv-heads {problem.kv_heads}"
+    yield f"--head-dim {problem.head_dim}"
+    if problem.v_dim != problem.head_dim:
+        yield f"--v-head-dim {problem.v_dim}"
+    if problem.element_bytes != 2:
+        yield f"--element-bytes {problem.element_bytes}"
+    mask = problem.mask
+    if mask.slices is not None:
+        yield "--slices FILE"
+        return
+    if mask.causal or mask.window is not None:
+        yield _flag("causal", mask.causal)
+    if mask.window is not None:
+        left, right = ("inf" if side is None else str(side) for side in mask.window)
+        yield f"--window {left}:{right}"
+    if mask.prefix:
+        yield f"--prefix {mask.prefix}"
+    for name, starts in (("documents", mask.documents), ("kv-documents", mask.kv_documents)):
+        if starts is not None:
+            yield f"--{name} {','.join(map(str, starts))}"

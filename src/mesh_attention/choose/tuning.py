@@ -1,23 +1,40 @@
 """Which settings to measure, one after the other, so that few measurements find the fastest.
 
-Predictions are wrong most of all by method: a method that was twice as slow as predicted is so at
-all its settings. So each prediction is corrected by what was measured of its method, or of all
-where nothing was, and taken a little better than that, the more so the less is known. What promises
-most is measured next, and it ends when nothing promises more than what was measured. Pure: the same
-measurements lead to the same choice.
+A search leaves out what cannot be the best by the model. A tuner measures because the model is not
+exact, so `contenders` searches each method by itself: its best few settings and its best that is
+not cut, in each pass, with tokens where they are by default, as objects have them.
 
-One run of a plan measures both passes, and they have one place: shards on devices.
+Predictions are wrong most of all by method: a method that was twice as slow as predicted is so at
+all its settings. So `Tuning` corrects each prediction by what was measured of its method, or of all
+methods where nothing was, and takes it a little better than that, the more so the less is known.
+It measures the most promising next, and ends when nothing promises more than the best measurement.
+The same measurements lead to the same choice. One run of a plan measures both passes, and they have
+one place: shards on devices. `measure/tune.py` runs the plans.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, inf, log
+from pathlib import Path
+from typing import Any
 
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion
+from mesh_attention.choose.search import PassSearch
+from mesh_attention.choose.shapes import default_layout
+from mesh_attention.cost.planning import collector_paused
+from mesh_attention.errors import PlanError
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Program
+from mesh_attention.plan.methods.table import methods_with
+from mesh_attention.plan.problem.problem import Problem
+
+_OF_METHOD = 3  # settings, beside the best that is not cut
+_EFFORT = SEARCH._replace(shapes=6, simulated_operations=300_000)  # of each method
 
 # Of a corrected prediction: better than that is not hoped for.
 HOPE_OF_SETTING = 0.9  # where the method was measured in this pass
@@ -28,9 +45,78 @@ MOST_REFUSALS = 3  # beside settings of which none has run: then it is not asked
 Pair = tuple[Scored, Scored]  # forward and backward, in one place
 
 
+@collector_paused()
+def contenders(
+    problem: Problem,
+    num_ranks: int,
+    cluster: Cluster | str | Path,
+    options: Mapping[str, Any] | None = None,
+) -> dict[Direction, list[Scored]]:
+    """By pass, the best predicted first, without timelines; none that needs more memory than there
+    is, unless all do. Of settings that make the same programs in other words only the first."""
+    options = {name: value for name, value in (options or {}).items() if value is not None}
+    asked = SearchQuestion(
+        problem, num_ranks, a_cluster(cluster), options, methods_with(options), _EFFORT
+    )
+    return {direction: _contenders_of_pass(asked, direction) for direction in Direction}
+
+
+def _contenders_of_pass(asked: SearchQuestion, direction: Direction) -> list[Scored]:
+    said = any(asked.options.get(name) for name in ("layout", "relayout"))
+    layout = None if said else default_layout(asked.problem)
+    best: list[Scored] = []
+    refusals: dict[str, PlanError] = {}
+    for method in asked.methods:
+        search = PassSearch(replace(asked, methods=(method,)), direction, layout)
+        search.run(stays=True)
+        best += _best_few(asked, [scored for scored in search.scored if scored.stays])
+        refusals |= search.refusals
+    if not best:
+        name, error = next(iter(refusals.items()))
+        raise PlanError(f"no method fits; {name}: {error}")
+    best.sort(key=lambda scored: (scored.score, len(scored.options)))
+    fitting = [scored for scored in best if scored.fits]
+    predicted, operations = [], 0
+    for scored in _different(asked, fitting or best):
+        operations += scored.operations
+        if operations <= _EFFORT.simulated_operations:  # those after it are predicted by one rank
+            scored = replace(asked.simulated(scored), timeline=None)
+        predicted.append(scored)
+    return sorted(predicted, key=lambda scored: scored.seconds)
+
+
+def _best_few(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
+    few = _different(asked, scored[: 2 * _OF_METHOD])[:_OF_METHOD]
+    uncut = [setting for setting in scored if _is_uncut(setting.options)]
+    return [*few, *(setting for setting in uncut[:1] if setting not in few)]
+
+
+def _is_uncut(options: Mapping[str, Any]) -> bool:
+    return options.get("chunks", (1, 1)) == (1, 1) and "head_slices" not in options
+
+
+def _different(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
+    """Of those that make the same programs the first, which has the fewest words."""
+    different: list[Scored] = []
+    for setting in scored:
+        alike = [other for other in different if _facts(other) == _facts(setting)]
+        if not alike or _program(asked, setting) not in [_program(asked, x) for x in alike]:
+            different.append(setting)
+    return different
+
+
+def _program(asked: SearchQuestion, scored: Scored) -> Program:
+    plan = asked.plan(scored.direction, scored.name, scored.options)
+    return plan.direction(scored.direction).programs[0]
+
+
+def _facts(scored: Scored) -> tuple[object, ...]:
+    return scored.seconds, scored.peak_bytes, scored.place, scored.operations
+
+
 def key_of(pair: Pair) -> str:
     """For files, as `Scored.key`."""
-    return " and ".join(one.key for one in pair)
+    return " and ".join(scored.key for scored in pair)
 
 
 @dataclass
@@ -45,86 +131,83 @@ class Tuning:
     def next(self) -> Pair | None:
         """What to measure now; None when nothing promises more than the best."""
         best = self.best()
-        hopes = {one.key: self._hope(one) for every in self.contenders.values() for one in every}
+        hopes = {s.key: self._hope(s) for several in self.contenders.values() for s in several}
 
         def hope(pair: Pair) -> float:
-            return sum(hopes[one.key] for one in pair)
+            return sum(hopes[scored.key] for scored in pair)
 
         most = inf if best is None else self.seconds(best)
         new = [
             pair
             for pair in self._pairs()
-            if any(one.key not in self.measured for one in pair) and hope(pair) < most
+            if any(scored.key not in self.measured for scored in pair) and hope(pair) < most
         ]
         refusals = self._refusals()
-        # Settings that cannot run together are asked after others: beside one that has run by then
-        # it is seen which of them is the cause.
-        found = min(
-            new, key=lambda pair: (sum(refusals[x.key] for x in pair), hope(pair)), default=None
-        )
-        if found is None or any(refusals[one.key] for one in found):
-            return found
-        forward, backward = (self._unmeasured_beside(one, found, hopes) for one in found)
+
+        def turn(pair: Pair) -> tuple[int, float]:
+            # Settings that cannot run together are asked after others: beside one that has run by
+            # then it is seen which of them is the cause.
+            return sum(refusals[scored.key] for scored in pair), hope(pair)
+
+        pair = min(new, key=turn, default=None)
+        if pair is None or any(refusals[scored.key] for scored in pair):
+            return pair
+        forward, backward = (self._unmeasured_beside(scored, pair, hopes) for scored in pair)
         return forward, backward
 
     def refuse(self, pair: Pair, reason: str) -> None:
         """They cannot run together. One that has run before is not the cause; where none has, it
         may be one of them or both together."""
-        causes = [one for one in pair if not self._is_known(one)]
+        causes = [scored for scored in pair if not self._is_known(scored)]
         if len(causes) == len(pair):
             self.refused[key_of(pair)] = reason
-            causes = [one for one in pair if self._refusals()[one.key] >= MOST_REFUSALS]
-        self.refused |= {one.key: reason for one in causes}
-        self.measured |= {one.key: inf for one in causes}
+            refusals = self._refusals()
+            causes = [scored for scored in pair if refusals[scored.key] >= MOST_REFUSALS]
+        self.refused |= {scored.key: reason for scored in causes}
+        self.measured |= {scored.key: inf for scored in causes}
 
     def seconds(self, pair: Pair) -> float:
-        return sum(self.measured[one.key] for one in pair)
+        return sum(self.measured[scored.key] for scored in pair)
 
     def best(self) -> Pair | None:
         """Of what was measured; passes may come from different runs."""
-        known = [pair for pair in self._pairs() if all(self._is_known(one) for one in pair)]
+        known = [pair for pair in self._pairs() if all(map(self._is_known, pair))]
         return min(known, key=self.seconds, default=None)
 
-    def ratio(self, one: Scored) -> tuple[float, bool]:
+    def ratio(self, scored: Scored) -> tuple[float, bool]:
         """Measured over predicted, and whether it is of this method in this pass."""
-        ratios = {
-            method_only: [
-                log(self.measured[other.key] / other.seconds)
-                for other in self.contenders[one.direction]
-                if self._is_known(other) and (not method_only or other.name == one.name)
-            ]
-            for method_only in (True, False)
-        }
-        for method_only, found in ratios.items():
-            if found:
-                return exp(sum(found) / len(found)), method_only
-        return 1.0, False
+        known = [other for other in self.contenders[scored.direction] if self._is_known(other)]
+        of_method = [other for other in known if other.name == scored.name]
+        if not known:
+            return 1.0, False
+        logs = [log(self.measured[x.key] / x.seconds) for x in of_method or known]
+        return exp(sum(logs) / len(logs)), bool(of_method)
 
-    def _hope(self, one: Scored) -> float:
-        if one.key in self.measured:
-            return self.measured[one.key]
-        ratio, is_of_method = self.ratio(one)
-        return one.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
+    def _hope(self, scored: Scored) -> float:
+        if scored.key in self.measured:
+            return self.measured[scored.key]
+        ratio, is_of_method = self.ratio(scored)
+        return scored.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
 
-    def _unmeasured_beside(self, one: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
+    def _unmeasured_beside(self, scored: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
         """A run measures both passes: one that is known gives its turn to the most promising that
         is not, in the same place."""
-        if one.key not in self.measured:
-            return one
+        if scored.key not in self.measured:
+            return scored
         others = [
             other
-            for other in self.contenders[one.direction]
+            for other in self.contenders[scored.direction]
             if other.key not in self.measured and other.place == pair[0].place
         ]
-        return min(others, key=lambda other: hopes[other.key], default=one)
+        return min(others, key=lambda other: hopes[other.key], default=scored)
 
     def _refusals(self) -> Counter[str]:
         """Of settings that have not run: how often they could not beside others."""
         pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.refused]
-        return Counter(one.key for pair in pairs for one in pair if not self._is_known(one))
+        return Counter(x.key for pair in pairs for x in pair if not self._is_known(x))
 
-    def _is_known(self, one: Scored) -> bool:
-        return self.measured.get(one.key, inf) < inf
+    def _is_known(self, scored: Scored) -> bool:
+        return self.measured.get(scored.key, inf) < inf
 
     def _pairs(self) -> list[Pair]:
         """That may run together."""

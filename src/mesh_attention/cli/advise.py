@@ -9,9 +9,9 @@ from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
-from mesh_attention.choose.plan_file import write_choice
-from mesh_attention.choose.python_line import python_line
-from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, name_of, ranked
+from mesh_attention.choose.plan_file import python_line, write_choice
+from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
+from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.models import MODELS
@@ -24,7 +24,6 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.output import Progress, progress, show, table
 from mesh_attention.cli.values import one_of
-from mesh_attention.cost.collector import collector_paused
 from mesh_attention.cost.detect_cluster import (
     NEAREST,
     Machine,
@@ -32,13 +31,14 @@ from mesh_attention.cost.detect_cluster import (
     gpu_of_driver,
     nic_gbits,
 )
+from mesh_attention.cost.planning import collector_paused
 from mesh_attention.files import check_writable
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem, problem_text
-from mesh_attention.plan.read.bounds import least_bytes
+from mesh_attention.plan.read.count import least_bytes
 
 
 @dataclass(frozen=True)

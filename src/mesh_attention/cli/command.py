@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.options import RENAMED_OPTIONS
+from mesh_attention.plan.methods.table import RENAMED_OPTIONS
 
 
 class Flag(NamedTuple):

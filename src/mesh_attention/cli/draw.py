@@ -10,8 +10,7 @@ from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
 from mesh_attention.cli.values import size
 from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.read.draw.matrix import computed_cells, draw_assignment
-from mesh_attention.plan.read.draw.schedule import draw_steps
+from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,13 +18,9 @@ from mesh_attention.files import replacing
 from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.text import digest, plan_lines, program_lines
+from mesh_attention.plan.read.compare_schedulers import ScheduleComparison, compare_schedulers
 from mesh_attention.plan.read.count import count
-from mesh_attention.plan.read.draw.schedule import (
-    ScheduleComparison,
-    compare_schedulers,
-    draw_steps,
-)
-from mesh_attention.plan.read.draw.summary import draw_summary
+from mesh_attention.plan.read.draw import draw_steps, draw_summary
 
 Comparisons = dict[Direction, ScheduleComparison]
 

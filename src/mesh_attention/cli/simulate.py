@@ -100,11 +100,11 @@ class Simulated:
 
     @property
     def direction(self) -> Direction:
-        return self.timeline.one.direction
+        return self.timeline.pass_.direction
 
     @property
     def setting(self) -> dict[str, Any]:
-        return setting_of(self.timeline.plan, self.timeline.one, self.options)
+        return setting_of(self.timeline.plan, self.timeline.pass_, self.options)
 
     def to_json(self) -> dict[str, Any]:
         tried = {} if self.tried is None else {"settings_tried": self.tried}

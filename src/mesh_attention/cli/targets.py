@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesh_attention.cli.command import Flag, UsageError
-from mesh_attention.cost.target import target_on
+from mesh_attention.cost.planning import target_on
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Plan

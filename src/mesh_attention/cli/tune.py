@@ -27,10 +27,10 @@ USUAL_MEASUREMENTS = 10
 
 def run(args: argparse.Namespace) -> int:
     # Here, since this is a command of ranks: the others need no torch.
-    from mesh_attention.api.auto import cluster_here
     from mesh_attention.cli.on_ranks import on_ranks
     from mesh_attention.measure.ranks import MeasureError, Ranks
     from mesh_attention.measure.tune import tune_ranks
+    from mesh_attention.request.auto import cluster_here
 
     if args.method is not None:
         raise UsageError("tune measures all methods; leave --method out")

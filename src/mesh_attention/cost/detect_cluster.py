@@ -56,22 +56,22 @@ def find_cluster(machine: Machine) -> tuple[Cluster, str]:
     gpu = machine.gpu or ""
     name, exact = next(((c, e) for word, c, e in _GPUS if re.search(word, gpu)), (NEAREST, None))
     file = cluster = load_cluster(name)
-    told = [machine.gpu or "no GPU"]
+    seen = [machine.gpu or "no GPU"]
     cluster = _with_memory(cluster, gpu, machine.memory_gib)
     is_exact = exact is not None and bool(re.search(exact, gpu)) and cluster is file
     is_exact = is_exact and not re.search(_OTHER_FORMS, gpu, re.IGNORECASE)
     taken = ""
     if machine.node_ranks is not None:
-        told.append(f"{machine.node_ranks} ranks a node")
+        seen.append(f"{machine.node_ranks} ranks a node")
         cluster = with_node(cluster, machine.node_ranks)
     elif not is_exact:
         taken = f", {cluster.node.ranks} ranks a node"
     if machine.nic_gbits:
         rates = sorted({f"{rate:g}" for rate in machine.nic_gbits})
-        told.append(f"{len(machine.nic_gbits)} NICs of {' and '.join(rates)} Gb/s")
+        seen.append(f"{len(machine.nic_gbits)} NICs of {' and '.join(rates)} Gb/s")
         cluster = _with_nics(cluster, machine.nic_gbits)
     nearest = "" if is_exact else f"{taken}, the nearest that is known; cluster= says another"
-    return cluster, f"{', '.join(told)}: reckoned as {cluster.name}{nearest}"
+    return cluster, f"{', '.join(seen)}: reckoned as {cluster.name}{nearest}"
 
 
 def _with_memory(cluster: Cluster, gpu: str, device_gib: float | None) -> Cluster:
@@ -82,16 +82,14 @@ def _with_memory(cluster: Cluster, gpu: str, device_gib: float | None) -> Cluste
     by_name = next((gib for word, gib in _MEMORY if re.search(word, gpu)), by_name)
     if device_gib is None:
         device_gib = by_name
-    alike = (gib for gib in (by_file, by_name) if _is_alike(gib, device_gib))
-    found = next(alike, float(round(device_gib)) or device_gib)
-    if found == by_file:
+    alike = (
+        gib for gib in (by_file, by_name) if 1 / _SAME_MEMORY < gib / device_gib < _SAME_MEMORY
+    )
+    gib = next(alike, float(round(device_gib)) or device_gib)
+    if gib == by_file:
         return cluster
-    name = f"{cluster.name} with {found:g} GiB a GPU"
-    return replace(cluster, name=name, gpu=replace(cluster.gpu, memory_gib=found))
-
-
-def _is_alike(gib: float, other: float) -> bool:
-    return 1 / _SAME_MEMORY < gib / other < _SAME_MEMORY
+    name = f"{cluster.name} with {gib:g} GiB a GPU"
+    return replace(cluster, name=name, gpu=replace(cluster.gpu, memory_gib=gib))
 
 
 def with_node(cluster: Cluster, ranks: int) -> Cluster:
@@ -126,21 +124,21 @@ def _with_nics(cluster: Cluster, gbits: tuple[float, ...]) -> Cluster:
 
 def nic_gbits(root: Path = Path("/sys/class")) -> tuple[float, ...]:
     """Ports of InfiniBand or RoCE that are up; without any, the network devices with a speed."""
-    found = [
+    gbits = [
         float(rate)
         for port in _sorted(root / "infiniband", "*/ports/*")
         if "ACTIVE" in _text(port / "state")
         for rate in re.findall(r"^([0-9.]+) Gb", _text(port / "rate"))
     ]
-    if not found:
+    if not gbits:
         speeds = [
             _text(device / "speed")
             for device in _sorted(root / "net", "*")
             if (device / "device").exists()
         ]
-        found = [int(speed) / 1000 for speed in speeds if speed.isdecimal() and int(speed) > 0]
-        found = [max(found)] if found else []
-    return tuple(found)
+        gbits = [int(speed) / 1000 for speed in speeds if speed.isdecimal() and int(speed) > 0]
+        gbits = [max(gbits)] if gbits else []
+    return tuple(gbits)
 
 
 def gpu_of_driver(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:

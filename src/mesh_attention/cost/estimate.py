@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.places import Places
-from mesh_attention.cost.target import Compiled, compiled_on
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
+from mesh_attention.cost.planning import Compiled, collector_paused, compiled_on
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Role
@@ -56,18 +54,19 @@ def estimate(
     """`ranks`: those to look at; left out, the first, the last, one in between, and the rank whose
     queries see most."""
     with collector_paused():
-        given, last = plan.direction(direction), plan.num_ranks - 1
-        seen = sorted({0, last // 2, last, busiest_rank(plan)}) if ranks is None else ranks
-        compiled = compiled_on(plan, given, cluster, kernel)
-        places = Places(cluster, compiled)
-        found = [_Rank(compiled, cluster, places, overlap, rank) for rank in seen]
-        least = max(rank.least_seconds() for rank in found)
+        if ranks is None:
+            last = plan.num_ranks - 1
+            ranks = sorted({0, last // 2, last, busiest_rank(plan)})
+        compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
+        costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
+        timed = [_Rank(compiled, cluster, costs, sharing, overlap, rank) for rank in ranks]
+        least = max(rank.least_seconds() for rank in timed)
         return Estimate(
-            max(least, *(rank.run(disturbed=True) for rank in found)),
+            max(least, *(rank.run(disturbed=True) for rank in timed)),
             least * _ROUNDING,
-            max(rank.moving_seconds for rank in found),
-            max(rank.workspace_bytes for rank in found) + max(rank.kept_bytes for rank in found),
-            plan.num_ranks * max(rank.num_operations for rank in found),
+            max(rank.moving_seconds for rank in timed),
+            max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
+            plan.num_ranks * max(rank.num_operations for rank in timed),
         )
 
 
@@ -77,6 +76,55 @@ def busiest_rank(plan: Plan) -> int:
     if mask.is_full or (plan.q_layout.kind is LayoutKind.ZIGZAG and mask == Mask(causal=True)):
         return 0
     return int(pairs_of_ranks(plan.q_layout, plan.problem.rows).argmax())
+
+
+class _LinkSharing:
+    """Which links the ranks of a plan share with each other, as if all did the same at once."""
+
+    def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
+        self._cluster, self._devices = cluster, compiled.plan.devices
+        self._groups = compiled.pass_.groups
+        per_node = cluster.node.ranks
+        self.nodes = [device // per_node for device in self._devices]
+        self._collectives: dict[tuple[str, int], tuple[float, bool]] = {}
+
+    def _here(self, group: Sequence[int], rank: int) -> int:
+        """Members of a group in the node of `rank`."""
+        nodes, node = self.nodes, self.nodes[rank]
+        return sum([nodes[member] == node for member in group])
+
+    def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
+        """How much longer a flow out of a node takes, if all groups of the node have one at once;
+        all members there, where it goes to the place in another node that its sender has in its
+        own."""
+        cluster, network, here = self._cluster, self._cluster.network, self._here(group, rank)
+        flows = min(cluster.node.ranks, len(self._devices)) / here
+        source, target = map(group.index, ends)
+        if (target - source) % here == 0:
+            flows *= here
+        room = network.peer_node_gb_per_second / network.peer.gb_per_second
+        if cluster.ranks_share_nics:
+            each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+            room = min(room, each * network.nics)
+        return max(1.0, flows / room)
+
+    def collective(self, name: str, rank: int) -> tuple[float, bool]:
+        """How much longer a collective between nodes takes on NICs that ranks share, and whether it
+        leaves the node."""
+        known = self._collectives.get((name, rank))
+        if known is None:
+            known = self._collectives[name, rank] = self._collective(name, rank)
+        return known
+
+    def _collective(self, name: str, rank: int) -> tuple[float, bool]:
+        cluster, group = self._cluster, self._groups[name]
+        leaves = self._here(group, rank) < len(group)
+        if not leaves or not cluster.ranks_share_nics:
+            return 1.0, leaves
+        links, devices = cluster.links, self._devices
+        nics = [links.nic_of(devices[member]) for member in group]
+        here = nics.count(links.nic_of(devices[rank]))
+        return max(1.0, cluster.node.ranks / cluster.network.nics / here), leaves
 
 
 class _Move(NamedTuple):
@@ -91,17 +139,24 @@ class _Move(NamedTuple):
 
 
 class _Rank:
+    """The program of one rank, with the seconds of its operations."""
+
     def __init__(
-        self, compiled: Compiled, cluster: Cluster, places: Places, overlap: Overlap, at: int
+        self,
+        compiled: Compiled,
+        cluster: Cluster,
+        costs: ClusterCosts,
+        links: _LinkSharing,
+        overlap: Overlap,
+        rank: int,
     ) -> None:
-        plan, one = compiled.plan, compiled.one
-        program, problem = one.programs[at], plan.problem
+        plan, pass_ = compiled.plan, compiled.pass_
+        program, problem = pass_.programs[rank], plan.problem
         table = program.buffer_table()
-        meter, costs = TrafficMeter(problem, table), places.costs
-        known = compiled.seconds.get(at, {})
-        self.at_once = transfers_at_once(cluster, overlap)
+        meter, known = TrafficMeter(problem, table), compiled.seconds.get(rank, {})
+        waits, self.at_once = compiled.waits.get(rank), transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
-            *(plan, one, overlap, at), at_once=self.at_once, waits=compiled.waits.get(at)
+            plan, pass_, overlap, rank, at_once=self.at_once, waits=waits
         )
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []
@@ -113,28 +168,28 @@ class _Rank:
         flows, collectives = 0.0, {True: 0.0, False: 0.0}  # by whether they leave the node
         for index, op in enumerate(program.operations):
             if isinstance(op, SendRecv):
-                ranks = one.groups[op.group]
+                group = pass_.groups[op.group]
                 seconds, sharing, leaves = 0.0, 1.0, False
-                for pieces, other in (
-                    (op.sends, (at, ranks[op.to_member])),
-                    (op.receives, (ranks[op.from_member], at)),
+                for pieces, ends in (
+                    (op.sends, (rank, group[op.to_member])),
+                    (op.receives, (group[op.from_member], rank)),
                 ):
                     if pieces:
                         size = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
-                        source, target = (plan.devices[rank] for rank in other)
+                        source, target = (plan.devices[end] for end in ends)
                         seconds = max(seconds, costs.flow(source, target, size))
-                        if places.nodes[other[0]] != places.nodes[other[1]]:
-                            leaves = True
-                            sharing = places.sharing_of_flows(ranks, at, other)
-                slowdown = cluster.disturbance.peer_slowdown(one.direction)
+                        if links.nodes[ends[0]] != links.nodes[ends[1]]:
+                            leaves, sharing = True, links.flow(group, rank, ends)
+                slowdown = cluster.disturbance.peer_slowdown(pass_.direction)
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 flows += seconds
             elif isinstance(op, Collective):
+                member = pass_.members[op.group][rank]
                 if index in known:
                     seconds = known[index]
                 else:
-                    seconds = costs.collective(op, meter.flows(op), one.members[op.group][at])
-                sharing, leaves = places.collective(op.group, at)
+                    seconds = costs.collective(op, meter.flows(op), member)
+                sharing, leaves = links.collective(op.group, rank)
                 slowdown = cluster.disturbance.collective_slowdown
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 collectives[leaves] += seconds

@@ -103,7 +103,7 @@ def _title(timeline: Timeline, shown: int) -> str:
     plan = timeline.plan
     ranks = f"ranks 0 to {shown - 1} of {plan.num_ranks}" if shown < plan.num_ranks else "all ranks"
     return (
-        f"{plan.method} {timeline.one.direction} on {timeline.cluster.name}, {ranks}: "
+        f"{plan.method} {timeline.pass_.direction} on {timeline.cluster.name}, {ranks}: "
         f"{timeline.runtime_seconds * 1e3:.3f} ms, MFU {timeline.mfu_percent:.1f} %, "
         f"exposed communication {timeline.open_communication_seconds * 1e3:.3f} ms, waiting for "
         f"other ranks {timeline.waiting_for_ranks_seconds * 1e3:.3f} ms"

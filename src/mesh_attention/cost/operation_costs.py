@@ -1,30 +1,76 @@
-"""Seconds of a plan's operations when nothing disturbs them, as the simulator asks for them.
+"""Seconds of a plan's operations when nothing disturbs them, as estimate and simulator add them up.
 
-Ranks whose buffers differ in nothing but the places of their rows are alike: an operation that they
-have in common costs the same on all of them, and is looked at once. Only row ranges depend on
-places.
+`OperationCosts` is what both ask for; `ClusterCosts` answers by the description of a cluster and of
+its kernels. A computation is a few `TimedCall`s: how long each lasts, and how it shares the GPU
+with transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
-from mesh_attention.cost.compute_cost import ComputeCosts
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.planning import Compiled
+from mesh_attention.machine.call_time import (
+    CallSize,
+    filled_rounds,
+    late_pairs,
+    lost_by_leaving,
+    memory_seconds,
+    num_tiles,
+)
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.buffers import Buffer, Piece
-from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import Attention, CallKind, Collective, Free, Operation
-from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.passes.alike import Alike
-from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.passes.transfers import TransferCosts
-from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import (
+    Attend,
+    AttendBackward,
+    Attention,
+    Call,
+    CallKind,
+    Collective,
+    Free,
+    Merge,
+    Operation,
+)
+from mesh_attention.plan.language.traffic import Flows
+from mesh_attention.plan.passes.seconds import TransferCosts
+
+_ROUNDING_SECONDS = 1e-9  # less than this of a round is left by rounding
+_ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
+
+
+class TimedCall(NamedTuple):
+    """A kernel call, or several that share the GPU alike.
+
+    waits   no communication begins before its end
+    lost    part of its speed that a communication beside it takes; None: what the cluster says
+    round   seconds after which enough programs end for a communication to begin; 0: at any time
+    late    seconds more that it takes if it begins beside a communication that began on an idle
+            GPU, since some of its programs find no place. When that communication ends, no more
+            than `seconds` are left.
+    """
+
+    seconds: float
+    kernel: str = ""  # none for a pass over memory
+    waits: bool = False
+    lost: float | None = None
+    round: float = 0.0
+    late: float = 0.0
+
+    def until_sms(self, left: float) -> float:
+        """Seconds until a communication finds SMs, when `left` seconds of the call are left."""
+        rest = left % self.round if self.round else 0.0
+        return rest if _ROUNDING_SECONDS < rest < self.round - _ROUNDING_SECONDS else 0.0
+
+    def joins(self, before: TimedCall) -> bool:
+        """Whether it can be one call with its predecessor: fewer events for a simulation."""
+        return not self.waits and self[1:4] == before[1:4]
 
 
 class OperationCosts(Protocol):
-    """Seconds of operations when nothing disturbs them. Tests put their own here."""
+    """Seconds of operations when nothing disturbs them. Tests have costs of their own."""
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         """Its kernel calls in turn."""
@@ -36,63 +82,90 @@ class OperationCosts(Protocol):
 
 
 class ClusterCosts:
-    """What the descriptions of the cluster and of its kernels say of a compiled plan."""
+    """What the descriptions of a cluster and of its kernels say of a compiled plan."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, one: Pass, clock: CallSeconds) -> None:
-        self.compute = ComputeCosts(plan, one.direction, clock).calls
-        transfers = TransferCosts(cluster.links, plan, one)
+    def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
+        plan, direction = compiled.plan, compiled.pass_.direction
+        assert plan.target is not None, "a plan is timed as it was compiled"
+        self._problem, self._direction, self._target = plan.problem, direction, plan.target
+        self._clock = compiled.clock
+        self._two_streams = plan.target.takes_turns and direction is Direction.FORWARD
+        self._beside = plan.num_ranks > 1 and plan.target.own_stream
+        self._known: dict[tuple[object, ...], TimedCall] = {}
+        transfers = TransferCosts(cluster.links, plan, compiled.pass_)
         self.collective, self.flow = transfers.collective, transfers.flow
 
+    def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
+        match op:
+            case Attend() | AttendBackward():
+                return self._attention(op, table)
+            case Merge():
+                touched = (*op.inputs, *op.outputs)
+                moved = sum(p.num_bytes(table[p.buffer], self._problem) for p in touched)
+                return (TimedCall(memory_seconds(self._target.gpu, moved)),)
+            case Free():
+                return ()
+        raise AssertionError(op)  # communication has costs of its own
 
-class RememberedCosts:
-    """Kernel calls and flows of each rank's operations, worked out once for alike ranks."""
+    def _attention(self, op: Attention, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
+        fresh = self._clock.fresh(op) if len(op.calls) == 1 else (False, False)
+        calls: list[TimedCall] = []
+        for at, call in enumerate(op.calls):
+            rounds = self._rounds(op, table, at)
+            size = self._clock.size(op, table, call)
+            # Calls take turns on two streams: a result is merged while the next call runs.
+            hidden = self._two_streams and at + 1 < len(op.calls)
+            key = (size, call.kernel, call.leave_sms, fresh, rounds, hidden)
+            timed = self._known.get(key)
+            if timed is None:
+                timed = self._call(call, size, rounds)
+                merge = 0.0 if hidden else self._clock.merge(size, fresh)
+                timed = self._known[key] = timed._replace(seconds=timed.seconds + merge)
+            if calls and timed.joins(calls[-1]):
+                before = calls.pop()
+                timed = before._replace(
+                    seconds=before.seconds + timed.seconds,
+                    round=max(before.round, timed.round),
+                    late=before.late + timed.late,
+                )
+            calls.append(timed)
+        return tuple(calls)
 
-    def __init__(
-        self,
-        problem: Problem,
-        one: Pass,
-        costs: OperationCosts,
-        ranks: Sequence[int],
-        alike: Alike,
-    ) -> None:
-        self._costs = costs
-        programs = {rank: one.programs[rank] for rank in ranks}
-        numbers = {rank: alike.table(program) for rank, program in programs.items()}
-        self._tables = {rank: program.buffer_table() for rank, program in programs.items()}
-        calls: dict[int, dict[Operation, tuple[TimedCall, ...]]] = {}
-        flows: dict[int, dict[Operation, Flows]] = {}
-        sizes: dict[int, dict[tuple[Piece, ...], int]] = {}
-        self._calls = {rank: calls.setdefault(number, {}) for rank, number in numbers.items()}
-        self._flows = {rank: flows.setdefault(number, {}) for rank, number in numbers.items()}
-        self._sizes = {rank: sizes.setdefault(number, {}) for rank, number in numbers.items()}
-        self._problem = problem
+    def _rounds(self, op: Attention, table: Mapping[str, Buffer], at: int) -> float | None:
+        """Of a call that was split so that its second part leaves SMs: both together last a whole
+        number of rounds."""
+        first = at if not op.calls[at].leave_sms else at - 1
+        if not 0 <= first < len(op.calls) - 1:
+            return None
+        a, b = op.calls[first : first + 2]
+        rates = self._rates(a.kernel)
+        alike = (a.kind, a.k_start, a.k_stop, a.q_stop) == (b.kind, b.k_start, b.k_stop, b.q_start)
+        split = alike and b.leave_sms and not a.leave_sms and a.kind is CallKind.FULL
+        if not split or not rates.tile_rows:
+            return None
+        sms = self._target.gpu.sms
+        before, after = (num_tiles(rates, self._clock.size(op, table, part)) for part in (a, b))
+        return before / sms if at == first else filled_rounds(before + after, sms) - before / sms
 
-    def calls(self, rank: int, op: Operation) -> tuple[TimedCall, ...]:
-        """In turn; nothing where there is nothing to do."""
-        if isinstance(op, Free):
-            return ()
-        known = self._calls[rank].get(op)
-        if known is None:
-            calls = self._costs.compute(op, self._tables[rank])
-            known = tuple(call for call in calls if call.seconds)
-            by_place = isinstance(op, Attention) and any(
-                call.kind is CallKind.RANGE for call in op.calls
-            )
-            if not by_place:
-                self._calls[rank][op] = known
-        return known
+    def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:
+        """A call that leaves SMs loses them while a transfer is in flight; one that could and does
+        not keeps transfers waiting."""
+        rates, sms = self._rates(call.kernel), self._target.gpu.sms
+        seconds = self._clock.kernel(rates, size, rounds)
+        assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
+        waits, lost, late = False, rates.lost(sms), 0.0
+        if self._beside and call.leave_sms:
+            lost = lost_by_leaving(rates, sms, size, call.leave_sms)
+            late = seconds * late_pairs(rates, sms, size, call.leave_sms)
+        elif self._beside:
+            waits = not rates.lets_transfers_begin or bool(rates.sm_margin)
+        keys, turn = rates.tile_keys, 0.0
+        if keys and self._beside:
+            programs = -(-size.columns // keys) * size.heads
+            turn = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
+        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=turn, late=late)
 
-    def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
-        known = self._sizes[rank].get(pieces)
-        if known is None:
-            table = self._tables[rank]
-            known = sum(piece.num_bytes(table[piece.buffer], self._problem) for piece in pieces)
-            self._sizes[rank][pieces] = known
-        return known
-
-    def flows(self, rank: int, op: Collective) -> Flows:
-        known = self._flows[rank].get(op)
-        if known is None:
-            known = TrafficMeter(self._problem, self._tables[rank]).flows(op)
-            self._flows[rank][op] = known
-        return known
+    def _rates(self, kernel: str) -> PassRates:
+        rates = self._target.kernels[kernel].of(self._direction) if kernel else None
+        assert rates is not None, f"no kernel for {self._direction} calls"
+        return rates

@@ -1,20 +1,34 @@
-"""Plans for a cluster: its node size and its rough costs are settings that no caller repeats."""
+"""Plans on a cluster: asked for with its node size and rough costs, and compiled for its kernels.
+
+`ask_on` and `plan_on` are the doors of the search, the command line and benchmarks; estimate and
+simulator time what `compiled_on` returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.machine.load import ClusterError, a_cluster
+from mesh_attention.machine.kernel_facts import KINDS, PassRates
+from mesh_attention.machine.load import a_cluster
 from mesh_attention.machine.rates import costs_of
+from mesh_attention.machine.tables import ClusterError
+from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.methods.question import Question, ask
+from mesh_attention.plan.methods.question import BOTH, Question, ask
+from mesh_attention.plan.passes.compile import PassCompiler
+from mesh_attention.plan.passes.seconds import CallSeconds
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.runs import Run, visible_pairs
+
+PLACES = ("alpha", "units_per_node")  # options that say which rank holds which partition
 
 
 def plan_on(
@@ -23,13 +37,12 @@ def plan_on(
     num_ranks: int,
     *,
     method: str,
-    directions: tuple[Direction, ...] = tuple(Direction),
+    directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Plan:
     """`make_plan` for so many ranks of this cluster."""
-    return ask_on(
-        *(cluster, problem, num_ranks), method=method, directions=directions, **options
-    ).plan()
+    question = ask_on(cluster, problem, num_ranks, method=method, directions=directions, **options)
+    return question.plan()
 
 
 def ask_on(
@@ -38,7 +51,7 @@ def ask_on(
     num_ranks: int,
     *,
     method: str,
-    directions: tuple[Direction, ...] = tuple(Direction),
+    directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Question:
     """`ask` for so many ranks of this cluster."""
@@ -48,38 +61,35 @@ def ask_on(
             f"{cluster.name} has {cluster.num_ranks} ranks ({cluster.nodes} nodes of "
             f"{cluster.node.ranks}), fewer than ranks={num_ranks}"
         )
-    given = options.pop("ranks_per_node", None)
-    if given not in (None, cluster.node.ranks):
+    ranks_per_node = options.pop("ranks_per_node", None)
+    if ranks_per_node not in (None, cluster.node.ranks):
         raise ClusterError(
-            f"ranks_per_node={given}: a node of {cluster.name} has {cluster.node.ranks} ranks; "
-            "leave it out, or describe another cluster in a file"
+            f"ranks_per_node={ranks_per_node}: a node of {cluster.name} has {cluster.node.ranks} "
+            "ranks; leave it out, or describe another cluster in a file"
         )
-    nodes: dict[str, Any] = {"ranks_per_node": cluster.node.ranks}
-    found = ask(problem, num_ranks, method=method, directions=directions, **nodes, **options)
-    if options.get("costs") is None and hasattr(found.setting, "costs"):
+    options["ranks_per_node"] = cluster.node.ranks
+    question = ask(problem, num_ranks, method=method, directions=directions, **options)
+    if options.get("costs") is None and hasattr(question.setting, "costs"):
         costs: dict[str, Any] = {"costs": costs_of(cluster, num_ranks)}
-        found = replace(found, setting=replace(found.setting, **costs))
-    return found
+        question = replace(question, setting=replace(question.setting, **costs))
+    return question
 
 
-PLACES = ("alpha", "units_per_node")  # options that say which rank holds which partition
-
-
-def tokens_stay(plan: Plan, given: Mapping[str, Any]) -> bool:
-    """Whether tokens lie where they do by default, or as the caller said: objects that share a
-    batch, with other masks and so other plans, rely on it."""
-    if given.get("relayout"):
+def tokens_stay(plan: Plan, options: Mapping[str, Any]) -> bool:
+    """Whether tokens lie where they do by default, or as the caller's options say: objects that
+    share a batch, with other masks and so other plans, rely on it."""
+    if options.get("relayout"):
         return True
-    kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
     in_order = plan.devices == tuple(range(plan.num_ranks))
-    return (given.get("layout") is not None or plan.q_layout.kind is kind) and (
-        in_order or any(given.get(name) is not None for name in PLACES)
-    )
+    if not in_order and all(options.get(name) is None for name in PLACES):
+        return False
+    kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
+    return options.get("layout") is not None or plan.q_layout.kind is kind
 
 
-def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
+def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen for a pass: what it says itself, and the options that it does not name."""
-    setting: dict[str, Any] = {**one.setting, "layout": plan.q_layout.kind.value}
+    setting: dict[str, Any] = {**pass_.setting, "layout": plan.q_layout.kind.value}
     stated = {*setting, *(f"backward_{name}" for name in setting), "ranks_per_node", "costs"}
     for name, value in options.items():
         if name not in stated and value is not None:
@@ -88,3 +98,107 @@ def setting_of(plan: Plan, one: Pass, options: Mapping[str, Any]) -> dict[str, A
     if "tile" in setting:
         setting.setdefault("alpha", None)  # row by row
     return setting
+
+
+def num_pairs(problem: Problem) -> int:
+    """Pairs of queries and keys that the mask shows, as if there were one head."""
+    queries, keys = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
+    return int(visible_pairs(queries, keys, problem.rows)[0, 0])
+
+
+class Compiled(NamedTuple):
+    """A plan and its pass as they are timed. `waits`: the operations that each must come after, by
+    rank, as far as it is compiled; `seconds`: likewise those of collectives, by their places, as
+    far as a compiler pass asked for them."""
+
+    plan: Plan
+    pass_: Pass
+    clock: CallSeconds
+    waits: Mapping[int, tuple[tuple[int, ...], ...]]
+    seconds: Mapping[int, Mapping[int, float]]
+
+
+def compiled_on(plan: Plan, pass_: Pass, cluster: Cluster, kernel: str | None = None) -> Compiled:
+    """Compiled for the cluster, unless the plan is compiled already."""
+    if plan.target is not None and kernel is not None:
+        raise ClusterError(
+            f"kernel={kernel}: the plan is compiled for {plan.target.name}; give it as it was"
+        )
+    if plan.target is not None:
+        return Compiled(plan, pass_, CallSeconds(plan, pass_.direction, plan.target), {}, {})
+    target = target_on(cluster, plan, kernel)
+    compiler = PassCompiler(plan, pass_, target)
+    programs = compiler.all_programs()
+    compiled = replace(plan, passes=(programs,), target=target)
+    return Compiled(compiled, programs, compiler.clock, compiler.waits, compiler.seconds)
+
+
+def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:
+    """The kernels that ranks of a cluster would use. `kernel`: does all calls that it can do; other
+    kernels do the rest."""
+    cluster = a_cluster(cluster)
+    if kernel is not None and kernel not in cluster.kernels:
+        known = ", ".join(cluster.kernels)
+        raise ClusterError(f"kernel={kernel}: {cluster.name} has curves of {known}")
+    layouts = plan.q_layout, plan.kv_layout
+    padded = any(layout.padded_tokens > layout.num_tokens for layout in layouts)
+    scattered = padded or plan.kv_layout.kind is LayoutKind.STRIPED
+    by_kind = {
+        direction: _by_kind(cluster.passes(direction), kernel, scattered=scattered)
+        for direction in ("forward", "backward")
+    }
+    return Target(
+        cluster.name,
+        cluster.gpu,
+        cluster.kernels,
+        by_kind["forward"],
+        by_kind["backward"],
+        cluster.links,
+        own_stream=not cluster.host_driven,
+        element_bytes=plan.problem.element_bytes,
+        rectangles=tuple(
+            direction
+            for direction, names in by_kind.items()
+            if kernel in names.values() and names.get("range") != kernel
+        ),
+    )
+
+
+def _by_kind(
+    kernels: Mapping[str, PassRates], forced: str | None, *, scattered: bool
+) -> dict[str, str]:
+    """The fastest for each kind of call, as the runtime would have it."""
+    fastest: dict[str, str] = {}
+    for kind in KINDS:
+        takes = [name for name, x in kernels.items() if x.ranges or x.rate(kind) is not None]
+        if forced in takes:
+            takes = [forced]
+        elif kind == "range":
+            # Keys one by one, and rows that hold nothing, are refused by some.
+            others = [n for n in takes if not (scattered and kernels[n].keys_in_runs)] or takes
+            takes = [n for n in others if kernels[n].ranges] or others
+        else:
+            takes = [n for n in takes if not kernels[n].ranges] or takes
+        if takes:
+            fastest[kind] = max(takes, key=lambda name: _tflops(kernels[name], kind))
+    return fastest
+
+
+def _tflops(rates: PassRates, kind: str) -> float:
+    rate = rates.rate(kind) or rates.range
+    assert rate is not None
+    return rate.tflops
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector. Planning and simulating make hundreds of thousands of
+    small objects, none of them garbage: looking for cycles among them takes a third of the time. A
+    search of 256 ranks holds half a GiB without the collector."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -9,30 +9,23 @@ holds the GPU until it ends, a communication begins between two of its calls onl
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mesh_attention.cost.clock import Activity, Capacity, Clock
-from mesh_attention.cost.collector import collector_paused
-from mesh_attention.cost.copies import ranks_to_simulate
-from mesh_attention.cost.operation_costs import (
-    ClusterCosts,
-    OperationCosts,
-    RememberedCosts,
-)
-from mesh_attention.cost.state import Capacities, RankState, Transfer
-from mesh_attention.cost.target import compiled_on
+from mesh_attention.cost.operation_costs import ClusterCosts, OperationCosts
+from mesh_attention.cost.planning import collector_paused, compiled_on
+from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
+from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState, Transfer
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap, Waits, WaitsOfOps, transfers_at_once
+from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
 from mesh_attention.plan.language.traffic import far_bytes, traffic_of
-from mesh_attention.plan.passes.alike import Alike
 from mesh_attention.plan.problem.arguments import choice
 
 
@@ -61,56 +54,63 @@ def simulate(
             f"the plan is for nodes of {plan.ranks_per_node} ranks, those of {cluster.name} have "
             f"{cluster.node.ranks}; make it with plan_on(cluster, ...)"
         )
-    one = plan.direction(direction)
+    pass_ = plan.direction(direction)
     with collector_paused():
         if costs is not None:  # of a caller's own: they may differ between any two ranks
-            ranks: Sequence[int] = range(plan.num_ranks)
-            return _Simulation(plan, one, cluster, costs, overlap, ranks, {}).run()
-        compiled, one, clock, waits, _ = compiled_on(plan, one, cluster, kernel)
-        ranks = ranks_to_simulate(compiled, one, cluster, overlap)
-        given = ClusterCosts(cluster, compiled, one, clock)
-        timeline = _Simulation(plan, one, cluster, given, overlap, ranks, waits).run()
-        return replace(timeline, target=compiled.target)
+            everybody = range(plan.num_ranks)
+            return _Simulation(plan, pass_, cluster, costs, overlap, everybody, {}).run()
+        compiled = compiled_on(plan, pass_, cluster, kernel)
+        ranks = ranks_to_simulate(compiled.plan, compiled.pass_, cluster, overlap)
+        costs = ClusterCosts(cluster, compiled)
+        timeline = _Simulation(
+            plan, compiled.pass_, cluster, costs, overlap, ranks, compiled.waits
+        ).run()
+        return replace(timeline, target=compiled.plan.target)
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
 _Place = tuple[int, int]  # rank, index of the operation
+_Ends = defaultdict[_Flow, deque[_Place]]
 
 
 class _Simulation:
     def __init__(
         self,
         plan: Plan,
-        one: Pass,
+        pass_: Pass,
         cluster: Cluster,
         costs: OperationCosts,
         overlap: Overlap,
         ranks: Sequence[int],
         compiled: Mapping[int, WaitsOfOps],
     ) -> None:
-        self._plan, self._one, self._cluster, self._costs = plan, one, cluster, costs
+        self._plan, self._pass, self._cluster, self._costs = plan, pass_, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
-        alike = Alike()
-        self._remembered = RememberedCosts(plan.problem, one, costs, ranks, alike)
+        at_once = transfers_at_once(cluster, overlap)
+        self._work = SharedWork(
+            plan, pass_, costs, overlap, ranks, at_once=at_once, compiled=compiled
+        )
         self._kernel_seconds: dict[str, float] = {}
         # Members that have come to a collective, with its seconds as each sees them.
-        self._arrived: dict[tuple[str, int], list[tuple[_Place, float]]] = {}
-        self._met: dict[tuple[str, int], int] = {}
-        self._senders: dict[_Flow, deque[_Place]] = {}
-        self._receivers: dict[_Flow, deque[_Place]] = {}
-        self._halves: dict[_Place, int] = {}
-        at_once = transfers_at_once(cluster, overlap)
+        self._arrived: defaultdict[tuple[str, int], list[tuple[_Place, float]]] = defaultdict(list)
+        self._met: Counter[tuple[str, int]] = Counter()  # collectives of a group, by rank
+        # Ends of flows that wait for the other end.
+        self._senders: _Ends = defaultdict(deque)
+        self._receivers: _Ends = defaultdict(deque)
+        self._open: dict[_Place, int] = {}  # transfers that a communication waits for
         self._capacities = Capacities(cluster, at_once=at_once)
         self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
         self._nodes = [cluster.node_of(device) for device in plan.devices]
         self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
-        self._waits = waits = Waits(plan, one, overlap, alike, at_once=at_once, compiled=compiled)
         self._ranks = {
-            rank: RankState(rank, waits.of(rank), one.programs[rank].operations, at_once=at_once)
+            rank: RankState(
+                rank, self._work.waits(rank), pass_.programs[rank].operations, at_once=at_once
+            )
             for rank in ranks
         }
-        self._meeting: dict[str, int] = {}  # by group: members that are simulated
+        # By group: the members that are simulated, and what its collectives share with others.
+        self._meetings: dict[str, tuple[int, tuple[Capacity, ...]]] = {}
 
     def run(self) -> Timeline:
         for state in self._ranks.values():
@@ -123,11 +123,11 @@ class _Simulation:
         simulated = [rank - rank % copies for rank in range(self._plan.num_ranks)]
         return Timeline(
             self._plan,
-            self._one,
+            self._pass,
             self._cluster,
             self._overlap,
             tuple(self._ranks[rank].times for rank in simulated),
-            self._waits.workspace_bytes,
+            self._work.workspace_bytes,
             tuple(self._received[rank] for rank in simulated),
             tuple(self._far[rank] for rank in simulated),
             {name: copies * seconds for name, seconds in self._kernel_seconds.items()},
@@ -187,7 +187,7 @@ class _Simulation:
                 return False
             state.times.issued[at] = state.times.start[at] = self._clock.now
             state.computing_at = at
-            state.calls = [*reversed(self._remembered.calls(state.rank, state.operations[at]))]
+            state.calls = [*reversed(self._work.calls(state.rank, state.operations[at]))]
             if not state.calls:
                 state.finish(at, self._clock.now)
                 return True
@@ -222,74 +222,68 @@ class _Simulation:
             self._arrive_at_collective(state, at, op)
 
     def _arrive_at_collective(self, state: RankState, at: int, op: Collective) -> None:
-        rank = state.rank
-        times = self._met.get((op.group, rank), 0)
-        self._met[op.group, rank] = times + 1
-        arrived = self._arrived.setdefault((op.group, times), [])
-        member = self._one.members[op.group][rank]
-        flows, ranks = self._remembered.flows(rank, op), self._one.groups[op.group]
-        size, here = len(ranks), self._nodes[rank]
-        self._received[rank] += traffic_of(op, flows, member, size).received_bytes
-        away = self._away.get((op.group, here))
+        rank, group = state.rank, op.group
+        number = self._met[group, rank]
+        self._met[group, rank] += 1
+        member, ranks = self._pass.members[group][rank], self._pass.groups[group]
+        flows, here = self._work.flows(rank, op), self._nodes[rank]
+        self._received[rank] += traffic_of(op, flows, member, len(ranks)).received_bytes
+        away = self._away.get((group, here))
         if away is None:
-            away = self._away[op.group, here] = [self._nodes[r] != here for r in ranks]
+            away = self._away[group, here] = [self._nodes[other] != here for other in ranks]
         self._far[rank] += far_bytes(op, flows, away)
+        self._open[rank, at] = 1
+        arrived = self._arrived[group, number]
         arrived.append(((rank, at), self._costs.collective(op, flows, member)))
-        meeting = self._meeting.get(op.group)
-        if meeting is None:
-            meeting = self._meeting[op.group] = sum(rank in self._ranks for rank in ranks)
-        if len(arrived) == meeting:
-            del self._arrived[op.group, times]
-            ends = [place for place, _ in arrived]
-            uses = self._capacities.of_collective([self._plan.devices[rank] for rank in ranks])
-            slowdown = self._cluster.disturbance.collective_slowdown
+        if group not in self._meetings:
+            uses = self._capacities.of_collective([self._plan.devices[other] for other in ranks])
+            self._meetings[group] = sum(other in self._ranks for other in ranks), uses
+        simulated, uses = self._meetings[group]
+        if len(arrived) == simulated:
+            del self._arrived[group, number]
             slowest = max(seconds for _, seconds in arrived)
-            self._begin(slowest, uses, slowdown, ends, self._communicated)
+            slowdown = self._cluster.disturbance.collective_slowdown
+            self._begin(slowest, uses, slowdown, [place for place, _ in arrived])
 
     def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
-        ranks = self._one.groups[op.group]
-        self._halves[state.rank, at] = bool(op.sends) + bool(op.receives)
+        rank, ranks = state.rank, self._pass.groups[op.group]
+        self._open[rank, at] = bool(op.sends) + bool(op.receives)
         if op.sends:
-            key = (op.group, state.rank, ranks[op.to_member])
-            sent = self._remembered.num_bytes(state.rank, op.sends)
-            self._pair(key, (state.rank, at), sent, self._senders, self._receivers)
+            flow = (op.group, rank, ranks[op.to_member])
+            sent = self._work.num_bytes(rank, op.sends)
+            self._pair(flow, (rank, at), sent, self._senders, self._receivers)
         if op.receives:
-            key = (op.group, ranks[op.from_member], state.rank)
-            received = self._remembered.num_bytes(state.rank, op.receives)
-            self._pair(key, (state.rank, at), received, self._receivers, self._senders)
+            flow = (op.group, ranks[op.from_member], rank)
+            received = self._work.num_bytes(rank, op.receives)
+            self._pair(flow, (rank, at), received, self._receivers, self._senders)
         if not op.sends and not op.receives:
-            self._communicated([(state.rank, at)])
+            self._communicated([(rank, at)])
 
     def _pair(
         self,
-        key: _Flow,
+        flow: _Flow,
         end: _Place,
         num_bytes: int,
-        own: dict[_Flow, deque[_Place]],
-        others: dict[_Flow, deque[_Place]],
+        own: _Ends,
+        others: _Ends,
     ) -> None:
         """One end of a flow waits for the other."""
-        waiting = others.get(key)
+        waiting = others[flow]
         if not waiting:
-            own.setdefault(key, deque()).append(end)
+            own[flow].append(end)
             return
-        _, source, target = key
+        _, source, target = flow
         self._received[target] += num_bytes
         self._far[target] += num_bytes * (self._nodes[source] != self._nodes[target])
         devices = self._plan.devices[source], self._plan.devices[target]
         seconds, uses = self._costs.flow(*devices, num_bytes), self._capacities.of_flow(*devices)
-        slowdown = self._cluster.disturbance.peer_slowdown(self._one.direction)
-        self._begin(seconds, uses, slowdown, [waiting.popleft(), end], self._half_done)
+        slowdown = self._cluster.disturbance.peer_slowdown(self._pass.direction)
+        self._begin(seconds, uses, slowdown, [waiting.popleft(), end])
 
     def _begin(
-        self,
-        seconds: float,
-        uses: tuple[Capacity, ...],
-        slowdown: float,
-        ends: list[_Place],
-        done: Callable[[list[_Place]], None],
+        self, seconds: float, uses: tuple[Capacity, ...], slowdown: float, ends: list[_Place]
     ) -> None:
-        transfer = Transfer(seconds, uses, slowdown, partial(self._ended, ends, done))
+        transfer = Transfer(seconds, uses, slowdown, partial(self._ended, ends))
         for rank, at in ends:
             state = self._ranks[rank]
             state.times.start[at] = self._clock.now
@@ -297,25 +291,19 @@ class _Simulation:
             transfer.computing += state.known_computing
         self._clock.start(transfer.activity, transfer.speed)
 
-    def _ended(
-        self, ends: list[_Place], done: Callable[[list[_Place]], None], transfer: Transfer
-    ) -> None:
-        for rank, _ in ends:
-            self._ranks[rank].transfers.remove(transfer)
-        done(ends)
-
-    def _half_done(self, ends: list[_Place]) -> None:
+    def _ended(self, ends: list[_Place], transfer: Transfer) -> None:
         finished = []
-        for end in ends:
-            self._halves[end] -= 1
-            if not self._halves[end]:
-                del self._halves[end]
-                finished.append(end)
+        for place in ends:
+            self._ranks[place[0]].transfers.remove(transfer)
+            self._open[place] -= 1
+            if not self._open[place]:
+                finished.append(place)
         self._communicated(finished)
 
     def _communicated(self, ends: list[_Place]) -> None:
         for rank, at in ends:
             state = self._ranks[rank]
+            del self._open[rank, at]
             state.in_flight.remove(at)
             state.began_idle.discard(at)
             if state.is_late and state.computation is not None and state.call is not None:

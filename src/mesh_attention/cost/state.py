@@ -1,22 +1,110 @@
-"""The state of a simulation: each rank's two streams, the transfers in flight, and what they share.
+"""The state of a simulation: the clock, the links that transfers share, and the streams of ranks.
 
-A transfer uses NICs, the point-to-point capacity of nodes, and pairs of ranks; several that use the
-same one divide it (`clock.py`).
+An activity (a kernel call or a transfer) has so many seconds of work left and a speed. Whoever
+changes a speed settles what was done so far; the clock then knows when each activity ends. A
+capacity (a NIC, the rate of a node, a pair of ranks) is divided equally among the activities that
+use it. `simulator.py` decides what begins when; nothing here knows a cost.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from heapq import heappop, heappush
 
-from mesh_attention.cost.clock import Activity, Capacity
-from mesh_attention.cost.timed_call import TimedCall
+from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.timeline import RankTimes
 from mesh_attention.cost.waits import WaitsOfOps
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.program import Communication, Operation
+
+
+class Activity:
+    """`alone` is its speed when it shares nothing; 1 does one second of work in a second.
+    `uses` are the capacities that it shares with others."""
+
+    __slots__ = ("alone", "done", "left", "since", "speed", "uses", "version")
+
+    def __init__(
+        self, seconds: float, done: Callable[[], None], uses: tuple[Capacity, ...] = ()
+    ) -> None:
+        self.left = seconds
+        self.done = done
+        self.uses = uses
+        self.alone = 1.0
+        self.speed = 0.0
+        self.since = 0.0
+        self.version = 0
+
+
+class Capacity:
+    """Room for `room` activities at full speed."""
+
+    __slots__ = ("room", "users")
+
+    def __init__(self, room: float) -> None:
+        self.room = room
+        self.users: dict[Activity, None] = {}  # in the order of their beginnings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, int, Activity]] = []
+        self._number = 0
+
+    def start(self, activity: Activity, speed: float = 1.0) -> None:
+        activity.since = self.now
+        activity.alone = speed
+        for capacity in activity.uses:
+            capacity.users[activity] = None
+        self._adjust(activity)
+        self._adjust_neighbours(activity)
+
+    def set_speed(self, activity: Activity, speed: float) -> None:
+        if activity.alone != speed:
+            activity.alone = speed
+            self._adjust(activity)
+
+    def shorten(self, activity: Activity, left: float) -> None:
+        """No more than so many seconds of work are left of it."""
+        self._adjust(activity)
+        if activity.left > left:
+            activity.left = left
+            self._adjust(activity)
+
+    def run(self) -> None:
+        events = self._events
+        while events:
+            at, _, version, activity = heappop(events)
+            if version != activity.version:
+                continue  # its speed changed since
+            self.now = at
+            activity.version += 1
+            for capacity in activity.uses:
+                capacity.users.pop(activity, None)
+            self._adjust_neighbours(activity)
+            activity.done()
+
+    def _adjust_neighbours(self, activity: Activity) -> None:
+        for capacity in activity.uses:
+            for other in capacity.users:
+                if other is not activity:
+                    self._adjust(other)
+
+    def _adjust(self, activity: Activity) -> None:
+        activity.left -= (self.now - activity.since) * activity.speed
+        activity.since = self.now
+        speed = activity.alone
+        for capacity in activity.uses:
+            share = min(1.0, capacity.room / max(1, len(capacity.users)))
+            speed = min(speed, activity.alone * share)
+        activity.speed = speed
+        activity.version += 1
+        self._number += 1
+        end = self.now + max(activity.left, 0.0) / speed
+        heappush(self._events, (end, self._number, activity.version, activity))
 
 
 class Transfer:
@@ -44,8 +132,8 @@ class RankState:
     """What is next on the compute and on the communication stream of a rank, and what is done.
 
     `calls` are the kernel calls that are left of the current computation, the next one last, and
-    `call` is the one that runs, if any does. `known_computing` is what the transfers of this rank
-    were last told about it. `at_once`: one thread goes through the program, and transfers that it
+    `call` is the one that runs, if any does. `known_computing`: what the transfers of this rank
+    last heard about it. `at_once`: one thread goes through the program, and transfers that it
     began run beside each other.
     """
 
@@ -78,14 +166,6 @@ class RankState:
     def finished(self) -> bool:
         return all(self._done)
 
-    def issued(self, before: int) -> Iterator[int]:
-        """Communications that come before this operation, and are in flight or about to be."""
-        waiting = () if self.waiting is None else (self.waiting,)
-        for at in chain(self.in_flight, waiting, self._communication):
-            if at >= before:
-                return
-            yield at
-
     def take_computation(self) -> int | None:
         """The next computation, if it can begin now."""
         if self._at_once and not self._is_before(self._compute, self._communication):
@@ -111,10 +191,13 @@ class RankState:
         self.times.end[at] = now
 
     def _take(self, stream: deque[int]) -> int | None:
+        if not stream:
+            return None
         done = self._done
-        if stream and all(done[before] for before in self._waits[stream[0]]):
-            return stream.popleft()
-        return None
+        for before in self._waits[stream[0]]:
+            if not done[before]:
+                return None
+        return stream.popleft()
 
 
 class Capacities:
@@ -122,7 +205,7 @@ class Capacities:
     rank run beside each other, and so divide its own links too."""
 
     def __init__(self, cluster: Cluster, *, at_once: bool) -> None:
-        self._cluster, self._at_once = cluster, at_once
+        self._cluster, self._links, self._at_once = cluster, cluster.links, at_once
         network = cluster.network
         # Flows for which a NIC has room.
         self._flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
@@ -131,15 +214,30 @@ class Capacities:
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
         """NICs that it uses between nodes; where each rank has its own they are never shared by
         transfers that follow each other."""
-        cluster = self._cluster
-        if len({cluster.node_of(d) for d in devices}) == 1:
+        if len({self._links.node_of(device) for device in devices}) == 1:
             return self._inside(devices, devices)
-        if not cluster.ranks_share_nics and not self._at_once:
+        if not self._cluster.ranks_share_nics and not self._at_once:
             return ()
-        nics = sorted({cluster.nic_of(device) for device in devices})
+        nics = sorted({self._links.nic_of(device) for device in devices})
         things: list[tuple[object, float]] = [(("nic", *nic), 1.0) for nic in nics]
         if self._at_once:  # beside flows
             things += [((way, *nic), self._flows) for nic in nics for way in ("send", "receive")]
+        return self._get(things)
+
+    def of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
+        links, network = self._links, self._links.network
+        nodes = links.node_of(source), links.node_of(target)
+        if nodes[0] == nodes[1]:
+            return self._inside([source], [target])
+        room = network.peer_node_gb_per_second / network.peer.gb_per_second
+        things: list[tuple[object, float]] = [
+            (("out", nodes[0]), room),
+            (("in", nodes[1]), room),
+            (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
+        ]
+        if self._cluster.ranks_share_nics or self._at_once:
+            things.append((("send", *links.nic_of(source)), self._flows))
+            things.append((("receive", *links.nic_of(target)), self._flows))
         return self._get(things)
 
     def _inside(self, sources: list[int], targets: list[int]) -> tuple[Capacity, ...]:
@@ -148,22 +246,6 @@ class Capacities:
             return ()
         ends = [("from", d) for d in sources] + [("to", d) for d in targets]
         return self._get((end, 1.0) for end in ends)
-
-    def of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
-        cluster = self._cluster
-        if cluster.node_of(source) == cluster.node_of(target):
-            return self._inside([source], [target])
-        network = cluster.network
-        room = network.peer_node_gb_per_second / network.peer.gb_per_second
-        things: list[tuple[object, float]] = [
-            (("out", cluster.node_of(source)), room),
-            (("in", cluster.node_of(target)), room),
-            (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
-        ]
-        if cluster.ranks_share_nics or self._at_once:
-            things.append((("send", *cluster.nic_of(source)), self._flows))
-            things.append((("receive", *cluster.nic_of(target)), self._flows))
-        return self._get(things)
 
     def _get(self, things: Iterable[tuple[object, float]]) -> tuple[Capacity, ...]:
         return tuple(self._known.setdefault(thing, Capacity(room)) for thing, room in things)

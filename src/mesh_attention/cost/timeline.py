@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from mesh_attention.cost.planning import num_pairs
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.cluster import Cluster
@@ -19,7 +20,6 @@ from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication, Free
-from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 
 class Stream(StrEnum):
@@ -56,7 +56,7 @@ def some_timelines(value: Any) -> Sequence[Timeline]:
     if (
         not isinstance(value, Sequence)
         or not value
-        or not all(isinstance(one, Timeline) for one in value)
+        or not all(isinstance(timeline, Timeline) for timeline in value)
     ):
         raise MeshAttentionError("give a list of at least one Timeline, as simulate(...) returns")
     return value
@@ -65,7 +65,7 @@ def some_timelines(value: Any) -> Sequence[Timeline]:
 @dataclass(frozen=True)
 class Timeline:
     plan: Plan
-    one: Pass
+    pass_: Pass
     cluster: Cluster
     overlap: Overlap
     ranks: tuple[RankTimes, ...]
@@ -82,7 +82,7 @@ class Timeline:
     def events(self, rank: int) -> Iterator[Event]:
         """Everything that takes time on one rank, in program order."""
         times = self.ranks[rank]
-        for at, op in enumerate(self.one.programs[rank].operations):
+        for at, op in enumerate(self.pass_.programs[rank].operations):
             if isinstance(op, Free):
                 continue
             stream = Stream.COMMUNICATION if isinstance(op, Communication) else Stream.COMPUTE
@@ -157,9 +157,8 @@ class Timeline:
     def flops(self) -> float:
         """Of all ranks, by the area of the mask."""
         problem = self.plan.problem
-        everything = Run(0, problem.q_tokens), Run(0, problem.keys)
-        pairs = int(visible_pairs([everything[0]], [everything[1]], problem.rows)[0, 0])
-        return problem.flops(pairs, backward=self.one.direction is Direction.BACKWARD)
+        backward = self.pass_.direction is Direction.BACKWARD
+        return problem.flops(num_pairs(problem), backward=backward)
 
     @property
     def mfu_percent(self) -> float:
@@ -169,10 +168,10 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> int:
         """Workspace together with the caller's shards and the results."""
-        problem, programs = self.plan.problem, self.one.programs
+        problem, programs = self.plan.problem, self.pass_.programs
         kept = max(  # ranks that do the same with other heads have as much
             sum(b.num_bytes(problem) for b in programs[r].buffers if b.role is not Role.WORKSPACE)
-            for r in range(0, len(programs), self.one.copies)
+            for r in range(0, len(programs), self.pass_.copies)
         )
         return self.workspace_bytes + kept
 
@@ -181,11 +180,11 @@ class Timeline:
         received = self.received_bytes
         return {
             "method": self.plan.method,
-            "direction": self.one.direction.value,
+            "direction": self.pass_.direction.value,
             "ranks": self.plan.num_ranks,
             "cluster": self.cluster.name,
             "overlap": self.overlap.value,
-            "setting": self.one.setting | {"layout": str(self.plan.q_layout.kind)},
+            "setting": self.pass_.setting | {"layout": str(self.plan.q_layout.kind)},
             "kernels": self.kernels,
             "runtime_seconds": self.runtime_seconds,
             "mfu_percent": self.mfu_percent,

@@ -39,7 +39,7 @@ def trace_of(timelines: Sequence[Timeline], num_ranks: int = 16) -> dict[str, An
             "modelled": "by mesh-attention simulate, not measured",
             "cluster": first.cluster.name,
             "ranks": f"{shown} of {first.plan.num_ranks}",
-            "runtime_us": {t.one.direction.value: t.runtime_seconds * 1e6 for t in timelines},
+            "runtime_us": {t.pass_.direction.value: t.runtime_seconds * 1e6 for t in timelines},
         },
     }
 
@@ -56,7 +56,7 @@ def _headings(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _rank_events(timeline: Timeline, rank: int, begin: int) -> Iterator[dict[str, Any]]:
-    program = timeline.one.programs[rank]
+    program = timeline.pass_.programs[rank]
     meter = TrafficMeter(timeline.plan.problem, program.buffer_table())
     operations = [op for op in program.operations if not isinstance(op, Free)]
     end = begin + _ticks(timeline.runtime_seconds)
@@ -78,7 +78,7 @@ def _rank_events(timeline: Timeline, rank: int, begin: int) -> Iterator[dict[str
 def _arguments(timeline: Timeline, rank: int, op: Operation, meter: TrafficMeter) -> dict[str, Any]:
     if not isinstance(op, Communication):
         return {"calls": len(getattr(op, "calls", ()))}
-    ranks = timeline.one.groups[op.group]
+    ranks = timeline.pass_.groups[op.group]
     moved = meter.traffic(op, ranks.index(rank), len(ranks))
     return {
         "group": op.group,

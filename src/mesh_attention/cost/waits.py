@@ -6,16 +6,13 @@ the next step begins, as the paper does. `none`: one operation at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, Free, Program
 from mesh_attention.plan.language.tasks import Schedule
-from mesh_attention.plan.language.workspace import workspace_map
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import dependencies, workspace_map
 
 WaitsOfOps = tuple[tuple[int, ...], ...]
 
@@ -26,41 +23,9 @@ class Overlap(StrEnum):
     EVENTS = "events"
 
 
-class Waits:
-    """The waits of every rank, worked out once for those that are alike."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        one: Pass,
-        overlap: Overlap,
-        alike: Alike,
-        *,
-        at_once: bool,
-        compiled: Mapping[int, WaitsOfOps],
-    ) -> None:
-        """`compiled`: those of ranks whose programs were compiled just now."""
-        self._plan, self._one, self._overlap, self._alike = plan, one, overlap, alike
-        self._at_once, self._compiled = at_once, compiled
-        self._known: dict[object, WaitsOfOps] = {}
-        self.workspace_bytes = 0  # of the ranks seen so far, the most
-
-    def of(self, rank: int) -> WaitsOfOps:
-        program, waits = self._one.programs[rank], self._compiled.get(rank)
-        key = self._alike.uses(program) if waits is None else id(waits)
-        known = self._known.get(key)
-        if known is None:
-            known, num_bytes = waits_of_rank(
-                *(self._plan, self._one, self._overlap, rank), at_once=self._at_once, waits=waits
-            )
-            self.workspace_bytes = max(self.workspace_bytes, num_bytes)
-            self._known[key] = known
-        return known
-
-
 def waits_of_rank(
     plan: Plan,
-    one: Pass,
+    pass_: Pass,
     overlap: Overlap,
     rank: int,
     *,
@@ -69,34 +34,32 @@ def waits_of_rank(
 ) -> tuple[WaitsOfOps, int]:
     """Of one rank by itself, with the bytes of its workspace. `at_once`: transfers do not follow
     each other. `waits`: the operations that each must come after, where they are known."""
-    program = one.programs[rank]
+    program = pass_.programs[rank]
     memory = workspace_map(program, plan.problem)
     if waits is None:
         waits = dependencies(program, memory)
     if overlap is Overlap.NONE:
         waits = tuple((at - 1,) if at else () for at in range(len(program.operations)))
     if overlap is Overlap.STRICT:
-        waits = _by_steps(program, one.schedule, waits)
+        waits = _by_steps(program, pass_.schedule, waits)
     if not at_once:
         waits = _last_on_each_stream(program, waits)
     return waits, memory.total_bytes
 
 
 def transfers_at_once(cluster: Cluster, overlap: Overlap) -> bool:
-    """Steps and single operations end before the next begin, whoever drives transfers."""
+    """Whether transfers of a rank run beside each other. Steps and single operations end before the
+    next begin, whoever drives transfers."""
     return bool(cluster.host_driven) and overlap is Overlap.EVENTS
 
 
 def _last_on_each_stream(program: Program, waits: WaitsOfOps) -> WaitsOfOps:
     """Simulated streams work in order, so the last wait on a stream covers the earlier ones."""
     stream = [isinstance(op, Communication) for op in program.operations]
-    result = []
-    for befores in waits:
-        last: dict[bool, int] = {}
-        for before in befores:  # ascending
-            last[stream[before]] = before
-        result.append(tuple(last.values()))
-    return tuple(result)
+    # Waits are ascending: of those on a stream the last stays.
+    return tuple(
+        tuple({stream[before]: before for before in befores}.values()) for befores in waits
+    )
 
 
 def _by_steps(program: Program, schedule: Schedule, waits: WaitsOfOps) -> WaitsOfOps:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from mesh_attention.api.batches import Batches
 from mesh_attention.api.context_parallel import ContextParallel
-from mesh_attention.choose.pack import Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.request.attend import attend
+from mesh_attention.runtime.session.collective_call import collective_call, of_object
 
 Kind = tuple[int | None, float | None]  # window and softcap of a layer
 
@@ -69,10 +68,6 @@ class ModelContextParallel(ContextParallel):
             self.close()
             raise
 
-    def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
-        """For all kinds of layers."""
-        return super().packer(also=(*list(self._by_kind.values())[1:], *also))
-
     def attend_layer(
         self,
         tensors: tuple[Tensor, Tensor, Tensor],
@@ -83,14 +78,15 @@ class ModelContextParallel(ContextParallel):
     ) -> Tensor:
         """Of a layer of the model."""
         cp = self if fault is not None else self._of((window, softcap or None))
-        out, _ = cp._attend(*tensors, fault, **call)
-        return out
+        return _attend(cp, tensors, fault, **call)
 
     def _of(self, kind: Kind) -> ContextParallel:
         """Kinds that the config did not say are made when a layer comes, on all ranks alike."""
         if kind not in self._by_kind:
-            group = self._share.context.groups.parent
-            self._by_kind[kind] = ContextParallel(group, **self._of_layers, **_arguments(kind))
+            group = self._calls.session.groups.parent
+            cp = ContextParallel(group, **self._of_layers, **_arguments(kind))
+            self._by_kind[kind] = cp
+            self._calls.companions.append(cp._calls)
         return self._by_kind[kind]
 
     def close(self) -> None:
@@ -99,6 +95,17 @@ class ModelContextParallel(ContextParallel):
         for cp in list(self._by_kind.values())[1:]:
             cp.close()
         super().close()
+
+
+@collective_call(of_object)
+def _attend(
+    cp: ContextParallel,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    fault: MeshAttentionError | None,
+    **call: Any,
+) -> Tensor:
+    out, _ = attend(cp._calls, *tensors, fault, **call)
+    return out
 
 
 def _transformers_model(model: nn.Module) -> Any:

@@ -147,6 +147,9 @@ class Cluster:
             if (rates := kernel.of(direction)) is not None
         }
 
+    def __hash__(self) -> int:  # kernels are a dictionary, which has none
+        return hash((self.name, self.nodes, self.gpu, self.node, self.network))
+
     @property
     def links(self) -> Links:
         return Links(self.node, self.network)
@@ -157,9 +160,6 @@ class Cluster:
 
     def node_of(self, device: int) -> int:
         return device // self.node.ranks
-
-    def nic_of(self, device: int) -> tuple[int, int]:
-        return self.links.nic_of(device)
 
     @property
     def ranks_share_nics(self) -> bool:

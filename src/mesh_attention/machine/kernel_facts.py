@@ -108,14 +108,14 @@ class KernelFacts:
 @cache
 def library_facts() -> Mapping[str, KernelFacts]:
     """Of the library's own kernels, by name."""
-    found: dict[str, KernelFacts] = {}
+    facts: dict[str, KernelFacts] = {}
     folder = resources.files("mesh_attention") / "kernels"
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(".toml"):
             table = tomllib.loads(file.read_text(encoding="utf-8"))
             name = file.name.removesuffix(".toml")
-            found[name] = read_table(KernelFacts, table, f"kernels/{file.name}")
-    return found
+            facts[name] = read_table(KernelFacts, table, f"kernels/{file.name}")
+    return facts
 
 
 def library_kernels(measured_on: str = "H200") -> dict[str, KernelRates]:

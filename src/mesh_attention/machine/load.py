@@ -23,8 +23,6 @@ from mesh_attention.machine.tables import ClusterError, read_table, without_none
 __all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
 
 DIRECTIONS = ("forward", "backward")
-
-
 _FOLDER = resources.files("mesh_attention.machine") / "clusters"
 MOST_BYTES, MOST_COLUMNS = 1 << 17, 1000
 
@@ -60,7 +58,7 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
 
 
 def a_cluster(value: Any) -> Cluster:
-    """What was given where a cluster is wanted: one, or the name or file of one."""
+    """A cluster itself, or the cluster of a name or file."""
     return value if isinstance(value, Cluster) else load_cluster(value)
 
 
@@ -153,26 +151,25 @@ def _with_kernels(table: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
     """No kernel faster than the GPU, and for every call one that takes it."""
     there: set[str] = set()
-    for name, one in cluster.passes(direction).items():
+    for name, rates in cluster.passes(direction).items():
         where = f"{source}: kernels.{name}.{direction}"
-        for kind, rate in one.rates.items():
+        for kind, rate in rates.rates.items():
             if rate.tflops > cluster.gpu.peak_tflops:
                 raise ClusterError(
                     f"{where}.{kind} at {rate.tflops:g} TFLOP/s is faster than "
                     f"gpu.peak_tflops = {cluster.gpu.peak_tflops:g}"
                 )
-        if not one.rates:
+        if not rates.rates:
             raise ClusterError(f"{where} has no curve; add one, or leave the pass out")
-        if one.ranges and set(one.rates) != {"full", "range"}:
+        if rates.ranges and set(rates.rates) != {"full", "range"}:
             raise ClusterError(
                 f"{where}: with ranges = true its curves must be full and range, which serves "
-                f"causal calls too; there are {', '.join(one.rates) or 'none'}"
+                f"causal calls too; there are {', '.join(rates.rates) or 'none'}"
             )
-        if one.sm_margin >= cluster.gpu.sms:
-            raise ClusterError(
-                f"{where}.sm_margin = {one.sm_margin} leaves nothing of gpu.sms = {cluster.gpu.sms}"
-            )
-        there |= set(KINDS) if one.ranges else set(one.rates)
+        if rates.sm_margin >= (sms := cluster.gpu.sms):
+            margin = rates.sm_margin
+            raise ClusterError(f"{where}.sm_margin = {margin} leaves nothing of gpu.sms = {sms}")
+        there |= set(KINDS) if rates.ranges else set(rates.rates)
     if missing := [kind for kind in KINDS if kind not in there]:
         raise ClusterError(
             f"{source}: no kernel does {missing[0]} calls {direction}; add its curve to one, or a "

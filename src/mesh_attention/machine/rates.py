@@ -66,7 +66,7 @@ class Costs:
 
 def rates_of(cluster: Cluster) -> Rates:
     """The kernel that is fastest under a mask in each pass, and the links as one rank has them."""
-    forward, backward = (_under_a_mask(cluster, one) for one in ("forward", "backward"))
+    forward, backward = _under_a_mask(cluster, "forward"), _under_a_mask(cluster, "backward")
     node, network = cluster.node, cluster.network
     collective = network.collective
     launches = [rates.launch_microseconds for rates in cluster.passes("forward").values()]
@@ -84,13 +84,13 @@ def rates_of(cluster: Cluster) -> Rates:
 
 
 def _under_a_mask(cluster: Cluster, direction: str) -> KernelRate:
-    found = [
+    rates = [
         rate
         for kernel in cluster.passes(direction).values()
         for kind, rate in kernel.rates.items()
         if kind != "full"
     ]
-    return max(found, key=lambda rate: rate.tflops)
+    return max(rates, key=lambda rate: rate.tflops)
 
 
 def costs_of(cluster: Cluster, num_ranks: int) -> Costs:

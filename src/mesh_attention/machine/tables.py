@@ -22,8 +22,8 @@ _MAY_BE_ZERO = ("microseconds", "half_rows", "half_columns", "slowdown", "margin
 
 def read_table(kind: type[T], table: Mapping[str, Any], source: str) -> T:
     """`source` names the file in errors."""
-    found: T = _read(kind, table, source, ())
-    return found
+    value: T = _read(kind, table, source, ())
+    return value
 
 
 def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,15 +60,15 @@ def _read_table(
     if missing := [name for name in needed if name not in value]:
         raise ClusterError(f"{where} lacks {missing[0]!r}; its fields: {', '.join(kinds)}")
     return {
-        name: _read(_what_is_there(kind), value[name], source, (*path, name))
+        name: _read(_type_of(kind), value[name], source, (*path, name))
         for name, kind in kinds.items()
         if name in value
     }
 
 
-def _what_is_there(kind: Any) -> Any:
-    """The type of a field that may be left out, once it is there."""
-    return next((one for one in get_args(kind) if NoneType in get_args(kind)), kind)
+def _type_of(kind: Any) -> Any:
+    """Of a field that may be left out (X | None): X."""
+    return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 
 def _why_not(kind: type, value: Any, name: str) -> str | None:
@@ -79,7 +79,9 @@ def _why_not(kind: type, value: Any, name: str) -> str | None:
         return None if is_text else "text without control characters"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_usual(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Neither NaN nor infinite, and not so large or small that results would be.
+    if not is_number or not (value == 0 or 1e-12 < abs(value) < 1e12):
         return "a number of usual size"
     may_be_zero = name.endswith(_MAY_BE_ZERO)
     if kind is int:
@@ -91,8 +93,3 @@ def _why_not(kind: type, value: Any, name: str) -> str | None:
     if name.endswith("slowdown") and value >= 1:
         return "below 1: it is the part of the speed that is lost"
     return None
-
-
-def _is_usual(value: float) -> bool:
-    """Neither NaN nor infinite, and not so large or small that results would be."""
-    return value == 0 or 1e-12 < abs(value) < 1e12

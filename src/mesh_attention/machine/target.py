@@ -1,4 +1,4 @@
-"""What a program is compiled for: a value that prints, parses and compares.
+"""What a program is compiled for: a value that compares, and that plan files hold as JSON.
 
 It holds all that the passes of `plan/passes/` depend on. Ranks with other kernels have other
 targets; their programs differ in local calls, and in nothing that is communicated.
@@ -6,7 +6,6 @@ targets; their programs differ in local calls, and in nothing that is communicat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,27 +54,18 @@ class Target:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
-    def text(self) -> str:
-        """One line, which `parse_target` reads back."""
-        return json.dumps(self.to_json(), sort_keys=True)
-
     def __hash__(self) -> int:
         return hash((self.name, self.gpu, self.links, *self.forward.items()))
 
 
-def parse_target(text: str) -> Target:
-    return read_target(json.loads(text))
-
-
 def read_target(table: Mapping[str, Any]) -> Target:
-    """From what JSON holds."""
-    given = dict(table)
-    links = read_table(Links, without_none(given.pop("links")), "target.links")
-    gpu = read_table(Gpu, without_none(given.pop("gpu")), "target.gpu")
-    kernels = {
+    """From what `to_json` made of it."""
+    fields = dict(table)
+    fields["links"] = read_table(Links, without_none(table["links"]), "target.links")
+    fields["gpu"] = read_table(Gpu, without_none(table["gpu"]), "target.gpu")
+    fields["kernels"] = {
         name: read_table(KernelRates, without_none(rates), f"target.kernels.{name}")
-        for name, rates in given.pop("kernels").items()
+        for name, rates in table["kernels"].items()
     }
-    rectangles = tuple(given.pop("rectangles", ()))
-    return Target(gpu=gpu, kernels=kernels, links=links, rectangles=rectangles, **given)
+    fields["rectangles"] = tuple(table.get("rectangles", ()))
+    return Target(**fields)

@@ -37,7 +37,9 @@ class GroupShape:
         per_node = Counter(node for node, _ in sharing)
         crossing = (len(nodes) - 1) / min(per_node.values()) if len(members) > 1 else 0.0
         return GroupShape(
-            *(nodes, len(members), crossing),
+            nodes,
+            len(members),
+            crossing,
             behind_nic=tuple(sharing[nic] for nic in nic_of),
             several_in_a_node=max(members.values()) > 1,
         )

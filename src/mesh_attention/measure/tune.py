@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.contenders import contenders
-from mesh_attention.choose.search import Scored
+from mesh_attention.choose.scored import Scored
 from mesh_attention.choose.tuned import (
     Answer,
     Known,
@@ -29,7 +28,7 @@ from mesh_attention.choose.tuned import (
     wanted,
     write_entries,
 )
-from mesh_attention.choose.tuning import Pair, Tuning
+from mesh_attention.choose.tuning import Pair, Tuning, contenders
 from mesh_attention.files import check_writable
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.rates import costs_of

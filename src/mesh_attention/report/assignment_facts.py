@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mesh_attention.plan.language.computed_pairs import heads_of
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Attention
-from mesh_attention.plan.read.draw.matrix import computed_cells
+from mesh_attention.plan.read.draw import computed_cells
 
 MOST_PARTITIONS = 64  # of more, only every second, or fourth, ... is shown
 MOST_HEADS = 4  # of head groups, one head each

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice
-from mesh_attention.choose.python_line import python_line
-from mesh_attention.choose.ranking import RankedMethod, Ranking, gpu_bytes, ranked
-from mesh_attention.choose.search import PassSearch, Scored
+from mesh_attention.choose.plan_file import python_line
+from mesh_attention.choose.ranking import RankedMethod, Ranking, ranked
+from mesh_attention.choose.scored import Scored, gpu_bytes
 from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.problem import problem_text
-from mesh_attention.plan.read.bounds import least_bytes
+from mesh_attention.plan.read.count import least_bytes
 from mesh_attention.report.assignment_facts import AssignmentFacts, assignment_facts
 from mesh_attention.report.scaling import (
     Scaling,
@@ -216,10 +216,9 @@ def _gantts(ranking: Ranking) -> list[GanttFacts]:
             continue
         if is_choice or all(_is_short(one) for one in row.passes.values()):
             seen.append(row.seconds)
-            for direction, one in row.passes.items():
-                told = PassSearch(row.asked, direction, None).simulate(one)
-                assert told.timeline is not None
-                charts.append(_gantt(CHOSEN if is_choice else row.name, told.timeline))
+            for scored in row.passes.values():
+                timeline = row.asked.timeline(scored)
+                charts.append(_gantt(CHOSEN if is_choice else row.name, timeline))
     return charts
 
 
@@ -239,7 +238,7 @@ def _gantt(name: str, timeline: Timeline) -> GanttFacts:
     return GanttFacts(
         name,
         f"{timeline.plan.method}",
-        timeline.one.direction,
+        timeline.pass_.direction,
         timeline.runtime_seconds,
         timeline.mfu_percent,
         timeline.exposed_communication_seconds,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mesh_attention.choose.ranking import RankedMethod, glance
-from mesh_attention.choose.search import SearchQuestion
+from mesh_attention.choose.scored import SearchQuestion
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction

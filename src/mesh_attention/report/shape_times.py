@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_attention.choose.search import SearchQuestion
+from mesh_attention.choose.scored import SearchQuestion
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.options import methods_with
 from mesh_attention.plan.methods.parts.assignment import factorisations
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, methods_with
 
 MOST_SHAPES = 12  # of more the best ones, uncut, are shown
 MOST_SLICES = 16

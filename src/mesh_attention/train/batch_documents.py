@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.choose.pack import Pack, Starts, document_starts
+from mesh_attention.choose.documents import Starts
+from mesh_attention.choose.pack import Pack, document_starts
 from mesh_attention.errors import MeshAttentionError
 
 Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row

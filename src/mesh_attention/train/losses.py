@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.context import process_group
+from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.distributed_tensors import own_copies
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.share import Share
-from mesh_attention.runtime.session.tensor_checks import fault_of_kind
+from mesh_attention.runtime.session.session import User, process_group
 from mesh_attention.runtime.transport.distributed import CommunicationError
 
 Reduce = Literal["ddp", "fsdp", "sum"]
@@ -43,7 +42,7 @@ class TokenMean:
 
 
 def cross_entropy(
-    share: Share,
+    user: User,
     options: CallOptions,
     logits: Tensor,
     targets: Tensor | None,
@@ -55,22 +54,22 @@ def cross_entropy(
     label_smoothing: float,
 ) -> TokenMean:
     """As `ContextParallel.cross_entropy` describes it."""
-    share.refuse_if_closed()
-    context = share.context
-    logits, targets = own_copies(context.groups.ranks, logits=logits, targets=targets)
+    user.refuse_if_closed()
+    session = user.session
+    logits, targets = own_copies(session.groups.ranks, logits=logits, targets=targets)
     _refuse_wrong(logits, targets, reduce)
     assert targets is not None
     _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
     if isinstance(num_targets, Tensor):
         num_targets = num_targets.detach().reshape(())
-    context.groups.check_device(logits.device)
-    ranks = _Ranks.of(context.groups.ranks, data_parallel)
+    session.groups.check_device(logits.device)
+    ranks = _Ranks.of(session.groups.ranks, data_parallel)
     losses = _losses(logits, targets, ignore_index, label_smoothing)
     own = losses.sum(dtype=torch.float64)
     counted = (targets != ignore_index).sum(dtype=torch.float64)
     said = _Said(num_targets, (reduce, ignore_index, label_smoothing), logits.device)
     sums = torch.cat([torch.stack([own.detach(), counted]), said.sums])
-    kind = context.agree_on(
+    kind = session.calls.agree_on(
         {
             "cross_entropy": reduce,
             "shape": list(logits.shape),
@@ -78,23 +77,23 @@ def cross_entropy(
             "device": logits.device.type,
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
-            "data parallel ranks": ranks.number // len(context.groups.ranks),
+            "data parallel ranks": ranks.number // len(session.groups.ranks),
         },
         options,
         ahead=True,
     )
-    share.begin(kind, "cross_entropy", options, logits.device)
-    with context.guard.whole_or_broken():
-        if ranks.within and len(context.groups.ranks) > 1:
-            _add_up(sums, context.groups.everybody(options.timeout))
-        context.guard.settle((sums,))
+    user.begin(kind, "cross_entropy", options, logits.device)
+    with session.guard.whole_or_broken():
+        if ranks.within and len(session.groups.ranks) > 1:
+            _add_up(sums, session.groups.everybody(options.timeout))
+        session.guard.settle((sums,))
     if ranks.group is not None:
         _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
     total, count = sums[:2].unbind()
     try:
         wrong = said.is_wrong(sums[2:], count, ranks.number)
     except MeshAttentionError as error:  # of the sums, so on all ranks
-        raise context.guard.known(error) from None
+        raise session.guard.known(error) from None
     # Where nothing is counted sums are 0, and so is the loss, by whichever number.
     divisor = (count if num_targets is None else torch.zeros_like(count) + num_targets) + (
         count == 0

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,38 +22,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.collective_call import of_object, told_to_all
+from mesh_attention.request.attend import attend
+from mesh_attention.request.compiled_attention import BLOCKS
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_unsupported
+from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.runtime.session.tensor_checks import fault_of_kind, fault_of_unsupported
-from mesh_attention.train.compiled_attention import BLOCKS
-from mesh_attention.train.sharded_batch import Sharder
 from mesh_attention.train.sharded_buffers import check_buffers, sharded_buffers
-
-
-class Attending(Sharder, Protocol):
-    """What is asked of a `ContextParallel`; `fault` is raised by all ranks."""
-
-    @property
-    def _length_is_known(self) -> bool: ...
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        fault: MeshAttentionError | None,
-        *,
-        documents: Documents | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool | None = None,
-        block: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 @contextmanager
 def replaced_attention(
-    cp: Attending,
+    calls: ObjectCalls,
     buffers: Sequence[Tensor],
     dims: Sequence[int],
     no_restore: Collection[Tensor],
@@ -62,10 +43,10 @@ def replaced_attention(
     if is_dynamo_compiling():
         raise MeshAttentionError("open a block of context_parallel around compiled code, not in it")
     check_buffers(buffers, dims, no_restore)
-    if buffers and documents is None and not cp._length_is_known:
-        documents = cp.documents([0, buffers[0].shape[dims[0]]])
-    mode = _OverRanks(cp, documents)
-    with sharded_buffers(cp._shards(documents) if buffers else None, buffers, dims, no_restore):
+    if buffers and documents is None and not calls.length_is_known:
+        documents = calls.documents([0, buffers[0].shape[dims[0]]])
+    mode = _OverRanks(calls, documents)
+    with sharded_buffers(calls.shards(documents) if buffers else None, buffers, dims, no_restore):
         with mode:
             yield documents
         mode.refuse_backward_to_come()
@@ -86,9 +67,9 @@ _WHOLE_LAYERS = tuple(
 class _OverRanks(TorchFunctionMode):
     """Of this thread; PyTorch's threads of a backward pass have the modes of who called it."""
 
-    def __init__(self, cp: Attending, documents: Documents | None) -> None:
+    def __init__(self, calls: ObjectCalls, documents: Documents | None) -> None:
         super().__init__()
-        self._cp, self._documents = cp, documents
+        self._calls, self._documents = calls, documents
         self._to_come = 0
         self.number = torch.tensor([BLOCKS.add(self)], device="cpu")  # in compiled code
 
@@ -99,7 +80,7 @@ class _OverRanks(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             if not is_dynamo_compiling():  # otherwise when the graph runs
                 self.count_checkpoints(2)
-            return _attend(self._cp, self._documents, self.number, *args, **kwargs)
+            return _attend(self._calls, self._documents, self.number, *args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
         if func in _PASSES:
@@ -108,8 +89,11 @@ class _OverRanks(TorchFunctionMode):
                 return _of_edges(func, *args, **kwargs)
         if func in _WHOLE_LAYERS:
             nothing: Any = None
-            self._cp._attend(
-                *(nothing, nothing, nothing),
+            attend(
+                self._calls,
+                nothing,
+                nothing,
+                nothing,
                 MeshAttentionError(
                     "torch.nn.MultiheadAttention and layers with it are not replaced; call "
                     "torch.nn.functional.scaled_dot_product_attention in the model"
@@ -138,8 +122,8 @@ def _in_reentrant_checkpoint(frame: FrameType | None) -> int:
         if frame.f_code is CheckpointFunction.backward.__code__:
             return -1
         if frame.f_code is CheckpointFunction.forward.__code__:
-            given = frame.f_locals["args"]
-            return int(any(isinstance(x, Tensor) and x.requires_grad for x in given))
+            arguments = frame.f_locals["args"]
+            return int(any(isinstance(x, Tensor) and x.requires_grad for x in arguments))
         frame = frame.f_back
     return 0
 
@@ -154,7 +138,8 @@ def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get(name) is None:  # of an edge nothing but the shape is known
         scalar = [isinstance(x, Tensor) and x.numel() == 1 for x in roots]
         kwargs[name] = [
-            torch.ones_like(x) if one else None for x, one in zip(roots, scalar, strict=True)
+            torch.ones_like(x) if is_scalar else None
+            for x, is_scalar in zip(roots, scalar, strict=True)
         ]
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
@@ -177,9 +162,9 @@ def _as_backward(
     return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
 
 
-@told_to_all(of_object)
+@collective_call(of_calls)
 def _attend(
-    cp: Attending,
+    calls: ObjectCalls,
     documents: Documents | None,
     block: Tensor,
     query: Tensor,
@@ -193,7 +178,7 @@ def _attend(
 ) -> Tensor:
     """With the arguments of `scaled_dot_product_attention`."""
     tensors = {"query": query, "key": key, "value": value}
-    own, _, spread = own_heads(cp._share.context.groups.ranks, 1, **tensors)
+    own, _, spread = own_heads(calls.ranks, 1, **tensors)
     tensors = dict(zip(tensors, own, strict=True))
     fault = fault_of_unsupported(dropout_p=dropout_p) or spread.fault
     if not is_dynamo_compiling():  # otherwise found out when the graph runs
@@ -208,8 +193,12 @@ def _attend(
     q, k, v = tensors.values()
     if fault is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = cp._attend(
-        *(q, k, v, fault),
+    out, _ = attend(
+        calls,
+        q,
+        k,
+        v,
+        fault,
         documents=documents,
         softmax_scale=scale,
         is_causal=bool(is_causal),

@@ -9,36 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mesh_attention.choose.pack import Pack
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.runtime.session.prepared_call import CallOptions
-from mesh_attention.runtime.session.shards import Shards
-from mesh_attention.runtime.session.share import Share
+from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.batch_documents import Rows
 from mesh_attention.train.whole_batch import MARK, WholeBatch, checked_tensors
 
 IGNORE_INDEX = -100
-
-
-class Sharder(Protocol):
-    """What is asked of a `ContextParallel`."""
-
-    _share: Share
-
-    @property
-    def _options(self) -> CallOptions: ...
-
-    def documents(self, cu_seqlens: Any, *, also: Sequence[Any] = ()) -> Documents: ...
-
-    def _layer(self) -> object: ...
-
-    def _shards(self, documents: Documents | None) -> Shards: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +86,7 @@ class ShardedBatch(Mapping[str, Any]):
 
 
 def shard_batch(
-    cp: Sharder,
+    calls: ObjectCalls,
     tensors: Mapping[str, Any],
     *,
     cu_seqlens: Any,
@@ -115,7 +99,7 @@ def shard_batch(
     """As `ContextParallel.shard_batch` describes it."""
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
     if documents is not None:
-        cp._shards(documents)  # refuses what is none
+        calls.shards(documents)  # refuses what is none
     if not isinstance(shift_labels, bool):
         raise MeshAttentionError(
             "shift_labels is True or False: give labels that are targets already as labels, with "
@@ -124,8 +108,8 @@ def shard_batch(
     if type(ignore_index) is not int:
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     if not whole.says_documents:
-        _refuse_local_length(cp, whole)
-    handle, shards, rows = _sharing(cp, whole, also)
+        _refuse_local_length(calls, whole)
+    handle, shards, rows = _sharing(calls, whole, also)
     if handle is not None:
         handle.hold(whole.contents(shift_labels=shift_labels, ignore_index=ignore_index))
     tensors = {**whole.tensors}
@@ -157,12 +141,12 @@ def shard_batch(
     )
 
 
-def _refuse_local_length(cp: Sharder, whole: WholeBatch) -> None:
+def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
     """What is on a device is not compared among ranks: there the length is all that tells."""
     if all(x.device.type == "cpu" for x in whole.tensors.values()):
         return
     try:
-        layout = cp._shards(None).q_layout
+        layout = calls.shards(None).q_layout
     except MeshAttentionError:
         return  # the length comes with batches
     if whole.shape[1] == layout.slots != layout.num_tokens:
@@ -173,7 +157,7 @@ def _refuse_local_length(cp: Sharder, whole: WholeBatch) -> None:
 
 
 def _sharing(
-    cp: Sharder, whole: WholeBatch, also: Sequence[Any]
+    calls: ObjectCalls, whole: WholeBatch, also: Sequence[Any]
 ) -> tuple[Documents | None, Shards, Rows]:
     """How the batch is shared out; by the object alone where that is for one length and mask."""
     handle = whole.documents
@@ -181,9 +165,9 @@ def _sharing(
     if handle is None:
         same = all(row == rows[0] for row in rows)
         try:
-            cp._layer()
+            calls.layer()
         except MeshAttentionError:
-            shards = cp._shards(None)
+            shards = calls.shards(None)
             own = shards.starts[0]
             if not same or rows[0] not in (own, (0, own[-1])):
                 raise
@@ -191,8 +175,8 @@ def _sharing(
         made = whole.cu_seqlens
         if not isinstance(made, Pack):
             made = rows[0] if same else rows
-        handle = cp.documents(made, also=also)
-    return handle, cp._shards(handle), rows
+        handle = calls.documents(made, also)
+    return handle, calls.shards(handle), rows
 
 
 def _roomy(labels: Tensor, ignore_index: int) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.shards import Shards
-from mesh_attention.runtime.session.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.session.sharding import Shards
 
 
 @contextmanager

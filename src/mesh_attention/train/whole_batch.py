@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mesh_attention.choose.pack import Pack
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.runtime.session.tensor_checks import fault_of_kind
 from mesh_attention.train.batch_documents import Rows, rows_of_documents, rows_of_pack
 
 MARK = "_mesh_attention_shard"  # of tensors that are sharded

@@ -14,8 +14,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Merge, Program
 from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.passes.place import placed, without_copies
-from mesh_attention.plan.passes.row_sums import without_row_sums
+from mesh_attention.plan.passes.place import placed, without_copies, without_row_sums
 from mesh_attention.plan.read.verify import verify
 from support.cases import Case
 from support.targets import SLOW_AND_ANY_MASK, with_calls

@@ -31,11 +31,11 @@ def value(cls: type[T]) -> type[T]:
     hash_of_fields, remember = made.__hash__, Value._hash.__set__  # type: ignore[attr-defined]
 
     def remembered(self: Any) -> int:
-        found: int | None = self._hash
-        if found is None:
-            found = hash_of_fields(self)
-            remember(self, found)
-        return found
+        known: int | None = self._hash
+        if known is None:
+            known = hash_of_fields(self)
+            remember(self, known)
+        return known
 
     made.__hash__ = remembered
     made.__init__ = _init_of(made)
@@ -51,10 +51,12 @@ def _init_of(cls: Any) -> Any:
     empty = [slot for base in cls.__mro__[1:] for slot in getattr(base, "__slots__", ())]
     scope: dict[str, Any] = {f"set_{name}": getattr(cls, name).__set__ for name in names + empty}
     scope |= {f"default_{f.name}": f.default for f in fields(cls) if f.default is not MISSING}
-    given = [f"{name}=default_{name}" if f"default_{name}" in scope else name for name in names]
+    parameters = [
+        f"{name}=default_{name}" if f"default_{name}" in scope else name for name in names
+    ]
     body = [f"set_{name}(self, {name})" for name in names]
     body += [f"set_{slot}(self, None)" for slot in empty]
-    exec(f"def __init__(self, {', '.join(given)}): {'; '.join(body)}", scope)
+    exec(f"def __init__(self, {', '.join(parameters)}): {'; '.join(body)}", scope)
     made = scope["__init__"]
     made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     made.__annotations__ = cls.__init__.__annotations__
@@ -143,11 +145,11 @@ class Buffer(_Sized):
     @property
     def num_rows(self) -> int:
         """Counted once: gathered rows are many stretches, and everybody asks for their bytes."""
-        found: int | None = self._num_rows  # type: ignore[attr-defined]
-        if found is None:
-            found = sum([stop - start for start, stop in self.rows])
-            object.__setattr__(self, "_num_rows", found)
-        return found
+        rows: int | None = self._num_rows  # type: ignore[attr-defined]
+        if rows is None:
+            rows = sum([stop - start for start, stop in self.rows])
+            object.__setattr__(self, "_num_rows", rows)
+        return rows
 
     @property
     def num_heads(self) -> int:

@@ -1,7 +1,8 @@
-"""Who really computes which (query, key) pairs: read from the kernel calls of a plan's programs.
+"""Who computes how many (query, key) pairs: read from the kernel calls of a plan's programs.
 
-Each task becomes blocks of (Q partitions) x (KV partitions) with the number of visible pairs in
-every cell. The assignment matrix, the balance of work and the costs of tasks all come from these.
+Each call becomes blocks of (Q partitions) x (KV partitions) with the number of visible pairs in
+every cell. The assignment matrix, the balance of work and the seconds of calls come from these.
+`pairs_of_tiles` answers the same for the tiles of a mesh, without a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
-from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, num_visible, visible_pairs
 from mesh_attention.plan.problem.spans import Spans, slice_spans
@@ -79,7 +80,7 @@ class Work:
 
 
 def work_of(
-    plan: Plan, one: Pass, *, whole_tasks: bool = False, head: int | None = None
+    plan: Plan, pass_: Pass, *, whole_tasks: bool = False, head: int | None = None
 ) -> Iterator[Work]:
     """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
     with a 1 for every cell the task spans, whatever the mask shows of it. `head` leaves out the
@@ -89,7 +90,7 @@ def work_of(
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
         return OwnedRows(layout, slice_spans(buffer.rows, start, stop))
 
-    for program in one.programs:
+    for program in pass_.programs:
         table = program.buffer_table()
         for op in program.operations:
             if not isinstance(op, Attention):
@@ -122,10 +123,10 @@ def heads_of(op: Attention, queries: Buffer) -> range:
     return range(first + op.q.heads[0], first + op.q.heads[1])
 
 
-def pairs_of_tasks(plan: Plan, one: Pass) -> Iterator[tuple[int, Task, float]]:
+def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:
     """(rank, task, visible pairs of its calls); a task on half of the heads counts half."""
     pairs_of = CallPairs(plan)
-    for program in one.programs:
+    for program in pass_.programs:
         table = program.buffer_table()
         for op in program.operations:
             if isinstance(op, Attention):
@@ -156,10 +157,10 @@ class CallPairs:
         if call.kind is CallKind.CAUSAL:
             return height * (height + 1) // 2
         rows = self._rows(op, table, call)
-        found = self._known.get(rows)
-        if found is None:
-            found = self._known[rows] = self._count(*rows)
-        return found
+        pairs = self._known.get(rows)
+        if pairs is None:
+            pairs = self._known[rows] = self._count(*rows)
+        return pairs
 
     def know(self, op: Attention, table: Mapping[str, Buffer], call: Call, pairs: int) -> None:
         """Of a call whose pairs somebody has counted, as those of others together."""
@@ -210,8 +211,36 @@ class Balance:
         return self.max / self.mean if self.mean else 1.0
 
 
-def balance(plan: Plan, one: Pass) -> Balance:
+def balance(plan: Plan, pass_: Pass) -> Balance:
     pairs = [0.0] * plan.num_ranks
-    for rank, _, found in pairs_of_tasks(plan, one):
-        pairs[rank] += found
+    for rank, _, count in pairs_of_tasks(plan, pass_):
+        pairs[rank] += count
     return Balance(sum(pairs) / len(pairs), max(pairs))
+
+
+def pairs_of_tiles(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int = 1
+) -> NDArray[np.int64]:
+    """Visible pairs of the tile of each row and column of units of `degree` ranks, (b, a); of
+    contiguous or zigzag layouts."""
+    a, b = tile
+    q_runs = [run for row in range(b) for run in _runs(q_layout, row * a, 1, a, degree)]
+    k_runs = [run for column in range(a) for run in _runs(kv_layout, column, a, b, degree)]
+    pairs = visible_pairs(q_runs, k_runs, rows)
+    parts = len(q_runs) // b
+    summed: NDArray[np.int64] = pairs.reshape(b, parts, a, parts).sum((1, 3))
+    return summed
+
+
+def _runs(layout: Layout, first: int, step: int, count: int, degree: int) -> list[Run]:
+    """The positions of units `first`, `first + step` and so on: as few runs as there are blocks of
+    a rank."""
+    size, units = layout.slots * degree, layout.num_ranks // degree
+    starts = [first * size]
+    if layout.kind is LayoutKind.ZIGZAG:
+        size //= 2
+        last = 2 * units - 1 - first - (count - 1) * step
+        starts = [first * size, last * size]
+    if step == 1:
+        return [Run(start, count * size) for start in starts]
+    return [Run(start, size, step * size, count) for start in starts]

@@ -77,8 +77,8 @@ class _Members(dict[str, dict[int, int]]):
         self._groups = groups
 
     def __missing__(self, group: str) -> dict[int, int]:
-        found = self[group] = {rank: member for member, rank in enumerate(self._groups[group])}
-        return found
+        members = self[group] = {rank: member for member, rank in enumerate(self._groups[group])}
+        return members
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ class Plan:
         return len(self.devices)
 
     def direction(self, direction: Direction | str) -> Pass:
-        for one in self.passes:
-            if one.direction == direction:
-                return one
-        known = ", ".join(one.direction for one in self.passes)
+        for pass_ in self.passes:
+            if pass_.direction == direction:
+                return pass_
+        known = ", ".join(pass_.direction for pass_ in self.passes)
         raise PlanError(
             f"this plan has no {direction} pass; it has: {known}; make_plan(...) without "
             "directions makes both"

@@ -94,23 +94,23 @@ class _Named(Value):
     @property
     def touched(self) -> tuple[str, ...]:
         """Names of the buffers that it reads or writes, each once, in order; worked out once."""
-        found: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
-        return self._find_names()[0] if found is None else found
+        names: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
+        return self._find_names()[0] if names is None else names
 
     @property
     def written(self) -> tuple[str, ...]:
         """Likewise of those that it writes."""
-        found: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
-        return self._find_names()[1] if found is None else found
+        names: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
+        return self._find_names()[1] if names is None else names
 
     def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         op: Operation = self  # type: ignore[assignment]
         written = dict.fromkeys([piece.buffer for piece in writes(op)])
         read = dict.fromkeys([piece.buffer for piece in reads(op)])
-        found = tuple(read | written), tuple(written)
-        object.__setattr__(self, "_touched", found[0])
-        object.__setattr__(self, "_written", found[1])
-        return found
+        names = tuple(read | written), tuple(written)
+        object.__setattr__(self, "_touched", names[0])
+        object.__setattr__(self, "_written", names[1])
+        return names
 
 
 @value
@@ -261,9 +261,9 @@ def reads(op: Operation) -> tuple[Piece, ...]:
             return (op.q, op.k, op.v) if op.fresh else (op.q, op.k, op.v, op.out, op.lse)
         case AttendBackward():
             statistics = (piece for piece in (op.out, op.delta) if piece is not None)
-            given = (op.q, op.k, op.v, op.grad_out, op.lse, *statistics)
-            given = given if op.fresh_q else (*given, op.grad_q)
-            return given if op.fresh_kv else (*given, op.grad_k, op.grad_v)
+            pieces = (op.q, op.k, op.v, op.grad_out, op.lse, *statistics)
+            pieces = pieces if op.fresh_q else (*pieces, op.grad_q)
+            return pieces if op.fresh_kv else (*pieces, op.grad_k, op.grad_v)
         case Free():
             return ()
 

@@ -30,9 +30,9 @@ class Traffic:
     @staticmethod
     def sum(several: Collection[Traffic]) -> Traffic:
         return Traffic(
-            sum(one.sent_bytes for one in several),
-            sum(one.received_bytes for one in several),
-            sum(one.token_bytes for one in several),
+            sum(traffic.sent_bytes for traffic in several),
+            sum(traffic.received_bytes for traffic in several),
+            sum(traffic.token_bytes for traffic in several),
         )
 
 

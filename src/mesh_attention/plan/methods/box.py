@@ -1,18 +1,18 @@
-"""The box: heads by queries by keys. What most methods are, in one place.
+"""The box: heads by queries by keys. Most methods are boxes, and this is their one builder.
 
-    units      U ranks that follow each other are a unit; they exchange tokens for heads, and each
-               of them has all tokens of the unit for a share of the heads (`head_group.py`)
-    tile       a x b units of queries and of keys: so much of the query-key matrix a unit computes,
-               in a row of a units that share queries and a column of b that share keys
+    units      U consecutive ranks are a unit; they exchange tokens for heads, and each of them has
+               all tokens of the unit for a share of the heads (`head_group.py`)
+    tile       a x b units of queries and of keys: the part of the query-key matrix that a unit
+               computes, in a row of a units that share queries and a column of b that share keys
     each side  is gathered, all at once or chunk by chunk, or rotated: block after block goes round
-    attend     what a unit has of the queries with what it has of the keys
-    combine    partial results reach the owners of their rows: in the row those of queries, in the
-               column those of keys; at the end, or step by step with what rotates
+    attend     a unit attends from the queries that it has to the keys that it has
+    combine    partial results reach the owners of their rows: those of queries in the row, those of
+               keys in the column; at the end, or step by step with the rotation
     back       heads are exchanged for tokens
 
 Without Ulysses a unit is a rank. Ring-Attention is a tile 1 x n whose keys rotate, all-gather KV
 one whose keys are gathered, Ulysses a tile 1 x 1; the mesh is any other. `box_methods.py` says the
-box of each name. algorithm.md, sections 2 to 5 and 9.
+box of each method. algorithm.md, sections 2 to 5 and 9.
 """
 
 from __future__ import annotations
@@ -27,61 +27,56 @@ from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
-from mesh_attention.plan.methods.parts.exchange import Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assignment import tile_for
+from mesh_attention.plan.methods.parts.chunks import (
+    HeadSlices,
+    suggested_cut,
+    suggested_ring_cut,
+)
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.key_ring import KeyRings
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.query_ring import QueryOrder
-from mesh_attention.plan.methods.parts.ring_order import RingOrder
-from mesh_attention.plan.methods.parts.rotate import Reach
+from mesh_attention.plan.methods.parts.query_ring import QueryRing
+from mesh_attention.plan.methods.parts.rotate import GradientRoute
 from mesh_attention.plan.methods.parts.setting import CutSetting
-from mesh_attention.plan.methods.parts.slices import HeadSlices, suggested_cut, suggested_ring_cut
-from mesh_attention.plan.methods.parts.tile_order import StretchOrder, TileOrder, up_to_transfers
+from mesh_attention.plan.methods.parts.task_orders import (
+    QueryOrder,
+    RingOrder,
+    TileOrder,
+    UnevenOrder,
+)
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import (
-    SharedOptions,
-    TilePlanner,
-    cut_of,
-    is_cut,
-    tile_for,
-)
-from mesh_attention.plan.methods.parts.tile_tasks import (
-    CAPPED,
-    Scheduler,
-    fragment,
-    fragment_key,
-    order_tasks,
-)
+from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner, cut_of, is_cut
+from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 Directions = tuple[Direction, ...]
-Order = TileOrder | StretchOrder | RingOrder | QueryOrder
+Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1
 
 
-class Comes(StrEnum):
-    """How a unit comes by what others have of a side of its tile."""
-
-    GATHERED = "gathered"
-    ROTATED = "rotated"
+class Side(StrEnum):
+    QUERIES = "queries"
+    KEYS = "keys"
 
 
 @dataclass(frozen=True)
 class Box(SharedOptions, CutSetting):
-    """Degree of Ulysses, patch of a node, chunks and order are said as options of these names are.
+    """Other fields are the options of these names.
 
-    queries, keys   how they come: one side rotates at most
-    reach           how results that belong to what rotates reach their owners; None: all at the end
-    inner           units of an inner ring, in a ring of rings
-    rotation        KV partition rotation: without it keys come by all-to-all
+    rotates    the side that goes round in blocks; the other side, or both, are gathered
+    route      how results of rotating blocks reach their owners; None: all at the end
+    inner      units of an inner ring, in a ring of rings
+    rotation   KV partition rotation: without it keys come by all-to-all
     """
 
     tile: tuple[int, int] = (1, 1)
     backward_tile: tuple[int, int] | None = None
-    queries: Comes = Comes.GATHERED
-    keys: Comes = Comes.GATHERED
-    reach: Reach | None = Reach.DIRECT
+    rotates: Side | None = None
+    route: GradientRoute | None = GradientRoute.DIRECT
     inner: int | None = None
     rotation: bool = True
     even_chunks: bool = False
@@ -99,7 +94,7 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
         tiles[Direction.BACKWARD] = tile_for(box.backward_tile, units, rotation=box.rotation)
     planner = TilePlanner(problem, num_ranks, box, tile)
     _check_exchange(box, planner)
-    is_even = box.ulysses in ulysses_degrees(problem)  # whether all ranks have as many heads
+    is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
     if is_even and not is_cut(box):
         box = _cut_by_size(problem, num_ranks, box, directions)
 
@@ -110,7 +105,7 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
         order = _order_of(box, passes[0]) if is_even else None
 
         def builder(index: int) -> BoxBuilder:
-            own = order or StretchOrder(passes[index])
+            own = order or UnevenOrder(passes[index])
             return BoxBuilder(passes[index], planner.lowerings, box, own)
 
         return with_exchanges(OnDemand(len(passes), builder))
@@ -119,32 +114,55 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _order_of(box: Box, mesh: TilePass) -> Order:
-    """What a unit does when follows from what its sides do."""
-    match box.queries, box.keys:
-        case Comes.GATHERED, Comes.GATHERED:
-            return _scheduled(box, mesh)
-        case Comes.GATHERED, Comes.ROTATED:
-            assert box.reach is not None, "keys that rotate leave their gradients on the way"
-            return RingOrder(mesh, box.reach, box.inner)
-        case Comes.ROTATED, Comes.GATHERED:
-            return QueryOrder(mesh, box.reach)
-    raise AssertionError("queries and keys that both rotate do not all meet")
-
-
-def _scheduled(box: Box, mesh: TilePass) -> TileOrder:
+    if box.rotates is Side.KEYS:
+        assert box.route is not None, "the gradients of rotating keys are sent step by step"
+        return RingOrder(mesh, box.route, box.inner)
+    if box.rotates is Side.QUERIES:
+        return QueryOrder(mesh, box.route)
     problem = mesh.problem
     if box.one_call and mesh.tile.num_ranks == 1:
-        # All rows in one unit, and one call whatever is seen of them: programs serve any mask.
+        # All rows are in one unit, in one call under any mask: its programs serve any mask.
         problem = replace(problem, mask=Mask())
     cap, by = box.max_memory_bytes, box.scheduler
     schedule = order_tasks(
-        *(mesh, box.costs, by), rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
+        mesh, box.costs, by, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
     )
     return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
 
 
+class TileBlocks:
+    """The attentions of a unit that gathers: every Q chunk with every KV chunk."""
+
+    def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
+        self._mesh, self._lowerings = mesh, lowerings
+        self._row, self._column = mesh.tile.row(unit), mesh.tile.column(unit)
+        self._begun_q, self._begun_kv = set[int](), set[int]()  # chunks whose sums hold something
+        self.buffers: dict[str, Buffer] = {}
+
+    def attend(self, task: Task) -> list[Operation]:
+        mesh, lowerings, (i, j) = self._mesh, self._lowerings, task.index
+        queries = lowerings.queries(mesh.q.spans(self._row, i))
+        calls = lowerings.calls(queries, lowerings.keys(mesh.kv.spans(self._column, j)))
+        if not calls:
+            return []
+        fresh = (i not in self._begun_q, j not in self._begun_kv)
+        self._begun_q.add(i)
+        self._begun_kv.add(j)
+        return [mesh.compute(i, j, calls, fresh)]
+
+    def rotate(self, task: Task) -> list[Operation]:
+        raise NotImplementedError("nothing rotates in a tile that is gathered")
+
+    def empty(self, task: Task) -> list[Operation]:
+        """Neutral results where a unit has computed none."""
+        mesh, (index,) = self._mesh, task.index
+        if task.kind == mesh.q_reduce_kind:
+            return [] if index in self._begun_q else mesh.q.empty(task.kind, index)
+        return [] if index in self._begun_kv else mesh.kv.empty(task.kind, index)
+
+
 class BoxBuilder:
-    """A box on one head group."""
+    """A box on one head group: a `UnitBuilder`."""
 
     def __init__(self, mesh: TilePass, lowerings: Lowerings, box: Box, order: Order) -> None:
         self._mesh, self._lowerings, self._box, self._order = mesh, lowerings, box, order
@@ -152,32 +170,29 @@ class BoxBuilder:
         self.schedule = Schedule(order.steps)
         alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
         self.hold = HOLD if order.in_parts and not alone else 0
-        self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return self._mesh.groups()
+        self.groups = mesh.groups
 
     @property
     def setting(self) -> dict[str, str]:
         box, mesh = self._box, self._mesh
         shape, q_reduce = {"tile": str(mesh.tile)}, mesh.q.reduce_by.value
         match self._order:
-            case StretchOrder():
+            case UnevenOrder():
                 heads, ranks = mesh.problem.num_heads, box.ulysses
                 most = -(-heads // ranks)
                 work = f"work max/mean {most * ranks / heads:.3f}"
                 return {"heads": f"at most {most} a rank, {work}"}
             case QueryOrder():
-                by = "all-to-all" if box.reach is None else box.reach.value
+                by = "all-to-all" if box.route is None else box.route.value
                 return {**shape, "q": "ring", "q_reduce": by}
-            case RingOrder(reach=reach):
+            case RingOrder(gradients=gradients):
                 words = {**shape, "kv": f"rings of {box.inner}" if box.inner else "ring"}
                 if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
                     words |= mesh.cut_setting
                 if mesh.tile.a > 1:
                     words["q_reduce"] = q_reduce
                 if mesh.direction is Direction.BACKWARD:
-                    words["gradients"] = reach.value
+                    words["gradients"] = gradients.value
                 return words
             case TileOrder(ordered_by=ordered_by):
                 kv_reduce = mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none"
@@ -185,15 +200,23 @@ class BoxBuilder:
                 rotation = "on" if mesh.tile.rotation else "off"
                 return {**shape, "rotation": rotation, **mesh.cut_setting, **ways}
 
+    def _blocks(self, unit: int) -> TileBlocks | KeyRings | QueryRing:
+        match self._order:
+            case RingOrder():
+                return KeyRings(self._mesh, self._lowerings, unit, self._order)
+            case QueryOrder():
+                return QueryRing(self._mesh, self._lowerings, unit, self._order)
+            case _:
+                return TileBlocks(self._mesh, self._lowerings, unit)
+
     def unit(self, unit: int) -> Unit:
-        """All that one unit does. What is exchanged at once stands around it (`exchange.py`)."""
-        mesh = self._mesh
-        blocks = self._order.blocks(mesh, self._lowerings, unit)
+        """All operations of one unit; exchanges around it are added by `assemble.py`."""
+        mesh, blocks = self._mesh, self._blocks(unit)
         operations: list[Operation | Task] = []
         for task in self._order.tasks:
             match task.kind:
-                case "AG-Q" | "AG-KV":  # gather
-                    operations += self._parts_of(task, unit)[0]
+                case "AG-Q" | "AG-KV":
+                    operations += mesh.parts(unit, task)[0]
                 case "Q" | "KV" | "sent" | "end":  # rotate: a block comes, its results go
                     operations += blocks.rotate(task)
                 case "C":
@@ -201,24 +224,19 @@ class BoxBuilder:
                 case mesh.q_reduce_kind | mesh.kv_reduce_kind:  # combine
                     if not task.stage:
                         operations += blocks.empty(task)
-                    operations += self._parts_of(task.whole, unit)[int(task.stage or 0)]
+                    parts = mesh.parts(unit, task.whole)
+                    if self._order.in_parts:
+                        parts = [parts[int(task.stage or 0)]]
+                    for part in parts:
+                        operations += part
                 case _:  # exchange tokens for heads, or back
                     operations.append(task)
         buffers: dict[str, Buffer] = {}
-        if self._box.queries is Comes.GATHERED:
+        if self._box.rotates is not Side.QUERIES:
             buffers |= mesh.q.buffers(mesh.tile.row(unit))
-        if self._box.keys is Comes.GATHERED:
+        if self._box.rotates is not Side.KEYS:
             buffers |= mesh.kv.buffers(mesh.tile.column(unit))
         return Unit(operations, {**buffers, **mesh.stack_buffers(unit), **blocks.buffers})
-
-    def _parts_of(self, task: Task, unit: int) -> list[list[Operation]]:
-        """A gather or a reduction. Units of a row or a column share it, but by nodes."""
-        key = fragment_key(self._mesh, unit, task)
-        if key not in self._parts:
-            operations = fragment(self._mesh, unit, task)
-            in_parts = self._order.in_parts
-            self._parts[key] = up_to_transfers(operations) if in_parts else [operations]
-        return self._parts[key]
 
 
 def _check_cap(box: Box) -> None:
@@ -233,7 +251,7 @@ def _check_cap(box: Box) -> None:
 
 
 def _check_exchange(box: Box, planner: TilePlanner) -> None:
-    """Refuses what does not suit the way in which tokens are exchanged."""
+    """Refuses options that do not suit the way in which tokens are exchanged."""
     at_once = box.ulysses == 1 or planner.shards is not None
     if box.even_chunks and (at_once or not planner.is_zigzag):
         raise PlanError(
@@ -254,16 +272,14 @@ def _check_exchange(box: Box, planner: TilePlanner) -> None:
 
 
 def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
-    """With the chunks and slices of heads that suit the size of the problem."""
-    if box.queries is Comes.ROTATED:
+    """The box with the chunks and slices of heads that suit the size of the problem."""
+    if box.rotates is Side.QUERIES or (box.rotates is Side.KEYS and box.relayout):
         return box
-    if box.keys is Comes.ROTATED:
-        if box.relayout:
-            return box
-        cut = suggested_ring_cut(problem, num_ranks, box.ulysses, box.ranks_per_node)
-        return replace(box, chunks=cut[0], head_slices=cut[1])
+    if box.rotates is Side.KEYS:
+        chunks, heads = suggested_ring_cut(problem, num_ranks, box.ulysses, box.ranks_per_node)
+        return replace(box, chunks=chunks, head_slices=heads)
     if box.relayout and num_ranks == box.ulysses:
-        return box  # all comes at once, whatever is computed first
+        return box  # all rows come at once, in any order of computation
     chunks, heads = suggested_cut(problem, num_ranks, box.tile, box.ulysses)
     box = replace(box, chunks=chunks, head_slices=heads)
     if box.max_memory_bytes is None or heads is None:
@@ -279,8 +295,8 @@ def _within_cap(
     heads: HeadSlices,
     max_memory_bytes: int,
 ) -> Box:
-    """Smaller slices of heads in each pass, until its workspace keeps to the cap by itself; where
-    even single heads do not, an order under the cap has to be found for them."""
+    """The box with smaller slices of heads in each pass, until the workspace keeps to the cap in
+    any order. Where even single heads do not, the scheduler must find an order under the cap."""
     sizes = [heads]
     while sizes[-1][1] > 1:
         most = sizes[-1][1] // 2
@@ -289,7 +305,7 @@ def _within_cap(
     def fits(direction: Direction, slices: HeadSlices) -> bool:
         tried = replace(box, max_memory_bytes=None, head_slices=slices)
         programs = plan_box(problem, num_ranks, tried, (direction,)).direction(direction).programs
-        return all(peak_buffer_bytes(one, problem) <= max_memory_bytes for one in programs)
+        return all(peak_buffer_bytes(program, problem) <= max_memory_bytes for program in programs)
 
     chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}
     if None in chosen.values():

@@ -1,4 +1,7 @@
-"""The methods that are boxes (`box.py`): what people can choose of each, and which box that is."""
+"""The methods that are boxes (`box.py`): the options of each, and the box that they make.
+
+`table.py` lists these settings and functions by the name of the method.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.box import Box, Comes, Directions, plan_box
-from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations
+from mesh_attention.plan.methods.box import Box, Directions, Side, plan_box
+from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, squarest
 from mesh_attention.plan.methods.parts.head_group import chosen_degree, ulysses_degrees
-from mesh_attention.plan.methods.parts.rotate import Reach
+from mesh_attention.plan.methods.parts.rotate import GradientRoute
 from mesh_attention.plan.methods.parts.setting import (
     ChunkSetting,
     CombineSetting,
@@ -21,7 +24,6 @@ from mesh_attention.plan.methods.parts.setting import (
     TileSetting,
     option,
 )
-from mesh_attention.plan.methods.parts.tile_plan import squarest
 from mesh_attention.plan.problem.problem import Problem
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
@@ -90,15 +92,15 @@ def plan_mesh_usp(
 
 @dataclass(frozen=True)
 class UlyssesSetting(ChunkSetting):
-    """How finely rows and heads are exchanged; the degree is the number of ranks, at most that of
-    the heads. Uneven shares of heads are exchanged at once."""
+    """How finely rows and heads are exchanged. The degree is the number of ranks, at most the
+    number of heads. Uneven shares of heads are exchanged at once."""
 
 
 def plan_ulysses(
     problem: Problem, ranks: int, setting: UlyssesSetting, directions: Directions
 ) -> Plan:
-    """One unit of all ranks. Shares of heads that are not even (`head_group.py`) may cut a KV
-    group: kernels take as many query heads for each KV head, so such a share needs up to three
+    """One unit of all ranks. Uneven shares of heads (`head_group.py`) may cut a KV group. Kernels
+    take the same number of query heads for each KV head, so such a share needs up to three
     attentions: of the rest of a group, of whole groups, and of the beginning of one."""
     if ranks not in ulysses_degrees(problem):
         _check_uneven(problem, ranks, setting)
@@ -127,7 +129,7 @@ class RingSetting(RotationSetting, ChunkSetting):
 
 
 def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
-    box = Box.of("ring", setting, tile=(1, ranks), keys=Comes.ROTATED, reach=setting.gradients)
+    box = Box.of("ring", setting, tile=(1, ranks), rotates=Side.KEYS, route=setting.gradients)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -138,7 +140,7 @@ class UspSetting(RotationSetting, DegreeSetting, ChunkSetting):
 
 def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
     degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    ring = {"tile": (1, ranks // degree), "keys": Comes.ROTATED, "reach": setting.gradients}
+    ring = {"tile": (1, ranks // degree), "rotates": Side.KEYS, "route": setting.gradients}
     return plan_box(problem, ranks, Box.of("usp", setting, ulysses=degree, **ring), directions)
 
 
@@ -161,7 +163,7 @@ def plan_double_ring(
     if units % inner:
         fits = ", ".join(str(a) for a, _ in factorisations(units))
         raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
-    rings = {"tile": (1, units), "keys": Comes.ROTATED, "inner": inner}
+    rings = {"tile": (1, units), "rotates": Side.KEYS, "inner": inner}
     box = Box.of("double-ring", setting, ulysses=degree, **rings)
     return plan_box(problem, ranks, box, directions)
 
@@ -181,7 +183,7 @@ def plan_agq_ringkv(
     problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
 ) -> Plan:
     tile = setting.tile or squarest(ranks)
-    box = Box.of("agq-ringkv", setting, tile=tile, keys=Comes.ROTATED, reach=setting.gradients)
+    box = Box.of("agq-ringkv", setting, tile=tile, rotates=Side.KEYS, route=setting.gradients)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -189,8 +191,8 @@ def plan_agq_ringkv(
 class AgkvRingQoSetting(TileSetting):
     """A mesh whose KV is gathered; Q with its partial output rotates inside the Q group."""
 
-    outputs: Reach = option(
-        Reach.DIRECT,
+    outputs: GradientRoute = option(
+        GradientRoute.DIRECT,
         "O and dQ go `direct` to the owner, once from each node, or `travel` with their Q",
         "NAME",
     )
@@ -199,9 +201,9 @@ class AgkvRingQoSetting(TileSetting):
 def plan_agkv_ringqo(
     problem: Problem, ranks: int, setting: AgkvRingQoSetting, directions: Directions
 ) -> Plan:
-    """Where outputs travel a hop needs that of the hop before, which limits overlap."""
+    """With outputs=travel each hop needs the outputs of the hop before, which limits overlap."""
     tile = setting.tile or squarest(ranks)
-    box = Box.of("agkv-ringqo", setting, tile=tile, queries=Comes.ROTATED, reach=setting.outputs)
+    box = Box.of("agkv-ringqo", setting, tile=tile, rotates=Side.QUERIES, route=setting.outputs)
     return plan_box(problem, ranks, box, directions)
 
 
@@ -213,5 +215,5 @@ class RingQSetting(Setting):
 def plan_ring_q(
     problem: Problem, ranks: int, setting: RingQSetting, directions: Directions
 ) -> Plan:
-    box = Box.of("ring-q", setting, tile=(ranks, 1), queries=Comes.ROTATED, reach=None)
+    box = Box.of("ring-q", setting, tile=(ranks, 1), rotates=Side.QUERIES, route=None)
     return plan_box(problem, ranks, box, directions)

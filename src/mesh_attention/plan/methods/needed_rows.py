@@ -1,8 +1,15 @@
-"""Only what is seen travels: every rank receives the keys that its queries see, and no others.
+"""Only needed rows travel: every rank receives the keys that its queries see, and no others.
 
 For masks that show a query little of the sequence: a window needs a halo of its neighbours' keys
-whatever the number of ranks, documents inside one rank need nothing. Under a full mask this is
+for any number of ranks, documents inside one rank need nothing. Under a full mask this is
 all-gather KV by other means.
+
+With a tile 1 x n a rank works on its own queries and the keys that they see; with a tile a x b on
+the queries of its Q group that see keys of its tile column, and on the keys there that they see.
+Heads are cut into slices. Forward a slice is one all-to-all, one attention and, where queries
+travel, an all-to-all that brings partial outputs to the owners of the rows; backward it is the same
+with gradients. Owners combine what arrives in wide precision. `table.py` lists this as method
+"seen".
 """
 
 from __future__ import annotations
@@ -11,37 +18,44 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.language.buffers import Kind
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllToAll, MergeRule
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.exchange import with_exchanges
+from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
+from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
+from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.needed_builder import SeenBuilder
-from mesh_attention.plan.methods.parts.needed_rows import num_stretches, seen_keys, seen_queries
-from mesh_attention.plan.methods.parts.needed_share import share_of
-from mesh_attention.plan.methods.parts.needed_side import SeenSide
-from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
-from mesh_attention.plan.methods.parts.slices import sizes_for, suggested_cut
-from mesh_attention.plan.methods.parts.tile_plan import (
-    SharedOptions,
-    layouts_of,
-    shards_of,
-    tile_for,
+from mesh_attention.plan.methods.parts.needed_rows import (
+    MAX_RANGES,
+    has_few_ranges,
+    needed_keys,
+    needed_queries,
+    num_ranges,
 )
+from mesh_attention.plan.methods.parts.needed_side import (
+    ByMember,
+    NeededSide,
+    RankRows,
+    rows_of_rank,
+)
+from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, attention
+from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, layouts_of, shards_of
+from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_sides
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.schedule.slices import follow_each_other
 
-# Each stretch that a rank sees is a message of its own; two for each rank are always allowed.
-MAX_STRETCHES = 4096
+# The next transfer is often due while the attention before it still runs.
+HOLD = 1
 
 
 @dataclass(frozen=True)
 class SeenSetting(ShapeSetting, SliceSetting):
-    """Who computes what (left out: its own queries, a tile of 1 x n), and how finely transfers are
-    cut."""
+    """The tile (left out: own queries, 1 x n), and how finely transfers are cut."""
 
 
 def plan_seen(
@@ -51,40 +65,28 @@ def plan_seen(
     if shared.layout is None:
         shared = replace(shared, layout=usual_layout(problem.mask))
     layouts = layouts_of(problem, ranks, shared)
-    _check_stretches(layouts[1])
+    _check_ranges(layouts[1])
     tile = tile_for(setting.tile or (1, ranks), ranks)
     devices = tuple(range(ranks))
     shards = shards_of(layouts, devices, shared)
     head_group = HeadGroup(problem, *layouts, shards=shards)
     lowerings = Lowerings(*layouts, problem.rows)
-    seen = [find(*layouts, problem.rows, tile) for find in (seen_queries, seen_keys)]
+    needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
+    travels = [side.travels for side in needed]
     # Both passes exchange the same rows.
-    q_shares, kv_shares = (
-        cache(partial(share_of, rows, layout)) for rows, layout in zip(seen, layouts, strict=True)
-    )
-    q_travels, kv_travels = (rows.travels for rows in seen)
+    rows_of = [
+        cache(partial(rows_of_rank, side, layout))
+        for side, layout in zip(needed, layouts, strict=True)
+    ]
     gathers: dict[object, AllToAll] = {}
 
     def build(direction: Direction) -> Pass:
-        travels = q_travels or kv_travels
-        sizes = _slices(problem, ranks, setting, direction, tile=tile, travels=travels)
-        forward = direction is Direction.FORWARD
-        statistic = Kind.OUT if setting.gather_out else Kind.DELTA
-        q = SeenSide(
-            *(head_group, q_shares, sizes),
-            travels=q_travels,
-            inputs=(Kind.Q,) if forward else (Kind.Q, Kind.GRAD_OUT, Kind.LSE, statistic),
-            partials=(Kind.OUT, Kind.LSE) if forward else (Kind.GRAD_Q,),
-            rule=MergeRule.SOFTMAX if forward else MergeRule.SUM,
+        slices = _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
+        kinds = kinds_of_sides(direction, gather_out=setting.gather_out)
+        q, kv = (
+            NeededSide(head_group, rows_of[i], slices, kinds[i], travels=travels[i]) for i in (0, 1)
         )
-        kv = SeenSide(
-            *(head_group, kv_shares, sizes),
-            travels=kv_travels,
-            inputs=(Kind.K, Kind.V),
-            partials=() if forward else (Kind.GRAD_K, Kind.GRAD_V),
-            rule=MergeRule.SUM,
-        )
-        builder = SeenBuilder(head_group, direction, q, kv, lowerings, sizes, str(tile), gathers)
+        builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
         return with_exchanges([builder])
 
     return Plan(
@@ -99,7 +101,7 @@ def plan_seen(
 
 
 def usual_layout(mask: Mask) -> LayoutKind:
-    """Contiguous where every query sees equally much: all of it, or a window."""
+    """Contiguous where every query sees equally much: everything, or a window."""
     left, right = mask.window or (None, None)
     is_window = left is not None and (right is not None or mask.causal)
     return LayoutKind.CONTIGUOUS if mask.is_full or is_window else LayoutKind.ZIGZAG
@@ -114,29 +116,145 @@ def _slices(
     tile: Tile,
     travels: bool,
 ) -> tuple[int, ...]:
-    """Sizes of the slices of heads: as given, or by size where there is a transfer to hide."""
-    given, name = setting.head_slices, "head_slices"
+    """Sizes of the slices of heads: as asked for, or by size where there is a transfer to hide."""
+    slices, name = setting.head_slices, "head_slices"
     if direction is Direction.BACKWARD and setting.backward_head_slices:
-        given, name = setting.backward_head_slices, "backward_head_slices"
-    if given is None and travels:
-        given = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
-        if given is not None and setting.one_call:
-            given = (given[1], given[1])  # alike: kernels make something of a mask for each size
-    return sizes_for(problem, 1, given, name)
+        slices, name = setting.backward_head_slices, "backward_head_slices"
+    if slices is None and travels:
+        slices = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
+        if slices is not None and setting.one_call:
+            slices = (slices[1], slices[1])  # equal: kernels prepare a mask for each size
+    return sizes_for(problem, 1, slices, name)
 
 
-def most_stretches(num_ranks: int) -> int:
-    return max(MAX_STRETCHES, 2 * num_ranks)
+def _check_ranges(layout: Layout) -> None:
+    if has_few_ranges(layout):
+        return
+    least = -(-layout.num_tokens // MAX_RANGES)
+    ways = f"give a stripe_block of at least {least}, or layout=zigzag or contiguous"
+    if layout.kind is LayoutKind.LISTED:
+        ways = "list fewer and longer 'stretches'"
+    raise PlanError(
+        f"layout={layout.kind}: the keys lie in {num_ranges(layout)} stretches, each of which "
+        f"would be a message of its own; at most {MAX_RANGES} are supported: {ways}"
+    )
 
 
-def _check_stretches(layout: Layout) -> None:
-    found = num_stretches(layout)
-    if found > most_stretches(layout.num_ranks):
-        least = -(-layout.num_tokens // MAX_STRETCHES)
-        ways = f"give a stripe_block of at least {least}, or layout=zigzag or contiguous"
-        if layout.kind is LayoutKind.LISTED:
-            ways = "list fewer and longer 'stretches'"
-        raise PlanError(
-            f"layout={layout.kind}: the keys lie in {found} stretches, each of which would be a "
-            f"message of its own; at most {MAX_STRETCHES} are supported: {ways}"
-        )
+class NeededRowsBuilder:
+    """The method on its one head group: a `UnitBuilder`."""
+
+    def __init__(
+        self,
+        head_group: HeadGroup,
+        direction: Direction,
+        q: NeededSide,
+        kv: NeededSide,
+        lowerings: Lowerings,
+        slices: tuple[int, ...],
+        tile: Tile,
+        gathers: dict[object, AllToAll],
+    ) -> None:
+        """`gathers`: those that the other pass has made so far."""
+        self.head_group = head_group
+        self.direction = direction
+        self._q, self._kv = q, kv
+        self.needs = (*q.inputs, *kv.inputs)
+        self._gathers = q.travels or kv.travels
+        # Queries that do not travel have their results where they belong.
+        self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
+        self._reduces = any(side.travels for side in self._reduced)
+        self._reduce_kind = "RS-Q" if direction is Direction.FORWARD else "RS-dKV"
+        self.hold = HOLD if self._gathers else 0
+        self._lowerings = lowerings
+        self._slices = slices
+        self._tile = tile
+        self._known_gathers = gathers
+        self.schedule = follow_each_other([self._of_slice(part) for part in range(len(slices))])
+
+    @property
+    def setting(self) -> dict[str, str]:
+        travels = "what is seen" if self._gathers else "nothing"
+        setting = {"tile": str(self._tile), "travels": travels}
+        if len(self._slices) > 1:
+            setting["head_slices"] = "+".join(map(str, self._slices))
+        return setting
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        return {ALL_UNITS: tuple(range(self.head_group.num_units))} if self._gathers else {}
+
+    def _of_slice(self, part: int) -> Schedule:
+        steps = [Step(Task(GATHER_KV, (part,)), ())] if self._gathers else []
+        steps.append(Step(None, (Task(COMPUTE, (part, part)),)))
+        if self._reduced:
+            steps.append(Step(Task(self._reduce_kind, (part,)), ()))
+        return Schedule(tuple(steps))
+
+    def unit(self, unit: int) -> Unit:
+        q, kv = self._q.rows_of(unit), self._kv.rows_of(unit)
+        calls = self._calls(q, kv)
+        operations: list[Operation] = []
+        later: list[Operation] = []  # merges follow the attention that hides their transfer
+        for task in self.schedule.order():
+            part = task.index[0]
+            if task.kind == GATHER_KV:
+                operations.append(self._gather(task, unit, part))
+            elif task.kind == COMPUTE:
+                operations += [*self._attend(task, q, kv, part, calls), *later]
+                later = []
+            else:
+                merges = [
+                    op
+                    for side in self._reduced
+                    for op in side.merges(task.at(side.rule), side.rows_of(unit), part)
+                ]
+                operations += self._to_owners(task, unit, part) if self._reduces else merges
+                later += merges if self._reduces else []
+        buffers = (*self._q.buffers(q), *self._kv.buffers(kv))
+        return Unit([*operations, *later], {buffer.name: buffer for buffer in buffers})
+
+    def _calls(self, q: RankRows, kv: RankRows) -> tuple[Call, ...]:
+        if not kv.rows:
+            return ()
+        queries = self._lowerings.queries(q.rows)
+        return self._lowerings.calls(queries, self._lowerings.keys(kv.rows))
+
+    def _gather(self, task: Task, unit: int, part: int) -> AllToAll:
+        sides = (self._q, self._kv)
+        inputs = [side.inputs for side in sides if side.travels]
+        key = (task, unit, self._slices, *inputs)  # both passes gather the same keys
+        gather = self._known_gathers.get(key)
+        if gather is None:
+            rows = [(side, side.rows_of(unit)) for side in sides]
+            sends = self._together([side.sent(own, part) for side, own in rows])
+            receives = self._together([side.gathered(own, part) for side, own in rows])
+            gather = self._known_gathers[key] = AllToAll(task, ALL_UNITS, sends, receives)
+        return gather
+
+    def _to_owners(self, task: Task, unit: int, part: int) -> list[Operation]:
+        """Sends partial results of rows of others, and receives theirs of own rows."""
+        rows = [(side, side.rows_of(unit)) for side in self._reduced]
+        casts = [op for side, own in rows for op in side.to_wire(task, own, part)]
+        sends = self._together([side.partials_sent(own, part) for side, own in rows])
+        receives = self._together([side.partials_arriving(own, part) for side, own in rows])
+        return [*casts, AllToAll(task, ALL_UNITS, sends, receives)]
+
+    def _together(self, sides: list[ByMember]) -> tuple[tuple[Piece, ...], ...]:
+        pieces: list[tuple[Piece, ...]] = [()] * self.head_group.num_units
+        for side in sides:
+            for member, more in side.items():
+                pieces[member] += more
+        return tuple(pieces)
+
+    def _attend(
+        self, task: Task, q: RankRows, kv: RankRows, part: int, calls: tuple[Call, ...]
+    ) -> list[Operation]:
+        operations: list[Operation] = []
+        if kv.rows:
+            queries = {kind: self._q.operand(q, kind, part) for kind in self._q.inputs}
+            k, v = (self._kv.operand(kv, kind, part) for kind in self._kv.inputs)
+            sums = self._q.sums(q, part) + self._kv.sums(kv, part)
+            operations.append(attention(task, queries, (k, v), sums, calls, (True, True)))
+        if not self._q.travels:
+            end = task.at("copy" if q.rows else "empty")
+            operations += self._q.merges(end, q, part)
+        return operations

@@ -1,9 +1,10 @@
 """StarTrail: teams of C gather Q, K and V; KV blocks of teams rotate in concentric sub-rings.
 
 Teams are numbered (u, w) with u < C and w < n/C^2. The C members of a team share out the teams
-whose KV the team's Q must meet: member j of team (u, w) takes those with the first number u + j.
-It begins with one of them (the placement), and the others come round in the sub-ring of the
-members j of the teams with equal u. algorithm.md, section 9; causal masks too.
+whose KV the team's Q must meet: member j of team (u, w) takes the teams whose first number is
+u + j. It begins with one of them (the placement), and the others come round in the sub-ring of the
+members j of the teams with equal u. algorithm.md, section 9; causal masks too. `table.py` lists
+`plan_startrail`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllGather, Operation, SendRecv, Task
 from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.exchange import Unit, with_exchanges
-from mesh_attention.plan.methods.parts.key_ring import KeyRing, rotating_schedule
+from mesh_attention.plan.methods.parts.key_ring import KeyRing
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import Reduction, reduce_sum, stacks
-from mesh_attention.plan.methods.parts.rotate import Reach, members_per_node, ring
+from mesh_attention.plan.methods.parts.rotate import (
+    GradientRoute,
+    deliveries,
+    members_per_node,
+    ring,
+)
 from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
 from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
@@ -91,16 +97,16 @@ class _Star:
 
 
 class StarTrailBuilder:
-    """Units of StarTrail. The Q side is that of a tile with C rows."""
+    """StarTrail on one head group: a `UnitBuilder`. The Q side is that of a tile with C rows."""
 
-    hold = 0  # what rotates has two buffers, and goes when its attention is done
+    hold = 0  # rotating blocks have two buffers, and are freed when their attention is done
 
     def __init__(
         self,
         mesh: TilePass,
         lowerings: Lowerings,
         star: _Star,
-        gradients: Reach,
+        gradients: GradientRoute,
         nodes: tuple[int, ...],
     ) -> None:
         self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
@@ -109,7 +115,7 @@ class StarTrailBuilder:
         self._shared: dict[object, list[Operation]] = {}
         self._per_node: int | None = None
         rings = [members for name, members in self.groups().items() if name[0] == "S"]
-        if gradients is Reach.DIRECT and rings:
+        if gradients is GradientRoute.DIRECT and rings:
             self._per_node = members_per_node(rings, nodes)
 
     @property
@@ -120,11 +126,14 @@ class StarTrailBuilder:
 
     @property
     def schedule(self) -> Schedule:
-        backward = self.direction is Direction.BACKWARD
-        rotating = rotating_schedule(self.star.width, backward=backward, per_node=self._per_node)
-        before = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
-        after = [Step(Task(kind, (0,)), ()) for kind in (self.mesh.q_reduce_kind, "PB", "RS-dKV")]
-        return Schedule((*before, *rotating, *after))
+        width, backward = self.star.width, self.direction is Direction.BACKWARD
+        steps = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
+        for step, sent in enumerate(deliveries(ring(0, width), self._per_node)):
+            following = Task("KV", (step + 1,)) if step + 1 < width else None
+            steps.append(Step(following, (Task("C", (0, step)),)))
+            steps += [Step(Task("dKV", (delivery.step,)), ()) for delivery in sent if backward]
+        after = (self.mesh.q_reduce_kind, "PB", "RS-dKV")
+        return Schedule((*steps, *(Step(Task(kind, (0,)), ()) for kind in after)))
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         star, teams = self.star, self.star.size * self.star.width
@@ -143,7 +152,7 @@ class StarTrailBuilder:
         return self.mesh.kv.rows_of(self.mesh.tile.q_group(team), 0)
 
     def _places(self, unit: int) -> bool:
-        """Does this member get its first block from another?"""
+        """Whether this member gets its first block from another."""
         return self.star.first_team(unit) != unit // self.star.size
 
     def _ring(self, unit: int) -> KeyRing:
@@ -151,13 +160,14 @@ class StarTrailBuilder:
         u, w, j = star.place(unit)
         places = self._places(unit)
         end = "block" if places else "team"
+        rotation = ring(w, star.width)
         return KeyRing(
             self.mesh,
             self.lowerings,
             unit // star.size,
             f"S{u}.{j}",
-            ring(w, star.width),
-            lambda member: self._block(star.team(u + j, member + star.shift)),
+            rotation,
+            [self._block(star.team(u + j, member + star.shift)) for member in rotation.blocks],
             own=self._pieces(("k.first", "v.first") if places else self._team_names()),
             results=self._pieces((f"grad_k.{end}", f"grad_v.{end}")),
             gradients=self.gradients,
@@ -183,19 +193,11 @@ class StarTrailBuilder:
         for kind, grad in _SIDES:
             heads = self.head_group.heads(kind)
             near, first = self._block(team), self._block(star.first_team(unit))
-            for name, rows, held in (
-                (f"{kind}.team", near, kind),
-                (f"{kind}.first", first, kind),
-                (f"{grad}.block", first, grad),
-                (f"{grad}.team", near, grad),
-                *(
-                    (name, rows, grad)
-                    for name, rows in stacks(
-                        self._reduction(unit), f"{grad}.team", owners, own
-                    ).items()
-                ),
-            ):
-                made[name] = Buffer(name, held, rows, heads)
+            blocks = {f"{kind}.team": near, f"{kind}.first": first}
+            results = {f"{grad}.block": first, f"{grad}.team": near}
+            results |= stacks(self._reduction(unit), f"{grad}.team", owners, own)
+            for tensor, named in ((kind, blocks), (grad, results)):
+                made |= {name: Buffer(name, tensor, rows, heads) for name, rows in named.items()}
         return made
 
     def _operations(self, unit: int, keys: KeyRing) -> list[Operation]:
@@ -206,7 +208,7 @@ class StarTrailBuilder:
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations(), *mesh.reduce_q(0, mesh.q.reduction(unit, 0))]
+        operations += [*keys.operations(), *mesh.reduce_q(unit, 0)]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
@@ -222,8 +224,8 @@ class StarTrailBuilder:
     def _place(
         self, unit: int, near: tuple[Piece, ...], first: tuple[Piece, ...], *, back: bool = False
     ) -> SendRecv:
-        """The team's own block to the member that begins with it, and this member's first one from
-        its team; `back`: what belongs to them the other way."""
+        """Sends the team's own block to the member that begins with it, and receives this member's
+        first block from its team. `back`: their gradients go the other way."""
         taker, giver = self.star.taker(unit), self.star.first_team(unit)
         group = f"P{unit % self.star.size}"
         if back:
@@ -269,8 +271,9 @@ def plan_startrail(
 
     def build(direction: Direction) -> Pass:
         (mesh,) = planner.tile_passes(direction, tile)
-        around = (planner.lowerings, star, setting.gradients, planner.nodes)
-        return with_exchanges([StarTrailBuilder(mesh, *around)])
+        gradients, nodes = setting.gradients, planner.nodes
+        builder = StarTrailBuilder(mesh, planner.lowerings, star, gradients, nodes)
+        return with_exchanges([builder])
 
     return planner.plan(map(build, directions))
 

@@ -1,16 +1,18 @@
-"""All methods by name: the one place outside a builder that names them.
+"""All methods by name, with their options: the one place outside a builder that names methods.
 
 The command line, the tests and the support matrix read this table; adding a method is one builder
-and one row here. `candidates` are the settings worth trying when the best one is looked for.
+and one row here. `candidates` are the settings that a search for the best one should try.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods import box_methods as box
 from mesh_attention.plan.methods import needed_rows as seen
@@ -34,28 +36,27 @@ class Method:
     setting: type[Setting]
     build: Builder
     candidates: Candidates
-    reads_mask: bool = True  # False: what goes where is the same under every mask
+    reads_mask: bool = True  # False: programs are the same under every mask
     rotates: bool = False  # whether keys go round in rings
     all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
-    by_stretches: bool = False  # what travels is stretches of tokens, as the mask shows them
+    by_stretches: bool = False  # only the ranges of tokens that the mask shows travel
     is_plain_box: bool = False  # bytes follow from its degree and its tile
 
     def degree(self, setting: Mapping[str, Any], num_ranks: int) -> int:
-        """That of Ulysses, where a setting says it or the method does."""
+        """The Ulysses degree of a setting; 1 where the method has none."""
         return num_ranks if self.all_exchange else setting.get("ulysses") or 1
 
     def options(self) -> dict[str, Option]:
         return dict(_options(self.setting))  # type: ignore[arg-type]  # classes can be hashed
 
 
-@cache
+@cache  # every question of a batch asks for them
 def _options(setting: type[Setting]) -> Mapping[str, Option]:
-    """Found once: every question of a batch asks for them."""
     return {option.name: option for option in options_of(setting)}
 
 
-def _one(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Nothing to choose."""
+def _no_choice(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
+    """One setting, with nothing to choose."""
     return [{}]
 
 
@@ -74,7 +75,7 @@ def _near_best(problem: Problem, units: int) -> list[tuple[int, int]]:
 
 
 def _patches(tile: tuple[int, int], ranks_per_node: int) -> list[int]:
-    """Widths of patches; the one that is row by row already is left out."""
+    """Widths of patches, without the width that is row by row already."""
     return [width for width in patch_widths(*tile, ranks_per_node) if width < ranks_per_node]
 
 
@@ -107,8 +108,8 @@ def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Set
 def _unit_places(
     degree: int, tile: tuple[int, int], ranks_per_node: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Units in order, and as many units in a node as can be: what they gather stays in it then, and
-    what is exchanged for heads leaves it, as most of that does anyway where units are large."""
+    """Units in order, and as many units in a node as possible. In the latter case gathers stay in
+    the node and exchanges leave it, as most of them do anyway where units are large."""
     yield {}
     p = ranks_per_node or 1
     if p < degree or (p == degree and tile[0] * tile[1] > 1):
@@ -119,7 +120,7 @@ def _unit_places(
 
 
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Degrees that leave several units in a node: rings of one unit are those of USP."""
+    """Degrees that leave several units in a node: with inner rings of one unit it is USP."""
     sizes = {
         u: box.usual_inner(ranks // u, u, ranks_per_node) for u in ulysses_degrees(problem, ranks)
     }
@@ -136,22 +137,22 @@ def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> S
     return [{"tile": tile} for tile in tiles]
 
 
-AUTO = "auto"  # not in the table: a search chooses one of those that are
+AUTO = "auto"  # not in the table: a search chooses a method of the table
 DEFAULT_METHOD = AUTO
 _ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
 _ROTATE = ("ring", "double-ring", "usp")
 _BY_STRETCHES = ("seen",)
 _PLAIN_BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
-USUAL = ("ulysses", "usp", "ring")  # what people would use otherwise
-HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # what batches of documents choose from
+USUAL = ("ulysses", "usp", "ring")  # the methods that people use without this library
+HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # the choices for batches of documents
 _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     "mesh": ("2-D tiles a x b of the query-key matrix", box.MeshSetting, box.plan_mesh, _tiles),
-    "ring": ("KV rotates in a ring (Ring-Attention)", box.RingSetting, box.plan_ring, _one),
+    "ring": ("KV rotates in a ring (Ring-Attention)", box.RingSetting, box.plan_ring, _no_choice),
     "ring-q": (
         "Q rotates in a ring, outputs are reduced last",
         box.RingQSetting,
         box.plan_ring_q,
-        _one,
+        _no_choice,
     ),
     "double-ring": (
         "KV rotates in rings inside nodes and in one between them (LoongTrain)",
@@ -163,13 +164,13 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
         "every rank gathers all KV (Llama 3 training)",
         box.AllGatherKvSetting,
         box.plan_all_gather_kv,
-        _one,
+        _no_choice,
     ),
     "ulysses": (
         "ranks exchange tokens for heads",
         box.UlyssesSetting,
         box.plan_ulysses,
-        _one,
+        _no_choice,
     ),
     "usp": ("Ulysses inside, a ring outside", box.UspSetting, box.plan_usp, _rings_of_units),
     "startrail": (
@@ -219,9 +220,47 @@ METHODS: Mapping[str, Method] = {
 
 def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:
     """Every option of every method, once, with the methods that have it; in order of the table."""
-    found: dict[str, tuple[Option, tuple[str, ...]]] = {}
+    options: dict[str, tuple[Option, tuple[str, ...]]] = {}
     for method in METHODS.values():
         for name, option in method.options().items():
-            first, users = found.get(name, (option, ()))
-            found[name] = (first, (*users, method.name))
-    return found
+            first, users = options.get(name, (option, ()))
+            options[name] = (first, (*users, method.name))
+    return options
+
+
+# Options of 0.1, and what to write now.
+RENAMED_OPTIONS = {
+    "heads_at_once": "it is 'head_slices' now",
+    "backward_heads_at_once": "it is 'backward_head_slices' now",
+    "max_buffer_bytes": "it is 'max_memory_bytes' now",
+    "auto_cut": "leave it out: plans are cut by default",
+}
+# Arguments that are no options of plans, and which functions take them.
+_TAKEN_ELSEWHERE = {
+    "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
+    "one, find_best of mesh_attention.choose.auto searches on it, and ContextParallel("
+    "cluster=...) chooses by it",
+}
+
+
+def renamed(option: str) -> str:
+    """A hint in brackets about an unknown option; empty where there is none."""
+    known = RENAMED_OPTIONS | _TAKEN_ELSEWHERE
+    return f" ({known[option]})" if option in known else ""
+
+
+def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The methods that have all of these options. An option that is None was not set."""
+    names = {name for name, value in options.items() if value is not None}
+    fits = tuple(name for name, method in METHODS.items() if names <= method.options().keys())
+    if not fits:
+        known = all_options()
+        for name in sorted(names - known.keys()):
+            near = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near and not renamed(name) else ""
+            raise PlanError(f"no method has an option {name!r}{renamed(name)}{meant}")
+        raise PlanError(
+            f"no method has all of the options {', '.join(sorted(names))}; leave one out, or name "
+            "a method"
+        )
+    return fits

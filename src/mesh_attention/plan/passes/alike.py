@@ -34,15 +34,15 @@ class Alike:
 
     def table(self, program: Program) -> int:
         """By the buffers: their names and sizes."""
-        found = []
+        numbers = []
         for b in program.buffers:
             known = self._by_buffer.get(id(b))
             if known is None:
                 key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset)
                 known = b, self._shapes.setdefault(key, len(self._shapes))
                 self._by_buffer[id(b)] = known
-            found.append(known[1])
-        return self._tables.setdefault(tuple(found), len(self._tables))
+            numbers.append(known[1])
+        return self._tables.setdefault(tuple(numbers), len(self._tables))
 
     def uses(self, program: Program) -> tuple[int, tuple[int, ...]]:
         """By the buffers, and by the tasks and pieces of the operations."""

@@ -64,7 +64,7 @@ class CallChooser:
         self._target, self._direction, self._clock = target, direction, clock
         self._holds = target.own_stream and plan.num_ranks > 1
         kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
-        self._names = {kind: found[0] if found else "" for kind, found in kernels.items()}
+        self._names = {kind: kernel[0] if kernel else "" for kind, kernel in kernels.items()}
         by_range = kernels[CallKind.RANGE]
         may_be_one = direction not in target.rectangles
         self._takes_whole = may_be_one and by_range is not None and by_range[1].ranges
@@ -78,27 +78,27 @@ class CallChooser:
         if not op.calls:
             return op, CallSummary()
         summary = CallSummary(whole=int(self._takes_whole))
-        one = whole_call(op)
-        if self._takes_whole and (one,) != op.calls:
-            whole, cut = self._seconds(op, table, one, splits)
+        single = whole_call(op)
+        if self._takes_whole and (single,) != op.calls:
+            whole, cut = self._seconds(op, table, single, splits)
             better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
             summary = CallSummary(int(better), int(not better), whole, cut)
             if better:
-                one = replace(one, kernel=self._names[CallKind.RANGE])
-                return replace(op, calls=(one,)), summary
+                single = replace(single, kernel=self._names[CallKind.RANGE])
+                return replace(op, calls=(single,)), summary
         names = self._names
         calls = tuple([replace(c, kernel=names[c.kind]) for c in op.calls])
         return replace(op, calls=calls), summary
 
     def _seconds(
-        self, op: Attention, table: Mapping[str, Buffer], one: Call, splits: int
+        self, op: Attention, table: Mapping[str, Buffer], single: Call, splits: int
     ) -> tuple[float, float]:
         clock = self._clock
         sizes = [clock.size(op, table, call) for call in op.calls]
         whole = sizes[0]._replace(
-            kind=one.kind,
-            rows=one.q_stop,
-            columns=one.k_stop,
+            kind=single.kind,
+            rows=single.q_stop,
+            columns=single.k_stop,
             pairs=sum(size.pairs for size in sizes),
         )
         key = (whole, *sizes, splits, *clock.fresh(op))
@@ -115,13 +115,13 @@ class CallChooser:
         loses half of it in the mean."""
         total = held = 0.0
         for at, size in enumerate(sizes):
-            found = self._target.kernel(self._direction, size.kind)
-            if found is None:
+            kernel = self._target.kernel(self._direction, size.kind)
+            if kernel is None:
                 return math.inf  # the kernel that was asked for by name refuses it
-            seconds = self._clock.kernel(found[1], size)
+            seconds = self._clock.kernel(kernel[1], size)
             if seconds is None:
                 return math.inf
-            if self._holds and not found[1].lets_transfers_begin:
+            if self._holds and not kernel[1].lets_transfers_begin:
                 parts = splits if isinstance(op, Attend) and size.kind == CallKind.FULL else 1
                 held = max(held, seconds / parts)
             total += seconds

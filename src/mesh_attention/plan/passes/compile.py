@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.target import Target
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Pass, Plan, Programs
 from mesh_attention.plan.language.program import (
     Attend,
@@ -21,14 +20,12 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.language.workspace import workspace_map
+from mesh_attention.plan.language.workspace import dependencies, workspace_map
 from mesh_attention.plan.passes.alike import Alike, attention_key
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
-from mesh_attention.plan.passes.leave_sms import leave_sms
 from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds
-from mesh_attention.plan.passes.split_calls import split_calls, splits_wanted
-from mesh_attention.plan.passes.transfers import TransferCosts
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
+from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
 
 Waits = tuple[tuple[int, ...], ...]
 
@@ -47,12 +44,12 @@ def compile_plan(plan: Plan, target: Target) -> Plan:
             f"the plan is for {plan.problem.element_bytes}-byte elements, and the target for "
             f"{target.element_bytes}-byte ones"
         )
-    passes = tuple(compile_pass(plan, one, target) for one in plan.passes)
+    passes = tuple(compile_pass(plan, pass_, target) for pass_ in plan.passes)
     return replace(plan, passes=passes, target=target)
 
 
-def compile_pass(plan: Plan, one: Pass, target: Target) -> Pass:
-    return PassCompiler(plan, one, target).all_programs()
+def compile_pass(plan: Plan, pass_: Pass, target: Target) -> Pass:
+    return PassCompiler(plan, pass_, target).all_programs()
 
 
 class _Placed(NamedTuple):
@@ -66,11 +63,11 @@ class _Placed(NamedTuple):
 class PassCompiler:
     """Of one pass of a plan. What ranks have in common is worked out once."""
 
-    def __init__(self, plan: Plan, one: Pass, target: Target) -> None:
-        self._plan, self._one, self._target = plan, one, target
-        self.clock = CallSeconds(plan, one.direction, target)
-        self._choose = CallChooser(plan, one.direction, target, self.clock)
-        self._transfers = TransferCosts(target.links, plan, one)
+    def __init__(self, plan: Plan, pass_: Pass, target: Target) -> None:
+        self._plan, self._pass, self._target = plan, pass_, target
+        self.clock = CallSeconds(plan, pass_.direction, target)
+        self._choose = CallChooser(plan, pass_.direction, target, self.clock)
+        self._transfers = TransferCosts(target.links, plan, pass_)
         self._two_streams = target.takes_turns
         # Of programs compiled so far: waits, and seconds of collectives by their places.
         self.waits: dict[int, Waits] = {}
@@ -84,17 +81,17 @@ class PassCompiler:
 
     def all_programs(self) -> Pass:
         """The pass, each program compiled when it is asked for."""
-        programs = Programs(len(self._one.programs), lambda at: self.compiled(at)[0])
-        return replace(self._one, programs=programs)
+        programs = Programs(len(self._pass.programs), lambda at: self.compiled(at)[0])
+        return replace(self._pass, programs=programs)
 
     def compiled(self, at: int) -> tuple[Program, CallSummary]:
         """The program at this place, and what was chosen for its attentions."""
-        program, summary = self._with_calls(self._one.programs[at])
+        program, summary = self._with_calls(self._pass.programs[at])
         program, waits = self._placed(program)
         self.waits[at] = waits
         if self._two_streams and runs_beside(program):
             program = leave_sms(
-                *(program, self._one.direction, waits),
+                *(program, self._pass.direction, waits),
                 *(self._seconds_of(at, program), self.clock, self._target),
             )
         return program, summary
@@ -134,10 +131,10 @@ class PassCompiler:
         """This operation, with results where those of another that is alike go."""
         if not isinstance(made, Attention) or not isinstance(op, Attention):
             return op
-        found = self._edited.get((made, op))
-        if found is None:
-            found = self._edited[made, op] = replace(made, calls=op.calls)
-        return found
+        edited = self._edited.get((made, op))
+        if edited is None:
+            edited = self._edited[made, op] = replace(made, calls=op.calls)
+        return edited
 
     def _with_calls(self, program: Program) -> tuple[Program, CallSummary]:
         table = program.buffer_table()
@@ -165,7 +162,7 @@ class PassCompiler:
 
     def _seconds_of(self, at: int, program: Program) -> Callable[[int, Communication], float]:
         """Of a rank's communications."""
-        rank, groups, devices = program.rank, self._one.groups, self._plan.devices
+        rank, groups, devices = program.rank, self._pass.groups, self._plan.devices
         meter = TrafficMeter(self._plan.problem, program.buffer_table())
         # What the first program needs is not kept for others: most searches ask for one.
         table = self._alike.table(program) if self._known else None
@@ -179,7 +176,7 @@ class PassCompiler:
                 if table is not None:
                     self._flows[table, id(op)] = op, flows
             if not isinstance(op, SendRecv):
-                member = self._one.members[op.group][rank]
+                member = self._pass.members[op.group][rank]
                 known[place] = self._transfers.collective(op, flows, member)
                 return known[place]
             ranks = groups[op.group]
@@ -195,17 +192,17 @@ class PassCompiler:
 
 def sources(before: Program, after: Program) -> tuple[int, ...]:
     """Where each operation that is left stood before its buffers were placed."""
-    found: list[int] = []
+    places: list[int] = []
     at = 0
     for op in after.operations:
         if isinstance(op, Free):
-            found.append(-1)
+            places.append(-1)
             continue
         while not _is_same(before.operations[at], op):
             at += 1
-        found.append(at)
+        places.append(at)
         at += 1
-    return tuple(found)
+    return tuple(places)
 
 
 def _is_same(before: Operation, after: Operation) -> bool:

@@ -1,13 +1,18 @@
-"""An attention that is one call writes its results where the program would copy them to.
+"""Place the buffers of a program, without the copies and row sums that need not be made.
 
-Builders give every attention an accumulator in wide precision, since rectangles are merged there,
-and a copy that changes precision before results travel or are handed out. If one call does all, the
-accumulator holds what the call returned and nothing else: the copy is left out, and so are two
-passes over memory. Results are the same bit for bit.
+`compile.py` calls `placed`; it changes one program and looks at no other rank.
 
-Accumulators that nothing uses any more are left out of the program too, so buffers can be placed
-anew, with less memory. Where other ranks know the places (shared memory) they stay: then a result
-can be written early only where nothing else lies meanwhile.
+Copies: builders give every attention an accumulator in wide precision, because rectangles are
+merged there, and a copy that changes precision before results travel or are handed out. If one
+call does all, the accumulator holds only what the call returned: the attention then writes where
+the copy would, and two passes over memory are saved. Results are the same bit for bit.
+Accumulators that nothing uses any more leave the program too, so buffers are placed anew in less
+memory. Where other ranks know the places (shared memory), buffers stay: then a result is written
+early only where nothing else lies meanwhile.
+
+Row sums: where queries travel, `delta = rowsum(out * grad_out)` travels in place of `out`. Rows
+that stay, and that only one backward attention reads, do not need delta: kernels that want `out`
+have it, and kernels that want sums make them.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations
 
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
@@ -37,7 +43,6 @@ from mesh_attention.plan.language.workspace import (
     workspace_map,
 )
 from mesh_attention.plan.passes.alike import is_one_call
-from mesh_attention.plan.passes.row_sums import without_row_sums
 from mesh_attention.plan.problem.problem import Problem
 
 
@@ -81,14 +86,14 @@ def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Prog
     }
     if not one_call:
         return program
-    found = _Copies(program, memory)
+    copies_of = _Copies(program, memory)
     operations: list[Operation | None] = list(program.operations)
     for at, op in one_call.items():
         copies: list[int] = []
         if isinstance(op, AttendBackward):
-            operations[at], copies = found.of_backward(at, op)
+            operations[at], copies = copies_of.of_backward(at, op)
         elif op.fresh:
-            operations[at], copies = found.of_forward(at, op)
+            operations[at], copies = copies_of.of_forward(at, op)
         for copy in copies:
             operations[copy] = None
     left = [op for op in operations if op is not None]
@@ -196,3 +201,36 @@ class _Copies:
             if there and name != target.buffer and born <= reader and at <= freed:
                 return False
         return True
+
+
+def without_row_sums(program: Program) -> Program:
+    """Attentions take `out` in place of delta where delta is made of the caller's own, and no row
+    of it is read twice. Its buffer stays, unused: others may know where buffers lie."""
+    table = program.buffer_table()
+    operations: list[Operation | None] = list(program.operations)
+    for at, op in enumerate(program.operations):
+        if not isinstance(op, Merge) or op.rule is not MergeRule.DELTA:
+            continue
+        (out, _), (delta,) = op.inputs, op.outputs
+        own = table[out.buffer].role is Role.INPUT and replace(delta, buffer=out.buffer) == out
+        readers = _readers(program, at, delta.buffer) if own else {}
+        pieces = [piece for _, piece in readers.values()]
+        if not any(a.overlaps(b) for a, b in combinations(pieces, 2)):
+            for i, (reader, piece) in readers.items():
+                operations[i] = replace(reader, out=replace(piece, buffer=out.buffer), delta=None)
+                operations[at] = None
+    if None not in operations:
+        return program
+    return replace(program, operations=tuple(op for op in operations if op is not None))
+
+
+def _readers(program: Program, writer: int, buffer: str) -> dict[int, tuple[AttendBackward, Piece]]:
+    """Attentions with what they read of it as delta, by their places; none if others use it too."""
+    readers: dict[int, tuple[AttendBackward, Piece]] = {}
+    for at, op in enumerate(program.operations):
+        if at == writer or isinstance(op, Free) or buffer not in op.touched:
+            continue
+        if not isinstance(op, AttendBackward) or op.delta is None:
+            return {}
+        readers[at] = op, op.delta
+    return readers

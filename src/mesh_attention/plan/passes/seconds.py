@@ -1,8 +1,13 @@
-"""Seconds of the kernel calls of a pass: what passes choose by, and what simulations add up."""
+"""Seconds of the kernel calls and of the transfers of a pass, when nothing disturbs them.
+
+The passes choose by these times, and `cost/` adds them up. Both classes remember
+what they computed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from mesh_attention.machine.call_time import (
     CallSize,
@@ -10,12 +15,20 @@ from mesh_attention.machine.call_time import (
     kernel_seconds,
     memory_seconds,
 )
+from mesh_attention.machine.cluster import Links
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import Target
+from mesh_attention.machine.transfer_time import (
+    GroupShape,
+    all_to_all_seconds,
+    flow_seconds,
+    ring_seconds,
+)
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.computed_pairs import CallPairs
-from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.language.program import Attend, Attention, Call
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import AllToAll, Attend, Attention, Call, Collective
+from mesh_attention.plan.language.traffic import Flows
 from mesh_attention.plan.passes.alike import attention_key
 
 
@@ -63,3 +76,26 @@ class CallSeconds:
     def fresh(op: Attention) -> tuple[bool, bool]:
         """Whether accumulators hold nothing yet: out, or the gradient of q; those of k and v."""
         return (op.fresh, False) if isinstance(op, Attend) else (op.fresh_q, op.fresh_kv)
+
+
+class TransferCosts:
+    def __init__(self, links: Links, plan: Plan, pass_: Pass) -> None:
+        self._links = links
+        self._devices, self._groups = plan.devices, pass_.groups
+        self.shape = cache(self._shape)
+
+    def _shape(self, group: str) -> GroupShape:
+        return GroupShape.of(
+            self._links, tuple([self._devices[rank] for rank in self._groups[group]])
+        )
+
+    def collective(self, op: Collective, flows: Flows, member: int) -> float:
+        """As this member sees it; the group is done when the slowest member is."""
+        shape = self.shape(op.group)
+        if isinstance(op, AllToAll):
+            received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}
+            return all_to_all_seconds(self._links, shape, flows.sent, received, member)
+        return ring_seconds(self._links, shape, flows.received[0][0])
+
+    def flow(self, source: int, target: int, num_bytes: int) -> float:
+        return flow_seconds(self._links, source, target, num_bytes)

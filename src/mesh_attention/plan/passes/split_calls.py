@@ -1,23 +1,48 @@
-"""Long kernel calls are split, so that communication can begin between them.
+"""Split long kernel calls so that transfers can begin, and have SMs to run on.
 
-Some attention kernels fill every multiprocessor and hold it until the call is over: a communication
-kernel that becomes ready meanwhile has to wait, and so at most one of them begins for every call.
-Where a program has more communications than attentions, full calls on such kernels are therefore
-split by queries into as many; each has rows of its own to merge, and calls take turns on two
-streams (`runtime/device/streams.py`), so that a split costs next to nothing.
+`compile.py` calls `split_calls` and then `leave_sms`; both change only the calls of attentions.
 
-The backward pass is left whole: it lasts longer beside its communications, and each further call
-would add up one more dQ, or dK and dV.
+`split_calls`: some attention kernels fill every multiprocessor until the call is over. A transfer
+that becomes ready meanwhile has to wait, so at most one begins for every call. Where a program has
+more communications than attentions, full calls on such kernels are split by queries into as many.
+Each part has rows of its own to merge, and calls take turns on two streams
+(`runtime/device/streams.py`), so a split costs next to nothing. The backward pass stays whole: it
+lasts longer beside its communications, and each further call would add up one more dQ, or dK
+and dV.
+
+`leave_sms`: a kernel is asked to leave SMs before its call begins, and leaves them to its end,
+though a transfer may last far less. So the rows of a long call are split: the first part has the
+whole GPU, and the rest leaves SMs for as long as transfers are predicted to last. A transfer that
+could not begin so far begins there, because it comes first wherever SMs fall free.
+
+The programs of such kernels have a fixed share of the tiles each, so a full call lasts a whole
+number of rounds. The second part begins where programs of the first have no tile left, so a last
+round of few tiles costs no round of its own. A call stays whole where a cut saves no round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
+from math import ceil
 
-from mesh_attention.machine.target import Target
+from mesh_attention.machine.call_time import lost_by_leaving, rounds_of_parts
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
+from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Attend, Call, CallKind, Communication, Program
+from mesh_attention.plan.language.program import (
+    Attend,
+    Attention,
+    Call,
+    CallKind,
+    Communication,
+    Operation,
+    Program,
+)
+from mesh_attention.plan.passes.seconds import CallSeconds
 
 TILE_ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a call: fewer would not fill a GPU twice
@@ -56,3 +81,141 @@ def _split(call: Call, heads: int, wanted: int, target: Target) -> list[Call]:
         return [call]
     bounds = [call.q_start + i * tiles // count * TILE_ROWS for i in range(count)] + [call.q_stop]
     return [replace(call, q_start=a, q_stop=b) for a, b in pairwise(bounds)]
+
+
+_LONGER = 1.3  # than thought: a transfer begins a merge later, and is slower beside computation
+_CUT = 0.1  # rounds that a cut costs: one more call, and its merge
+
+TransferSeconds = Callable[[int, Communication], float]  # by its place
+
+
+def leave_sms(
+    program: Program,
+    direction: Direction,
+    waits: Sequence[tuple[int, ...]],
+    transfer_seconds: TransferSeconds,
+    clock: CallSeconds,
+    target: Target,
+) -> Program:
+    """`waits`: the operations that each must come after. A slice of a GPU has no SMs to leave."""
+    kernels = {name for name, rates in target.kernels.items() if _margin(rates.of(direction))}
+    if target.gpu.sms <= SMS_OF_TRANSFERS or not any(
+        call.kernel in kernels
+        for op in program.operations
+        if isinstance(op, Attention)
+        for call in op.calls
+    ):
+        return program
+    table = program.buffer_table()
+    in_flight: dict[int, float] = {}  # seconds that are left
+    operations: list[Operation] = []
+    for at, op in enumerate(program.operations):
+        operations.append(op)
+        if isinstance(op, Communication):
+            in_flight[at] = transfer_seconds(at, op)
+            continue
+        # They are done in their order, so those before one that is waited for are done too.
+        last = max((i for i in waits[at] if i in in_flight), default=-1)
+        if last >= 0:
+            in_flight = {i: left for i, left in in_flight.items() if i > last}
+        if not in_flight or not isinstance(op, Attention) or not op.calls:
+            continue
+        if not all(call.kernel for call in op.calls):
+            continue
+        passed = clock.attention(op, table)
+        if any(call.kernel in kernels for call in op.calls):
+            rate = sum(map(_pairs, op.calls)) / passed if passed else 0.0  # pairs a second
+            needed = _LONGER * sum(in_flight.values()) * rate
+            heads = op.q.num_heads(table[op.q.buffer])
+            made = replace(op, calls=_parts(op.calls, heads, needed, direction, target))
+            # Otherwise whatever is in flight waits for the end of the attention.
+            if _longer(made, table, direction, clock, target) <= sum(in_flight.values()):
+                operations[-1] = made
+        for i, left in tuple(in_flight.items()):
+            in_flight[i] = max(0.0, left - passed)
+            passed = max(0.0, passed - left)
+    return replace(program, operations=tuple(operations))
+
+
+def _margin(rates: PassRates | None) -> int:
+    """SMs that a kernel leaves where it is asked to."""
+    return 0 if rates is None else rates.sm_margin
+
+
+def _longer(
+    op: Attention,
+    table: Mapping[str, Buffer],
+    direction: Direction,
+    clock: CallSeconds,
+    target: Target,
+) -> float:
+    """Seconds by which its calls last longer because few rounds of tiles become one more."""
+    total, sms = 0.0, target.gpu.sms
+    for call in op.calls:
+        rates = target.kernels[call.kernel].of(direction)
+        if rates is None or not call.leave_sms:
+            continue
+        size = clock.size(op, table, call)
+        lost = lost_by_leaving(rates, sms, size, call.leave_sms)
+        if lost > call.leave_sms / sms:
+            total += (clock.kernel(rates, size) or 0.0) * lost / (1 - lost)
+    return total
+
+
+def leaves_whole(transfers: float, call: float) -> bool:
+    """Whether a call that is not split leaves SMs, by how long both last, in any unit. Otherwise a
+    transfer that comes while it runs begins after it."""
+    return _LONGER * transfers > call / 2
+
+
+def _pairs(call: Call) -> int:
+    area = (call.q_stop - call.q_start) * (call.k_stop - call.k_start)
+    return area // 2 if call.kind is CallKind.CAUSAL else area
+
+
+def _parts(
+    calls: Sequence[Call], heads: int, needed: float, direction: Direction, target: Target
+) -> tuple[Call, ...]:
+    """Of an attention, some of which leave SMs. `needed`: pairs of rows and keys that are computed
+    while transfers last."""
+    result: list[Call] = []
+    for call in reversed(calls):
+        parts = [(call, False)]
+        margin = _margin(target.kernels[call.kernel].of(direction))
+        if needed > 0 and margin:
+            parts = _split_leaving(call, heads, target.gpu.sms, margin, needed)
+        needed -= sum(_pairs(part) for part, leaves in parts if leaves)
+        result = [*(replace(c, leave_sms=margin) if x else c for c, x in parts), *result]
+    return tuple(result)
+
+
+def _split_leaving(
+    call: Call, heads: int, sms: int, margin: int, needed: float
+) -> list[tuple[Call, bool]]:
+    """The call in parts, and which of them leave SMs."""
+    if call.kind is CallKind.RANGE:  # who knows how little its rows see
+        return [(call, True)]
+    if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
+        return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
+    rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+    tiles, least = -(-rows // TILE_ROWS) * heads, ceil(needed * heads / (TILE_ROWS * keys * sms))
+    leaving = _leaving_tiles(tiles, heads, sms, margin, least)
+    if not leaving:
+        return [(call, True)]
+    middle = call.q_stop - leaving * TILE_ROWS
+    return [(replace(call, q_stop=middle), False), (replace(call, q_start=middle), True)]
+
+
+@lru_cache(maxsize=4096)  # the calls of a ring are alike
+def _leaving_tiles(tiles: int, heads: int, sms: int, margin: int, least: int) -> int:
+    """Of a head, in the part that leaves SMs for at least so many rounds; 0 where a cut saves no
+    round."""
+    fewer = sms - margin
+    whole = -(-tiles // fewer)
+    cuts = []
+    for rounds in range(least, whole):
+        leaving = rounds * fewer // heads
+        rest = tiles - leaving * heads
+        if leaving and rest > 0:
+            cuts.append((rounds_of_parts(rest, leaving * heads, sms, margin) + _CUT, leaving))
+    return min(cuts)[1] if cuts and min(cuts)[0] < whole else 0

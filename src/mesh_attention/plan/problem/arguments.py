@@ -28,12 +28,12 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = operator.index(value)
+        whole = operator.index(value)
     except TypeError:
         raise PlanError(f"{name}={value!r}: must be a whole number{bound}") from None
-    if least is not None and found < least:
-        raise PlanError(f"{name}={found}: must be a whole number{bound}")
-    return found
+    if least is not None and whole < least:
+        raise PlanError(f"{name}={whole}: must be a whole number{bound}")
+    return whole
 
 
 def real(name: str, value: Any) -> float:

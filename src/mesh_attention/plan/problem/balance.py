@@ -1,14 +1,16 @@
-"""A pack of documents shared out such that tokens and work are even, and most documents whole.
+"""Share out a pack of documents so that tokens and work are even and most documents stay whole.
 
-Two things make it exact. A share f of a causal document, taken as a pair of stretches from its
-front and from its end, {[a, b), [L-b, L-a)}, holds f of its tokens and f of its work. And what
-rank after rank leaves over always has the mean density (work per token), so there are always
-tokens denser and tokens sparser than what a rank still needs, and a share of each makes it even.
+`choose/documents.py` asks for it; plain numbers in and out, no layout and no plan.
 
-Ranks are filled one after the other with whole documents: the longest that leaves a rest which
-others can fill, then ones as dense as that rest, and at last two that make it even. Where no whole
-documents do, up to the slack, shares of two documents do. Targets are cumulative: what one rank is
-short of the next one has, and nothing adds up.
+Two facts make it exact. A share f of a causal document, taken as a pair of stretches from its
+front and from its end, {[a, b), [L-b, L-a)}, holds f of its tokens and f of its work. And what is
+left after each rank always has the mean density (work per token): there are always denser and
+sparser tokens than a rank still needs, and a share of each makes it even.
+
+Ranks are filled one after the other with whole documents: first the longest whose remainder others
+can fill, then documents as dense as that remainder, at last two that make it even. Where no whole
+documents fit within the slack, shares of two documents do. Targets are cumulative: what one rank
+lacks, the next one gets, so differences do not add up.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 
@@ -90,12 +93,12 @@ class _Front:
         tokens, work = 0, 0.0
         self._tokens, self._works, self._densities = [0], [0.0], list[float]()
         self.reach = math.inf  # where there are no others
-        for one in documents:
-            tokens += one.length
-            work += one.work
+        for document in documents:
+            tokens += document.length
+            work += document.work
             self._tokens.append(tokens)
             self._works.append(work)
-            self._densities.append(one.density)
+            self._densities.append(document.density)
             if tokens >= up_to:
                 self.reach = tokens
                 break
@@ -118,43 +121,38 @@ class _Left:
         weights: Sequence[float] | None,
     ) -> None:
         self._rows = DocumentWork(masks, weights)
-        spans = sorted((a - b, a) for a, b in pairwise(documents) if a < b)
-        work = {
-            length: self._rows.before(length, length) for length in {-size for size, _ in spans}
-        }
+        spans = sorted((start - stop, start) for start, stop in pairwise(documents) if start < stop)
+        lengths = {-size for size, _ in spans}
+        work = {length: self._rows.before(length, length) for length in lengths}
         self._whole = [
             _Document(start, -size, work[-size], -size, work[-size] / -size)
             for size, start in spans
         ]
-        self._shorter = [-one.length for one in self._whole]  # these two grow, to be searched
-        self._sparser = [-one.density for one in self._whole]
+        # Negative, so that both columns grow and can be searched.
+        self._shorter = [-document.length for document in self._whole]
+        self._sparser = [-document.density for document in self._whole]
         self._cut: list[_Document] = []
         self._ranks, self._rank = num_ranks, 0
-        self._tokens, self._work = documents[-1], sum(one.work for one in self._whole)
+        self._tokens, self._work = documents[-1], sum(document.work for document in self._whole)
         self._need_tokens, self._need_work = 0, 0.0  # of this rank and all before it
         self._own: list[tuple[int, int]] = []
         self._token_slack = int(TOKEN_SLACK * self._tokens / num_ranks)
         self._work_slack = WORK_SLACK * self._work / num_ranks
         long = self._tokens >= _LONG_SHARD * num_ranks
         self._align = ALIGN * (2 if self._rows.folded else 1) if long else 1
-        self._known_fewest: _Front | None = None
-        self._known_most: _Front | None = None
 
-    @property
+    # Both know a little more than this rank needs, and so mostly what the next ones need.
+    @cached_property
     def _fewest(self) -> _Front:
-        if self._known_fewest is None:
-            self._known_fewest = _Front(reversed(self._whole), self._enough())
-        return self._known_fewest
+        return _Front(reversed(self._whole), self._need_tokens * 9 // 8)
 
-    @property
+    @cached_property
     def _most(self) -> _Front:
-        if self._known_most is None:
-            self._known_most = _Front(self._whole, self._enough())
-        return self._known_most
+        return _Front(self._whole, self._need_tokens * 9 // 8)
 
-    def _enough(self) -> int:
-        """What this rank needs, and mostly the next ones."""
-        return self._need_tokens * 9 // 8
+    def _known(self, front: str) -> _Front | None:
+        made: _Front | None = self.__dict__.get(front)
+        return made
 
     def next_rank(self) -> list[tuple[int, int]]:
         self._own = []
@@ -162,16 +160,15 @@ class _Left:
         self._need_tokens += self._tokens * self._rank // self._ranks - before
         self._need_work += self._work / self._ranks
         if self._rank == self._ranks:
-            for one in (*self._cut, *self._whole):
-                self._take(one, one.tokens)
+            for document in (*self._cut, *self._whole):
+                self._take(document)
             return self._own
-        if self._known_fewest and self._known_fewest.reach < self._need_tokens:
-            self._known_fewest = None
-        if self._known_most and self._known_most.reach < self._need_tokens:
-            self._known_most = None
-        for one in tuple(self._cut):
-            if self._fits(one):
-                self._take(one, one.tokens)
+        for name in ("_fewest", "_most"):
+            if (front := self._known(name)) and front.reach < self._need_tokens:
+                delattr(self, name)
+        for document in tuple(self._cut):
+            if self._fits(document):
+                self._take(document)
         self._take_whole()
         while self._take_share():
             pass
@@ -181,93 +178,94 @@ class _Left:
         met = self._need_tokens <= self._token_slack
         return met and -self._work_slack <= self._need_work <= self._work_slack
 
-    def _fits(self, one: _Document) -> bool:
+    def _fits(self, document: _Document) -> bool:
         """Whether others can fill the rest, in tokens and in work, up to the slack."""
-        tokens, work = self._need_tokens - one.tokens, self._need_work - one.work
+        tokens, work = self._need_tokens - document.tokens, self._need_work - document.work
         if tokens < -self._token_slack:
             return False
         rest, slack = max(tokens, 0), self._work_slack
         return self._fewest.work(rest) - slack <= work <= self._most.work(rest) + slack
 
     def _take_whole(self) -> None:
+        """Take whole documents as long as the others can fill the rest."""
         first = True
         while not self._is_met() and not self._finish():
             tokens, work = self._need_tokens, self._need_work + self._work_slack
             low = bisect_left(self._shorter, -tokens - self._token_slack)
-            high = len(self._whole)
-            fewest = self._fewest
-            while low < high:  # longer ones leave too little work for the tokens of the rest
-                middle = (low + high) // 2
-                one = self._whole[middle]
-                if work - one.work < fewest.work(max(tokens - one.length, 0)):
-                    low = middle + 1
-                else:
-                    high = middle
+
+            def leaves_enough(
+                document: _Document,
+                fewest: _Front = self._fewest,
+                tokens: int = tokens,
+                work: float = work,
+            ) -> bool:
+                """Longer documents leave too little work for the tokens of the rest."""
+                return work - document.work >= fewest.work(max(tokens - document.length, 0))
+
+            low = bisect_left(self._whole, True, lo=low, key=leaves_enough)
             if not first and tokens > 0:
                 near = bisect_left(self._sparser, -self._need_work / tokens)
                 low = max(low, min(near, len(self._whole) - 1))
             first = False
             if low == len(self._whole) or not self._fits(self._whole[low]):
                 return
-            self._take(self._whole[low], self._whole[low].tokens)
+            self._take(self._whole[low])
 
     def _finish(self) -> bool:
-        """With two documents that together are what is needed, if there are such."""
+        """Take two documents that together are what is needed; False where there are none."""
         whole, tokens, work = self._whole, self._need_tokens, self._need_work
         if len(whole) < _ENOUGH or tokens > 2 * whole[len(whole) // 8].length:
             return False
         low = bisect_left(self._shorter, -tokens)
         high = bisect_right(self._shorter, -tokens / 2)  # the longer of the two is before
-        while low < high:  # the longer the one, the more work both have
-            middle = (low + high) // 2
-            one = whole[middle]
-            at = bisect_left(self._shorter, one.length - tokens)
-            both = one.work + (whole[at].work if at < len(whole) else 0.0)
-            if both > work:
-                low = middle + 1
-            else:
-                high = middle
-        for near in range(max(low - 2, 0), min(low + 3, len(whole))):
-            one = whole[near]
-            at = bisect_left(self._shorter, one.length - tokens)
+
+        def partner(document: _Document) -> int:
+            return bisect_left(self._shorter, document.length - tokens)
+
+        def is_little(document: _Document) -> bool:
+            """The longer the document, the more work it and its partner have."""
+            at = partner(document)
+            return document.work + (whole[at].work if at < len(whole) else 0.0) <= work
+
+        low = bisect_left(whole, True, lo=low, hi=high, key=is_little) if low < high else low
+        for document in whole[max(low - 2, 0) : low + 3]:
+            at = partner(document)
             for other in whole[max(at - 1, 0) : at + 1]:
-                rest, left = tokens - one.length - other.length, work - one.work - other.work
                 if (
-                    other is not one
-                    and abs(rest) <= self._token_slack
-                    and abs(left) <= self._work_slack
+                    other is not document
+                    and abs(tokens - document.length - other.length) <= self._token_slack
+                    and abs(work - document.work - other.work) <= self._work_slack
                 ):
-                    self._take(one, one.tokens)
-                    self._take(other, other.tokens)
+                    self._take(document)
+                    self._take(other)
                     return True
         return False
 
     def _take_share(self) -> bool:
-        """From a document denser than the rest that is needed and from a sparser one, such that
-        both together are even; those already cut first. False: nothing is needed any more."""
+        """Take shares of a document denser than what is needed and of a sparser one, so that both
+        together are even; cut documents come first. False where nothing is needed any more."""
         tokens, work = self._need_tokens, self._need_work
         if tokens <= self._align // 2 or self._is_met():
             return False
         needed = work / tokens
         at = bisect_right(self._sparser, -needed)
-        denser = [one for one in self._cut if one.density >= needed] or self._whole[:at][-1:]
-        sparser = [one for one in self._cut if one.density < needed] or self._whole[at : at + 1]
+        denser = [cut for cut in self._cut if cut.density >= needed] or self._whole[:at][-1:]
+        sparser = [cut for cut in self._cut if cut.density < needed] or self._whole[at : at + 1]
         if not denser or not sparser:
             ends = [*self._cut, *self._whole[:1], *self._whole[-1:]]
-            one = max(ends, key=_density) if sparser else min(ends, key=_density)
-            self._take(one, min(self._aligned(tokens), one.tokens))
+            self._take(max(ends, key=_density) if sparser else min(ends, key=_density), tokens)
             return True
         dense, sparse = min(denser, key=_density), max(sparser, key=_density)
-        for one in (sparse, dense):
-            if one.tokens < tokens:
-                continue
-            if abs(tokens * self._first_density(one, tokens) - work) <= self._work_slack:
-                self._take(one, min(self._aligned(tokens), one.tokens))
+        for document in (sparse, dense):
+            if (
+                document.tokens >= tokens
+                and abs(tokens * self._first_density(document, tokens) - work) <= self._work_slack
+            ):
+                self._take(document, tokens)
                 return True
         share = tokens * (needed - sparse.density) / (dense.density - sparse.density)
-        if share > dense.tokens or tokens - share > sparse.tokens:  # it is not enough: all of it
-            one = dense if share > dense.tokens else sparse
-            self._take(one, one.tokens)
+        if share > dense.tokens or tokens - share > sparse.tokens:  # too short: all of it
+            self._take(dense if share > dense.tokens else sparse)
             return True
         some = min(self._aligned(share), dense.tokens, tokens)
         for _ in range(0 if self._rows.even else 2):  # they may be less dense than others
@@ -276,55 +274,60 @@ class _Left:
             if high > low:
                 share = tokens * (needed - low) / (high - low)
                 some = max(min(self._aligned(share), dense.tokens, tokens), 0)
-        self._take(dense, some)
-        self._take(sparse, min(self._aligned(tokens - some), sparse.tokens))
+        self._take(dense, some, aligned=False)
+        self._take(sparse, tokens - some)
         return True
 
     def _aligned(self, tokens: float) -> int:
         return round(tokens / self._align) * self._align
 
-    def _spans(self, one: _Document, tokens: int) -> list[tuple[int, int]]:
+    def _spans(self, document: _Document, tokens: int) -> list[tuple[int, int]]:
         """The next tokens of a document, counted from its start."""
-        length = one.length
-        first, last = length - one.tokens, length - one.tokens + tokens
+        length = document.length
+        first, last = length - document.tokens, length - document.tokens + tokens
         if not self._rows.folded or tokens == length:
             return [(first, last)]
         # Tokens of even numbers count from the front, those of odd ones from the end.
         front = ((first + 1) // 2, (last + 1) // 2)
         return [front, (length - last // 2, length - first // 2)]
 
-    def _first_density(self, one: _Document, tokens: int) -> float:
-        """Of the next tokens; of few ones, and where that is the same, of all."""
+    def _first_density(self, document: _Document, tokens: int) -> float:
+        """The density of the next tokens, or of the whole document where that is the same or the
+        tokens are few."""
         if self._rows.even or tokens <= self._align:
-            return one.density
-        return self._rows.of(self._spans(one, tokens), one.length) / tokens
+            return document.density
+        return self._rows.of(self._spans(document, tokens), document.length) / tokens
 
-    def _take(self, one: _Document, tokens: int) -> None:
+    def _take(
+        self, document: _Document, tokens: int | None = None, *, aligned: bool = True
+    ) -> None:
+        """Give this rank so many tokens of a document, or all that is left of it."""
+        left = document.tokens
+        tokens = left if tokens is None else min(self._aligned(tokens) if aligned else tokens, left)
         if tokens == 0:
             return
-        spans = self._spans(one, tokens)
-        work = one.work if tokens == one.tokens else self._rows.of(spans, one.length)
-        length = one.length
-        first, last = length - one.tokens, length - one.tokens + tokens
-        self._own += [(one.start + a, one.start + b) for a, b in spans]
+        spans, length = self._spans(document, tokens), document.length
+        work = document.work if tokens == left else self._rows.of(spans, length)
+        first, last = length - left, length - left + tokens
+        self._own += [(document.start + a, document.start + b) for a, b in spans]
         self._need_tokens -= tokens
         self._need_work -= work
         if first == 0:
-            self._whole_is_gone(one)
+            self._whole_is_gone(document)
             if last < length:
-                self._cut.append(one)
+                self._cut.append(document)
         elif last == length:
-            self._cut.remove(one)
+            self._cut.remove(document)
         if last < length:
-            one.tokens, one.work = length - last, one.work - work
-            one.density = one.work / one.tokens
+            document.tokens, document.work = length - last, document.work - work
+            document.density = document.work / document.tokens
 
-    def _whole_is_gone(self, one: _Document) -> None:
-        at = self._whole.index(one)
+    def _whole_is_gone(self, document: _Document) -> None:
+        at = self._whole.index(document)
         for column in (self._whole, self._shorter, self._sparser):
             del column[at]
-        most, fewest = self._known_most, self._known_fewest
+        most, fewest = self._known("_most"), self._known("_fewest")
         if most and at < most.size:
-            self._known_most = None
+            del self._most
         if fewest and at > len(self._whole) - fewest.size:
-            self._known_fewest = None
+            del self._fewest

@@ -44,7 +44,7 @@ class LayoutKind(StrEnum):
 
 
 def read_stretches(value: Any) -> Stretches:
-    """What people write, or a text holds, as nested tuples; whether it fits is for `Layout`."""
+    """Stretches as nested tuples; `Layout` checks whether they fit."""
     try:
         return tuple(
             tuple((number("stretches", a, least=0), number("stretches", b, least=0)) for a, b in of)
@@ -108,8 +108,8 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        """Worked out once: layouts of many stretches are looked up again and again. Of numbers
-        only, so it is the same in processes that a layout is sent to."""
+        """Computed once, because layouts of many stretches are often looked up. Made of numbers
+        only, so that it is the same in every process."""
         return hash((self.num_tokens, self.num_ranks, self.block, self.stretches or ()))
 
     def _check_stretches(self) -> None:
@@ -136,8 +136,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, without stretches where there are none."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: value for name, value in given if value is not None}
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
     @property
     def _grain(self) -> int:
@@ -152,20 +151,20 @@ class Layout:
 
     @cached_property
     def _listed(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
-        """Of each rank: its stretches, and the slot at which each begins. All are filled up to the
-        largest with positions past the last token, each used once."""
-        found = [
+        """The stretches of each rank, and the slot at which each begins. All ranks are filled up to
+        the largest with positions past the last token, each used once."""
+        listed = [
             (list(own), list(accumulate((b - a for a, b in own), initial=0)))
             for own in self.stretches or ()
         ]
-        slots, unused = max(offsets[-1] for _, offsets in found), self.num_tokens
-        for own, offsets in found:
+        slots, unused = max(offsets[-1] for _, offsets in listed), self.num_tokens
+        for own, offsets in listed:
             missing = slots - offsets[-1]
             if missing:
                 own.append((unused, unused + missing))
                 offsets.append(slots)
                 unused += missing
-        return found
+        return listed
 
     @cached_property
     def slots(self) -> int:
@@ -196,34 +195,30 @@ class Layout:
         return runs
 
     def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
-        """Stretches of positions of intervals of places, in order: what `runs` says, in less time;
-        None of layouts in which they may be many."""
+        """The positions of intervals of places as stretches, in order: faster than `runs`. None for
+        layouts that may have many."""
         if self.kind is LayoutKind.CONTIGUOUS:
             return list(spans)
         if self.kind is not LayoutKind.ZIGZAG:
             return None
         half, last = self.slots // 2, 2 * self.num_ranks - 1
-        found = []
+        blocks = []
         for start, stop in spans:
             while start < stop:
                 index, within = divmod(start, half)
                 end = min(stop, start - within + half)
                 rank, high = divmod(index, 2)
                 position = (last - rank if high else rank) * half + within
-                found.append((position, position + end - start))
+                blocks.append((position, position + end - start))
                 start = end
-        return found
+        return blocks
 
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
-            case LayoutKind.CONTIGUOUS:
-                return [Run(rank * self.slots + start, stop - start)]
-            case LayoutKind.ZIGZAG:
-                half = self.slots // 2
-                low = [Run(rank * half + start, min(stop, half) - start)] if start < half else []
-                base = (2 * self.num_ranks - 1 - rank) * half - half
-                begin = max(start, half)
-                return low + ([Run(base + begin, stop - begin)] if begin < stop else [])
+            case LayoutKind.CONTIGUOUS | LayoutKind.ZIGZAG:
+                first = rank * self.slots
+                blocks = self.blocks_of(((first + start, first + stop),)) or ()
+                return [Run(low, high - low) for low, high in blocks]
             case LayoutKind.STRIPED:
                 stride = self.num_ranks * self.block
                 whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
@@ -241,7 +236,7 @@ class Layout:
                 ]
 
     def all_runs(self) -> NDArray[np.int64]:
-        """Those of all ranks in order: start, block, stride and count of each."""
+        """The runs of all ranks in order: start, block, stride and count of each."""
         if self.kind is LayoutKind.LISTED:
             rows = [(a, b - a, 0, 1) for own, _ in self._listed for a, b in own]
         else:

@@ -176,11 +176,11 @@ class Mask:
 
 
 def _parent(node: int, parent: Any) -> int | None:
-    if parent is None or (found := number("parents", parent, least=-1)) == -1:
+    if parent is None or (above := number("parents", parent, least=-1)) == -1:
         return None
-    if found >= node:
-        raise PlanError(f"node {node} has the parent {found}: a parent comes before its children")
-    return found
+    if above >= node:
+        raise PlanError(f"node {node} has the parent {above}: a parent comes before its children")
+    return above
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:

@@ -1,8 +1,8 @@
 """Masks that are unions of slices: some queries see some keys, all of them or up to a diagonal.
 
-A slice is one interval of keys whose ends are lines of slope 0 or 1, so that a union of slices
-becomes `RowRanges`: wherever slices begin, end or cross, queries are cut, and between two cuts
-what overlaps or touches is one interval.
+Only `mask.py` uses this file. A slice is one interval of keys whose ends are lines of slope 0 or 1,
+so a union of slices becomes `RowRanges`: queries are cut wherever slices begin, end or cross, and
+between two cuts intervals that overlap or touch are joined.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class SliceKind(StrEnum):
 Slice = tuple[tuple[int, int], tuple[int, int], str]
 
 
-# With MagiAttention's words and numbers for the same.
-_ALSO: dict[Any, SliceKind] = {
+_ALSO: dict[Any, SliceKind] = {  # with MagiAttention's words and numbers for the same
     **{kind.value: kind for kind in SliceKind},
     **dict(enumerate((SliceKind.FULL, SliceKind.CAUSAL, SliceKind.INVERSE_CAUSAL))),
     3: SliceKind.BICAUSAL,
@@ -50,41 +49,25 @@ _FORM = "give ((query start, stop), (key start, stop), kind)"
 def checked_slices(slices: Any) -> tuple[Slice, ...]:
     if not isinstance(slices, Iterable) or isinstance(slices, str | bytes):
         raise PlanError(f"slices={slices!r}: give a list of slices, and of each {_FORM[5:]}")
-    return tuple(_plain(one) or _checked(at, one) for at, one in enumerate(slices))
+    return tuple(_checked(at, item) for at, item in enumerate(slices))
 
 
-def _plain(one: Any) -> Slice | None:
-    """A slice as it should be, told quickly: masks may have thousands, and change with batches."""
+def _checked(at: int, item: Any) -> Slice:
     try:
-        (q0, q1), (k0, k1), kind = one
-        if type(q0) is type(q1) is type(k0) is type(k1) is int and type(kind) in (str, SliceKind):
-            return ((q0, q1), (k0, k1), _ALSO[kind]) if 0 <= q0 <= q1 and 0 <= k0 <= k1 else None
-    except (TypeError, ValueError, KeyError):
-        pass
-    return None
-
-
-def _checked(at: int, one: Any) -> Slice:
-    try:
-        queries, keys, kind = one
-        ranges = tuple((start, stop) for start, stop in (queries, keys))
+        queries, keys, kind = item
+        (q0, q1), (k0, k1) = queries, keys
     except (TypeError, ValueError):
-        raise PlanError(f"slice {at} is {one!r}: {_FORM}") from None
-    found = []
-    for name, (start, stop) in zip(("queries", "keys"), ranges, strict=True):
-        first, end = (number(f"slice {at}: {name}", x, least=0) for x in (start, stop))
-        if end < first:
-            raise PlanError(f"slice {at} has {name} {first} to {end}: it stops before it starts")
-        found.append((first, end))
-    return found[0], found[1], _kind(at, kind)
-
-
-def _kind(at: int, kind: Any) -> SliceKind:
+        raise PlanError(f"slice {at} is {item!r}: {_FORM}") from None
+    if not type(q0) is type(q1) is type(k0) is type(k1) is int or min(q0, q1, k0, k1) < 0:
+        # Masks may have thousands of slices and change with batches: most take the short way.
+        q0, q1 = (number(f"slice {at}: queries", x, least=0) for x in (q0, q1))
+        k0, k1 = (number(f"slice {at}: keys", x, least=0) for x in (k0, k1))
+    for name, start, stop in (("queries", q0, q1), ("keys", k0, k1)):
+        if stop < start:
+            raise PlanError(f"slice {at} has {name} {start} to {stop}: it stops before it starts")
     try:
-        if isinstance(kind, bool):
-            raise ValueError
-        return _ALSO[kind]
-    except (TypeError, ValueError, KeyError):
+        return (q0, q1), (k0, k1), _ALSO[None if isinstance(kind, bool) else kind]
+    except (TypeError, KeyError):
         raise PlanError(
             f"slice {at} is of kind {kind!r}; valid kinds are: {', '.join(SliceKind)}"
         ) from None
@@ -148,38 +131,41 @@ def _crossings(intervals: set[Interval], start: int, stop: int) -> list[int]:
 
 
 def _union(intervals: set[Interval], start: int, stop: int) -> tuple[Interval, ...]:
-    """Those that overlap or touch are one; on these queries no two ends swap places."""
+    """The intervals, joined where they overlap or touch. No two ends swap places between `start`
+    and `stop`."""
     last = stop - 1
     at_ends = sorted(
         (i.lo + i.lo_slope * start, i.lo + i.lo_slope * last, i.hi + i.hi_slope * start, i)
         for i in intervals
     )
-    found: list[Interval] = []
+    united: list[Interval] = []
     hi0 = hi1 = -1  # of the last one found, at the first and the last query
-    for lo0, lo1, end0, one in at_ends:
-        end1 = one.hi + one.hi_slope * last
-        if not found or lo0 > hi0 or lo1 > hi1:
-            found.append(one)
+    for lo0, lo1, end0, interval in at_ends:
+        end1 = interval.hi + interval.hi_slope * last
+        if not united or lo0 > hi0 or lo1 > hi1:
+            united.append(interval)
             hi0, hi1 = end0, end1
         elif (end0, end1) > (hi0, hi1):
-            before = found[-1]
-            found[-1] = Interval(before.lo, before.lo_slope, one.hi, one.hi_slope)
+            before = united[-1]
+            united[-1] = Interval(before.lo, before.lo_slope, interval.hi, interval.hi_slope)
             hi0, hi1 = end0, end1
-    return tuple(found)
+    return tuple(united)
 
 
 def _ordered_if_possible(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Queries that see nothing get an empty interval between those of their neighbours, so that
-    bounds do not fall there."""
+    """Queries that see nothing get an empty interval between their neighbours', so that bounds do
+    not fall there; unless some query has several intervals, whose bounds fall anyway."""
     if any(len(s.intervals) > 1 for s in segments):
         return segments
-    found: list[Segment] = []
+    ordered: list[Segment] = []
     edge = 0
     for s in segments:
         if s.intervals:
             edge = s.intervals[0].at(s.stop - 1)[1]
-        found.append(s if s.intervals else Segment(s.start, s.stop, (Interval(edge, 0, edge, 0),)))
-    return tuple(found)
+        ordered.append(
+            s if s.intervals else Segment(s.start, s.stop, (Interval(edge, 0, edge, 0),))
+        )
+    return tuple(ordered)
 
 
 def slices_of(rows: RowRanges) -> Iterator[Slice]:
@@ -198,9 +184,9 @@ def slices_of(rows: RowRanges) -> Iterator[Slice]:
 
 
 def tree_slices(parents: Sequence[int | None], lengths: Sequence[int]) -> Iterator[Slice]:
-    """Of nodes that lie one after another: each sees itself causally and its ancestors whole."""
+    """Nodes that lie one after another: each sees itself causally and its ancestors whole."""
     starts = list(accumulate(lengths, initial=0))
-    above: list[tuple[tuple[int, int], ...]] = []  # what the children of a node see of its like
+    above: list[tuple[tuple[int, int], ...]] = []  # what the children of a node see, by node
     for node, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
         seen = [] if parent is None else list(above[parent])
         if seen and seen[-1][1] == own[0]:  # it follows its parent: one stretch of keys
@@ -214,7 +200,7 @@ def tree_slices(parents: Sequence[int | None], lengths: Sequence[int]) -> Iterat
 
 
 def frame_slices(num_tokens: int, frame: int, num_seen: int | None) -> Iterator[Slice]:
-    """Frames of so many tokens: each sees itself and those before it, or the last few of them."""
+    """Frames of `frame` tokens: each sees itself and the frames before it, `num_seen` in all."""
     for start in range(0, num_tokens, frame):
         stop = min(start + frame, num_tokens)
         first = 0 if num_seen is None else max(0, start - (num_seen - 1) * frame)

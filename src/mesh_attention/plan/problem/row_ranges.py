@@ -121,8 +121,8 @@ class RowRanges:
     def table(self, most: int) -> Array:
         """lo, its slope, hi and its slope of all segments, (4, segments); of the first `most`
         intervals, where those are several, (4, most, segments)."""
-        found = np.array(self._layers[:most]).swapaxes(0, 1)
-        return found[:, 0] if most == 1 else found
+        lines = np.array(self._layers[:most]).swapaxes(0, 1)
+        return lines[:, 0] if most == 1 else lines
 
     def _at(self, q: Array) -> Array | int:
         if len(self.segments) == 1:
@@ -158,26 +158,26 @@ def _hull(intervals: tuple[Interval, ...]) -> Interval:
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Neighbours made one where the lines of either hold for both."""
-    found: list[Segment] = []
+    result: list[Segment] = []
     for s in segments:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last and _are_apart(last, s):
-            found.append(s)
+            result.append(s)
         elif last and _hold(last.intervals, s):
-            found[-1] = Segment(last.start, s.stop, last.intervals)
+            result[-1] = Segment(last.start, s.stop, last.intervals)
         elif last and _hold(s.intervals, last):
-            found[-1] = Segment(last.start, s.stop, s.intervals)
+            result[-1] = Segment(last.start, s.stop, s.intervals)
         else:
-            found.append(s)
-    return tuple(found)
+            result.append(s)
+    return tuple(result)
 
 
-def _are_apart(one: Segment, other: Segment) -> bool:
+def _are_apart(segment: Segment, other: Segment) -> bool:
     """Whether their first lines are parallel, as those of two documents are: neither holds for both
     then."""
-    if not one.intervals or not other.intervals:
+    if not segment.intervals or not other.intervals:
         return False
-    a, b = one.intervals[0], other.intervals[0]
+    a, b = segment.intervals[0], other.intervals[0]
     return a.lo_slope == b.lo_slope and a.lo != b.lo
 
 

@@ -1,5 +1,7 @@
 """Sets of token positions as strided runs, and how many (query, key) pairs of two runs are visible.
 
+Layouts give their tokens as runs; planning, counting, verifying and pricing count pairs here.
+
 A run is `count` blocks of `block` consecutive positions, `stride` apart. A contiguous or zigzag
 partition is one or two runs of one block; a striped partition is one run of many blocks. Pairs are
 counted in closed form, so planning 512K striped tokens costs no more than planning 512.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,20 +56,20 @@ class Run:
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """In the same order. Consecutive ones are made one, since a rank may hold the tokens of many;
-    and so are those at equal distances, as the same chunk of all ranks is."""
-    found: list[Run] = []
+    """Fewer runs of the same positions in the same order. Consecutive runs become one block, and
+    blocks at equal distances, such as the same chunk of all ranks, one strided run."""
+    joined: list[Run] = []
     for run in runs:
-        before = found[-1] if found else None
+        before = joined[-1] if joined else None
         if before and before.count == run.count == 1 and before.stop == run.start:
-            found[-1] = Run(before.start, before.block + run.block)
+            joined[-1] = Run(before.start, before.block + run.block)
         else:
-            found.append(run)
-    first, step = found[0], found[-1].start - found[-2].start if len(found) >= _MANY_RUNS else 0
+            joined.append(run)
+    first, step = joined[0], joined[-1].start - joined[-2].start if len(joined) >= _MANY_RUNS else 0
     even = step >= first.block and all(
-        run == Run(first.start + at * step, first.block) for at, run in enumerate(found)
+        run == Run(first.start + at * step, first.block) for at, run in enumerate(joined)
     )
-    return (Run(first.start, first.block, step, len(found)),) if even else tuple(found)
+    return (Run(first.start, first.block, step, len(joined)),) if even else tuple(joined)
 
 
 def clip_run(run: Run, start: int, stop: int) -> list[Run]:
@@ -119,23 +122,23 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
                     for line in rows.segments[at].intervals
                 )
         return result
-    k = _columns(key_parts)
+    k_index, k = _columns(key_parts)
     most = max(1, _MOST_AT_ONCE // len(key_parts))
     for first in range(0, len(parts), most):
-        q = _columns(parts[first : first + most])
-        pairs = np.zeros((len(q[0]), len(k[0])), dtype=np.int64)
+        q_index, q = _columns(parts[first : first + most])
+        pairs = np.zeros((len(q_index), len(k_index)), dtype=np.int64)
         for lo, lo_slope, hi, hi_slope in rows.lines(np.array(segments[first : first + most])):
             pairs += _below(q, k, hi, hi_slope)
             pairs -= _below(q, k, lo, lo_slope)
-        by_key = np.zeros((len(keys), len(q[0])), dtype=np.int64)
-        np.add.at(by_key, k[0], pairs.T)
-        np.add.at(result, q[0], by_key.T)
+        by_key = np.zeros((len(keys), len(q_index)), dtype=np.int64)
+        np.add.at(by_key, k_index, pairs.T)
+        np.add.at(result, q_index, by_key.T)
     return result
 
 
 def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) -> int:
-    """All visible pairs of these runs. Of runs of few blocks they are counted without a look at
-    pairs of runs: the keys below a line are a sum over queries of a piecewise linear function."""
+    """All visible pairs of these runs. Many runs of few blocks are not counted pair by pair: the
+    keys below a line are a sum over queries of a piecewise linear function."""
     few = len(queries) * len(keys) <= _FEW_PAIRS
     if few or sum(run.count for run in (*queries, *keys)) > _MOST_BLOCKS:
         return int(visible_pairs(queries, keys, rows).sum())
@@ -193,44 +196,18 @@ class _KeysBelow:
         return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
 
 
-def _pairs_below(q: Run, k: Run, base: int, slope: int) -> int:
-    """What `_below` says of many, of two runs."""
-    if not slope:
-        whole, rest = 0, max(base - k.start, 0)
-        if k.count > 1:
-            whole, rest = divmod(rest, k.stride)
-        seen = k.count * k.block if whole >= k.count else whole * k.block + min(rest, k.block)
-        return q.num_tokens * seen
-    strides = q.stride if q.count > 1 else 0, k.stride if k.count > 1 else 0
-    stride = max(strides) or _ONE_BLOCK_STRIDE
-    d = q.start + base - k.start
-    shift = (d - k.block) // stride
-    total = inside_before = 0
-    for limit in (shift, shift + 1, shift + 2):
-        inside = _steps(q.block, k.block, (limit + 1) * stride - d)
-        total += _steps(k.count, q.count, limit) * (inside - inside_before)
-        inside_before = inside
-    return total
-
-
-def _steps(x_size: int, y_size: int, limit: int) -> int:
-    """What `_staircase` says of many."""
-    z = min(max(limit + y_size, 0), x_size + y_size)
-    x, y = max(z - x_size, 0), max(z - y_size, 0)
-    return (z * (z + 1) - x * (x + 1) - y * (y + 1)) // 2
-
-
 def _only_stride(runs: Sequence[Run]) -> int | None:
-    found = {run.stride for run in runs if run.count > 1}
-    return found.pop() if len(found) == 1 else None
+    strides = {run.stride for run in runs if run.count > 1}
+    return strides.pop() if len(strides) == 1 else None
 
 
 def _common_stride(
     runs: list[tuple[int, Run]], others: Sequence[Run], stride: int | None
 ) -> list[tuple[int, Run]]:
-    """So that no block is longer than the stride, which is that of both sides where there is only
-    one: a long block is blocks without gaps. Where there are several, runs whose stride is not the
-    other side's, or too short for its blocks, are cut into blocks."""
+    """Runs cut so that no block is longer than the stride, which `_below_diagonal` needs.
+
+    Where both sides have only one stride, a long block becomes blocks without gaps. Otherwise runs
+    with another stride than the other side's, or too short for its blocks, are cut into blocks."""
     if stride is not None:
         return [(i, part) for i, run in runs for part in _with_stride(run, stride)]
     if all(run.count == 1 for _, run in runs):
@@ -250,65 +227,67 @@ def _with_stride(run: Run, stride: int) -> list[Run]:
     return parts + [Run(run.stop - rest, rest)] * bool(rest)
 
 
-def _columns(runs: list[tuple[int, Run]]) -> tuple[Array, Array, Array, Array, Array]:
-    table = np.array(
-        [(i, r.start, r.block, r.stride if r.count > 1 else 0, r.count) for i, r in runs],
-        dtype=np.int64,
-    ).reshape(-1, 5)
-    index, start, block, stride, count = table.T
-    return index, start, block, stride, count
+Columns = tuple[Array, Array, Array, Array]  # start, block, stride and count of runs
 
 
-def _below(q: tuple[Array, ...], k: tuple[Array, ...], base: Array, slope: Array) -> Array:
-    """Pairs with `key < base + slope * query`, for every query run against every key run; each
-    query run has a line of its own."""
+def _columns(runs: list[tuple[int, Run]]) -> tuple[Array, Columns]:
+    """The index of each run, and the runs as arrays."""
+    rows = [(i, r.start, r.block, _stride(r.stride, r.count), r.count) for i, r in runs]
+    index, start, block, stride, count = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    return index, (start, block, stride, count)
+
+
+def _stride(stride: int, count: int) -> int:
+    return stride if count > 1 else _ONE_BLOCK_STRIDE
+
+
+def _below(q: Columns, k: Columns, base: Array, slope: Array) -> Array:
+    """Pairs with `key < base + slope * query`, for every query run against every key run. Each
+    query run has its own line."""
     below = np.empty((len(q[0]), len(k[0])), dtype=np.int64)
     for which, count in ((slope == 0, _below_level), (slope != 0, _below_diagonal)):
         if which.any():
-            below[which] = count(tuple(column[which] for column in q), k, base[which])
+            start, block, stride, number = (column[which, None] for column in q)
+            runs = (start, block, stride, number), k
+            below[which] = count(*runs, base[which, None], np.minimum, np.maximum)
     return below
 
 
-def _below_level(q: tuple[Array, ...], k: tuple[Array, ...], base: Array) -> Array:
-    _, k0, k_block, k_stride, k_count = k
-    tokens = (q[2] * q[4])[:, None]
-    into = np.maximum(base[:, None] - k0, 0)
-    stride = np.where(k_stride > 0, k_stride, _ONE_BLOCK_STRIDE)
-    whole, rest = np.divmod(into, stride)
-    seen = np.minimum(whole, k_count) * k_block
-    seen += np.where(whole < k_count, np.minimum(rest, k_block), 0)
-    return tokens * seen
+def _pairs_below(q: Run, k: Run, base: int, slope: int) -> int:
+    """The same of two runs and one line: plain numbers take far less time than small arrays."""
+    count = _below_diagonal if slope else _below_level
+    runs = [(r.start, r.block, _stride(r.stride, r.count), r.count) for r in (q, k)]
+    pairs: int = count(runs[0], runs[1], base, min, max)
+    return pairs
 
 
-def _below_diagonal(q: tuple[Array, ...], k: tuple[Array, ...], base: Array) -> Array:
-    _, k0, k_block, k_stride, k_count = k
-    q0, q_block, q_stride, q_count = (column[:, None] for column in q[1:])
-    stride = np.maximum(q_stride, k_stride)
-    stride = np.where(stride > 0, stride, _ONE_BLOCK_STRIDE)
-    d = q0 + base[:, None] - k0
-    shift = np.floor_divide(d - k_block, stride)  # the smallest value of the right side
-    total = np.zeros(np.broadcast_shapes(d.shape, stride.shape), dtype=np.int64)
-    inside_before: Array | int = 0
-    for _ in range(3):
-        inside = _staircase(q_block, k_block, (shift + 1) * stride - d)
-        total += _staircase(k_count, q_count, shift) * (inside - inside_before)
+# The three formulas below take numbers with `min` and `max`, or arrays with those of numpy.
+def _below_level(q: Any, k: Any, base: Any, low: Any, high: Any) -> Any:
+    _, q_block, _, q_count = q
+    k0, k_block, k_stride, k_count = k
+    into = high(base - k0, 0)
+    whole = into // k_stride
+    # Past the last block `whole` is too large, and then the first term is the smaller one.
+    seen = low(k_count * k_block, whole * k_block + low(into - whole * k_stride, k_block))
+    return q_block * q_count * seen
+
+
+def _below_diagonal(q: Any, k: Any, base: Any, low: Any, high: Any) -> Any:
+    q0, q_block, q_stride, q_count = q
+    k0, k_block, k_stride, k_count = k
+    stride = low(q_stride, k_stride)
+    d = q0 + base - k0
+    shift = (d - k_block) // stride  # the smallest value of the right side
+    total = inside_before = 0
+    for limit in (shift, shift + 1, shift + 2):
+        inside = _staircase(q_block, k_block, (limit + 1) * stride - d, low, high)
+        total = total + _staircase(k_count, q_count, limit, low, high) * (inside - inside_before)
         inside_before = inside
-        shift = shift + 1
     return total
 
 
-def _staircase(x_size: Array, y_size: Array, limit: Array) -> Array:
+def _staircase(x_size: Any, y_size: Any, limit: Any, low: Any, high: Any) -> Any:
     """Number of pairs `0 <= x < x_size, 0 <= y < y_size` with `x - y <= limit`."""
-    z = np.clip(limit + y_size, 0, x_size + y_size)
-    area: Array = (
-        _triangle(z)
-        - _triangle(z - x_size)
-        - _triangle(z - y_size)
-        + _triangle(z - x_size - y_size)
-    )
-    return area
-
-
-def _triangle(x: Array) -> Array:
-    x = np.maximum(x, 0)
-    return x * (x + 1) // 2
+    z = low(high(limit + y_size, 0), x_size + y_size)
+    x, y = high(z - x_size, 0), high(z - y_size, 0)
+    return (z * (z + 1) - x * (x + 1) - y * (y + 1)) // 2

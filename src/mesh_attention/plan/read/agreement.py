@@ -29,12 +29,12 @@ def question_digest(plan: Plan) -> str:
     """Of what the plan answers, and of what was chosen: all that is not in the programs."""
     asked = {
         "problem": _fields(plan.problem) | {"mask": _fields(plan.problem.mask)},
-        "layouts": [one.to_json() for one in dict.fromkeys((plan.q_layout, plan.kv_layout))],
+        "layouts": [layout.to_json() for layout in dict.fromkeys((plan.q_layout, plan.kv_layout))],
         "relayout": plan.relayout,
         "devices": plan.devices,
         "ranks_per_node": plan.ranks_per_node,
         "method": plan.method,
-        "passes": [[one.direction, one.setting, one.groups] for one in plan.passes],
+        "passes": [[pass_.direction, pass_.setting, pass_.groups] for pass_ in plan.passes],
     }
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
@@ -56,12 +56,12 @@ class Meetings(NamedTuple):
 
 def meetings(plan: Plan, rank: int) -> dict[str, Meetings]:
     """By pass and group of one logical rank, such as "forward Q0"."""
-    found: dict[str, Meetings] = {}
-    for one in plan.passes:
-        program = one.programs[rank]
+    result: dict[str, Meetings] = {}
+    for pass_ in plan.passes:
+        program = pass_.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
         # Also those in which this rank never communicates, as the others may.
-        orders: dict[str, list[str]] = {n: [] for n, ranks in one.groups.items() if rank in ranks}
+        orders: dict[str, list[str]] = {n: [] for n, ranks in pass_.groups.items() if rank in ranks}
         balances: dict[str, int] = {}
         for op in program.operations:
             if not isinstance(op, Communication):
@@ -72,12 +72,14 @@ def meetings(plan: Plan, rank: int) -> dict[str, Meetings]:
             size = "" if paired else str(flows.received[0][0])
             orders.setdefault(op.group, []).append(f"{type(op).__name__} {op.name} {size}")
             if paired:
-                member = one.groups[op.group].index(rank)
+                member = pass_.groups[op.group].index(rank)
                 balances[op.group] = balances.get(op.group, 0) + _balance(op.name, member, flows)
         for group, lines in orders.items():
             order = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            found[f"{one.direction} {group}"] = Meetings(order, balances.get(group, 0) % _MODULUS)
-    return found
+            result[f"{pass_.direction} {group}"] = Meetings(
+                order, balances.get(group, 0) % _MODULUS
+            )
+    return result
 
 
 def _balance(name: str, member: int, flows: Flows) -> int:
@@ -97,14 +99,14 @@ def disagreements(said: Mapping[int, Mapping[str, Meetings]]) -> dict[str, list[
     or all that meet there where their sizes do not add up."""
     by_group: dict[str, dict[int, Meetings]] = {}
     for rank, groups in said.items():
-        for group, one in groups.items():
-            by_group.setdefault(group, {})[rank] = one
+        for group, meeting in groups.items():
+            by_group.setdefault(group, {})[rank] = meeting
     odd: dict[str, list[int]] = {}
     for group, members in by_group.items():
-        orders = [one.order for one in members.values()]
+        orders = [meeting.order for meeting in members.values()]
         usual = max(set(orders), key=lambda order: (orders.count(order), order))
-        differ = [rank for rank, one in members.items() if one.order != usual]
-        if not differ and sum(one.balance for one in members.values()) % _MODULUS:
+        differ = [rank for rank, meeting in members.items() if meeting.order != usual]
+        if not differ and sum(meeting.balance for meeting in members.values()) % _MODULUS:
             differ = sorted(members)
         if differ:
             odd[group] = differ

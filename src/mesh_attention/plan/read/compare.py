@@ -53,8 +53,8 @@ class Compared:
 
     def to_json(self) -> dict[str, Any]:
         passes = {
-            direction.value: {name: getattr(one, name) for name in Counts.__slots__}
-            for direction, one in self.counts.items()
+            direction.value: {name: getattr(counts, name) for name in Counts.__slots__}
+            for direction, counts in self.counts.items()
         }
         return {"method": self.method, "setting": self.setting, "reason": self.reason} | passes
 
@@ -108,6 +108,6 @@ def compare(
     return rows
 
 
-def _score(found: Counts, several_nodes: bool) -> tuple[float, float]:
-    crossing, moved = found.inter_node_bytes, float(found.total_bytes)
+def _score(counts: Counts, several_nodes: bool) -> tuple[float, float]:
+    crossing, moved = counts.inter_node_bytes, float(counts.total_bytes)
     return (crossing, moved) if several_nodes else (moved, crossing)

@@ -1,23 +1,33 @@
-"""Greedy overlap scheduling, to the letter of the paper (algorithm, section 5).
+"""Greedy overlap scheduling, as the paper has it (algorithm, section 5), and under a memory cap.
 
-Each step takes the communication task with the highest profit (compute time it newly unlocks
-over its own time) and fills it with compute tasks that were ready when the step began. It is
-the reference that `search` is measured against, and the engine of `greedy_capped`, which only
-adds a veto on each action.
+Each step takes the communication task with the highest profit (compute time it newly unlocks over
+its own time) and fills it with compute tasks that were ready when the step began. `search` is
+measured against it. `greedy_capped` only adds a veto on each action.
 
-Reading of "lowest-index unscheduled chunk, RS only when ready": the lowest-index one *that is
-ready*. Gathers are always ready, so for them nothing changes; empty or unequal tasks can
-finish Q chunk 1 before Q chunk 0, and waiting for RS-Q-0 would leave the stream idle for nothing
-(and, under a memory cap, could hold the very buffers that RS-Q-0 waits for).
+Reading of "lowest-index unscheduled chunk, RS only when ready": the lowest-index chunk *that is
+ready*. Gathers are always ready, so for them nothing changes. Empty or unequal tasks can finish Q
+chunk 1 before Q chunk 0, and waiting for RS-Q-0 would leave the stream idle for nothing (and, under
+a memory cap, could hold the very buffers that RS-Q-0 waits for).
+
+Memory: buffers live from the first operation that touches them to the last, over all tasks, so the
+order of tasks decides the peak. The live set depends only on *which* tasks are done: after every
+gather drain all that is ready, and the lattice of "how many gathers of each kind are issued" has
+one state a point. The smallest cap is a minimax path through that lattice. This is the memory-lean
+schedule that the paper leaves as future work (algorithm, section 10).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.problem.arguments import bytes_text
 
 # Answers: with these tasks done, may this one be issued next?
 Permission = Callable[[Set[Task], Task], bool]
@@ -113,3 +123,191 @@ def _fill(
             done.add(task.task)
             filled += task.cost
     return taken
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Sizes of buffers, and for each task its operations in order as the buffers they touch."""
+
+    buffer_bytes: Mapping[str, int]
+    touches: Mapping[Task, tuple[tuple[str, ...], ...]]
+
+    def __post_init__(self) -> None:
+        for buffer, size in self.buffer_bytes.items():
+            if size < 0:
+                raise ValueError(f"buffer {buffer} has {size} bytes")
+        for task, operations in self.touches.items():
+            for buffer in itertools.chain.from_iterable(operations):
+                if buffer not in self.buffer_bytes:
+                    raise ValueError(f"task {task} touches buffer {buffer}, whose size is unknown")
+
+
+class Residency:
+    """Live bytes as a function of the set of tasks that are done."""
+
+    def __init__(self, model: MemoryModel) -> None:
+        self.model = model
+        self.users: dict[str, set[Task]] = defaultdict(set)  # of each buffer
+        for task, operations in model.touches.items():
+            for buffer in itertools.chain.from_iterable(operations):
+                self.users[buffer].add(task)
+
+    def resident_bytes(self, done: Set[Task]) -> int:
+        """Held between tasks: touched by a task that is done, and by one that is not."""
+        return sum(
+            self.model.buffer_bytes[buffer]
+            for buffer, tasks in self.users.items()
+            if not tasks.isdisjoint(done) and not tasks <= done
+        )
+
+    def peak_while(self, done: Set[Task], task: Task) -> int:
+        """The most bytes held at any operation of `task`, run when `done` are done."""
+        operations = self.model.touches.get(task, ())
+        live = self.resident_bytes(done)
+        last_use = {buffer: i for i, touched in enumerate(operations) for buffer in touched}
+        seen: set[str] = set()
+        peak = live
+        for i, touched in enumerate(operations):
+            fresh = set(touched) - seen
+            seen |= fresh
+            live += sum(
+                self.model.buffer_bytes[buffer]
+                for buffer in fresh
+                if self.users[buffer].isdisjoint(done)
+            )
+            peak = max(peak, live)
+            live -= sum(
+                self.model.buffer_bytes[buffer]
+                for buffer in set(touched)
+                if last_use[buffer] == i and self.users[buffer] - {task} <= done
+            )
+        return peak
+
+
+def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
+    """The most bytes held at any operation of a full task order."""
+    missing = model.touches.keys() - set(order)
+    if missing:
+        raise ValueError(f"task {min(missing, key=str)} touches buffers but is not in the order")
+    residency = Residency(model)
+    done: set[Task] = set()
+    peak = 0
+    for task in order:
+        peak = max(peak, residency.peak_while(done, task))
+        done.add(task)
+    return peak
+
+
+def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> tuple[int, frozenset[Task]]:
+    """Run all that is ready without a gather: reductions at once, else the earliest Q chunk.
+
+    What that leads to: its peak bytes, and all tasks done.
+    """
+    reductions = [task for task in graph.communication if task.needs and task.task not in done]
+    compute = sorted(
+        (task for task in graph.compute if task.task not in done), key=lambda task: task.index
+    )
+    reached = set(done)
+    peak = residency.resident_bytes(reached)
+    while True:
+        # Every reduction frees its accumulator, so the one that needs least room goes first.
+        ready = min(
+            (task.task for task in reductions if reached.issuperset(task.needs)),
+            key=lambda name: residency.peak_while(reached, name),
+            default=None,
+        ) or next((task.task for task in compute if reached.issuperset(task.needs)), None)
+        if ready is None:
+            return peak, frozenset(reached)
+        peak = max(peak, residency.peak_while(reached, ready))
+        reached.add(ready)
+        reductions = [task for task in reductions if task.task != ready]
+        compute = [task for task in compute if task.task != ready]
+
+
+def gathers(graph: TaskGraph) -> tuple[tuple[TaskNode, ...], ...]:
+    """Communication tasks with no needs, one tuple a kind, in index order."""
+    by_kind = (
+        [task for task in graph.communication if task.kind == kind and not task.needs]
+        for kind in graph.kinds()
+    )
+    return tuple(tuple(sorted(tasks, key=lambda task: task.index)) for tasks in by_kind if tasks)
+
+
+# How many gathers of each kind are issued. After draining, what is done (and so what is live)
+# depends only on the point, not on the path to it.
+Point = tuple[int, ...]
+
+
+class Lattice:
+    """The minimax paths through the points. An edge issues one more gather and drains; it weighs
+    the peak meanwhile. `bytes_to_go[point]` is the least, over all paths to the end, of the
+    heaviest edge."""
+
+    def __init__(self, graph: TaskGraph, residency: Residency) -> None:
+        self._gathers = by_kind = gathers(graph)
+        end = tuple(len(tasks) for tasks in by_kind)
+        self.bytes_to_go: dict[Point, int] = {end: 0}
+        # Backwards, so that every point one gather further on is known already.
+        points = list(itertools.product(*(range(count + 1) for count in end)))
+        for point in reversed(points[:-1]):
+            counted = zip(by_kind, point, strict=True)
+            issued = {task.task for tasks, count in counted for task in tasks[:count]}
+            _, here = drain(graph, residency, issued)
+            weights: list[int] = []
+            for axis, tasks in enumerate(by_kind):
+                if point[axis] == len(tasks):
+                    continue
+                gather = tasks[point[axis]].task
+                further = (*point[:axis], point[axis] + 1, *point[axis + 1 :])
+                drained, _ = drain(graph, residency, here | {gather})
+                peak = max(residency.peak_while(here, gather), drained)
+                weights.append(max(peak, self.bytes_to_go[further]))
+            self.bytes_to_go[point] = min(weights)
+        # Compute that needs no gather (a group of one rank) is drained before the first edge.
+        before_first, _ = drain(graph, residency, frozenset())
+        self.smallest_cap_bytes = max(before_first, self.bytes_to_go[points[0]])
+
+    def point(self, done: Set[Task]) -> Point:
+        return tuple(sum(task.task in done for task in tasks) for tasks in self._gathers)
+
+
+def smallest_cap(graph: TaskGraph, model: MemoryModel) -> int:
+    """The smallest peak over all orders that gather in index order and drain eagerly."""
+    return Lattice(graph, Residency(model)).smallest_cap_bytes
+
+
+class MemoryCapError(PlanError):
+    """No schedule fits under the cap; `smallest_cap_bytes` is the smallest that does."""
+
+    def __init__(self, cap_bytes: int, smallest_cap_bytes: int) -> None:
+        super().__init__(
+            f"no schedule fits into {cap_bytes} bytes ({bytes_text(cap_bytes)}); the smallest cap "
+            f"that fits is {smallest_cap_bytes} bytes ({bytes_text(smallest_cap_bytes)})"
+        )
+        self.cap_bytes = cap_bytes
+        self.smallest_cap_bytes = smallest_cap_bytes
+
+
+def greedy_capped(
+    graph: TaskGraph, model: MemoryModel, cap_bytes: int, *, gamma: float = 1.05
+) -> Schedule:
+    """`greedy` whose `order()` holds at most `cap_bytes`, as `peak_bytes` counts them.
+
+    An action is allowed only if, after it, draining eagerly stays within the cap and from the point
+    then reached some path to the end stays within it too. So there is always a way on, and with
+    room to spare the schedule is `greedy`'s own.
+    """
+    residency = Residency(model)
+    lattice = Lattice(graph, residency)
+    if cap_bytes < lattice.smallest_cap_bytes:
+        raise MemoryCapError(cap_bytes, lattice.smallest_cap_bytes)
+
+    def permits(done: Set[Task], name: Task) -> bool:
+        after = done | {name}
+        return (
+            residency.peak_while(done, name) <= cap_bytes
+            and lattice.bytes_to_go[lattice.point(after)] <= cap_bytes
+            and drain(graph, residency, after)[0] <= cap_bytes
+        )
+
+    return greedy_with_permission(graph, permits, gamma=gamma)

@@ -1,29 +1,32 @@
-"""A better order than greedy, and how far greedy is from it (algorithm, section 5).
+"""A better order of tasks than greedy's, and how far any order can go (algorithm, section 5).
 
-The makespan to minimise is that of event execution: one communication stream, one compute stream.
-A beam grows schedules one task at a time. Branching follows Giffler and Thompson: take the
-task that could end first and branch over the tasks that compete for its stream before it ends.
-That reaches an optimal schedule without ever listing two interleavings of the same streams.
-With at most 16 compute tasks the beam often covers the whole tree and proves its result.
-Tasks are numbered and sets of tasks are bit masks, because a search looks at tens of thousands of
-partial schedules.
+Methods use `search` for scheduler="search"; `read/compare_schedulers.py` compares with it.
+
+Schedules are timed by events: one communication stream, one compute stream, and a task starts as
+soon as its stream is free and its needs are done. That is never slower than the paper's steps,
+whose two halves end together.
+
+A beam grows schedules one task at a time. Branching follows Giffler and Thompson: take the task
+that could end first and branch over the tasks that compete for its stream before it ends. That
+reaches an optimal schedule without listing two interleavings of the same streams. With at most 16
+compute tasks the beam often covers the whole tree and proves its result. Tasks are numbered and
+sets of tasks are bit masks, because a search looks at tens of thousands of partial schedules.
+
+`lower_bound` relaxes one stream at a time to the one-machine problem with heads (earliest start)
+and tails (work that must follow). Its preemptive optimum, which Jackson's rule gives exactly, is a
+time below which no order can finish. `search` prunes with it and can call a result optimal.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mesh_attention.plan.language.program import Task
-from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, check_schedule
 from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.makespan import (
-    event_makespan,
-    lower_bound,
-    one_machine_bound,
-    tails,
-)
 
 _ROUNDING = 1e-9
 
@@ -54,9 +57,9 @@ def search(graph: TaskGraph, *, beam_width: int = 64) -> SearchResult:
     for index_order in (True, False):
         if makespan <= bound * (1 + _ROUNDING):
             break
-        found, pruned_bound = _beam(Tables(graph, index_order=index_order), makespan, beam_width)
-        if found is not None:
-            best = _as_schedule(graph, found)
+        leaf, pruned_bound = _beam(Tables(graph, index_order=index_order), makespan, beam_width)
+        if leaf is not None:
+            best = _as_schedule(graph, leaf)
             makespan = event_makespan(graph, best)
         if not index_order:
             bound = max(bound, min(makespan, pruned_bound))
@@ -229,3 +232,92 @@ class Tables:
 
     def _unissued(self, issued: int) -> list[int]:
         return [task for task in range(self.num_tasks) if not issued >> task & 1]
+
+
+def event_times(graph: TaskGraph, schedule: Schedule) -> dict[Task, tuple[float, float]]:
+    """Start and end of every task, in `order()` order."""
+    check_schedule(graph, schedule, strict=False)
+    costs, needs = graph.costs(), graph.needs()
+    communication = {task.task for task in graph.communication}
+    times: dict[Task, tuple[float, float]] = {}
+    stream_free = {True: 0.0, False: 0.0}
+    for name in schedule.order():
+        stream = name in communication
+        start = max([stream_free[stream], *(times[need][1] for need in needs[name])])
+        stream_free[stream] = start + costs[name]
+        times[name] = (start, stream_free[stream])
+    return times
+
+
+def event_makespan(graph: TaskGraph, schedule: Schedule) -> float:
+    """When the last task ends."""
+    return max((end for _, end in event_times(graph, schedule).values()), default=0.0)
+
+
+# One job on one machine: head, cost, tail.
+Job = tuple[float, float, float]
+
+
+def one_machine_bound(jobs: Iterable[Job]) -> float:
+    """Preemptive one-machine makespan: always run the released job with the longest tail.
+
+    >>> one_machine_bound([(0.0, 2.0, 0.0), (1.0, 1.0, 5.0)])
+    7.0
+    """
+    bound = now = 0.0
+    released: list[list[float]] = []  # [-tail, work left], longest tail first
+    for head, cost, tail in sorted(jobs):
+        while released and now < head:
+            work = min(released[0][1], head - now)
+            now += work
+            released[0][1] -= work
+            if released[0][1] <= 0.0:
+                bound = max(bound, now - heapq.heappop(released)[0])
+        now = max(now, head)
+        heapq.heappush(released, [-tail, cost])
+    while released:
+        minus_tail, work = heapq.heappop(released)
+        now += work
+        bound = max(bound, now - minus_tail)
+    return bound
+
+
+def tails(graph: TaskGraph) -> dict[Task, float]:
+    """For every task, a lower bound on the time from its end to the end of the schedule."""
+    costs, needs = graph.costs(), graph.needs()
+    followers: dict[Task, list[Task]] = {name: [] for name in costs}
+    for name, its_needs in needs.items():
+        for need in its_needs:
+            followers[need].append(name)
+    tail: dict[Task, float] = {}
+    for name in reversed(_topological(needs)):
+        # All followers of a task share the other stream, so they run one after the other.
+        tail[name] = one_machine_bound((0.0, costs[n], tail[n]) for n in followers[name])
+    return tail
+
+
+def heads(graph: TaskGraph) -> dict[Task, float]:
+    """For every task, a lower bound on its start."""
+    costs, needs = graph.costs(), graph.needs()
+    head: dict[Task, float] = {}
+    for name in _topological(needs):
+        head[name] = one_machine_bound((head[n], costs[n], 0.0) for n in needs[name])
+    return head
+
+
+def lower_bound(graph: TaskGraph) -> float:
+    """No schedule of this graph, strict or by events, ends earlier."""
+    head, tail = heads(graph), tails(graph)
+    return max(
+        one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in stream)
+        for stream in (graph.communication, graph.compute)
+    )
+
+
+def _topological(needs: dict[Task, tuple[Task, ...]]) -> list[Task]:
+    order: dict[Task, None] = {}
+    while len(order) < len(needs):
+        for name, its_needs in needs.items():
+            if name not in order and all(need in order for need in its_needs):
+                order[name] = None
+    return list(order)

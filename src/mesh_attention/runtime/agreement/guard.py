@@ -1,4 +1,4 @@
-"""The guard of a context: no result is made from another call's data, and no rank waits in vain.
+"""The guard of a session: no result is made from another call's data, and no rank waits in vain.
 
 Every pass begins with `begin`, which compares its identity among all ranks, and ends with `settle`.
 An exception in between leaves the call half done: then the guard finds the cause, tells the others,
@@ -35,12 +35,12 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError
 
 Raised = TypeVar("Raised", bound=BaseException)
-_OWN_FILES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
+_OWN_FILES = (str(Path(__file__).parents[2]), str(Path(dist.__file__).parent))
 
 
 class Guard:
     """`drop`: a method that gives up all that calls hold, process groups last. It is held weakly,
-    so that a context is gone as soon as it is dropped, and with it what it holds."""
+    so that a session is gone as soon as it is dropped, and with it what it holds."""
 
     def __init__(self, groups: Groups, handshake: Handshake, drop: Callable[[], None]) -> None:
         self._groups = groups
@@ -51,7 +51,10 @@ class Guard:
         self._nccl = dist.get_backend(groups.parent) == dist.Backend.NCCL
         self._cause: str | None = None  # why everything is refused
         self._current: Identity | None = None
-        self._timeout = timedelta()
+        self._alone = len(groups.ranks) == 1
+        # By the timeout of the call: what is in flight is waited for when a group ends.
+        self._comparisons: dict[timedelta | None, HostComparison] = {}
+        self._timeout = self._usual_timeout = groups.timeout(None)
         self._watch: Watch | None = None
         self.place = 0  # of the call that this rank is at, among all of them
         self.compared = False  # in the call that was entered; others may be in it, or past it
@@ -88,35 +91,36 @@ class Guard:
         `timeout`: None is that of the group.
         `stream`: of communications, where the call runs on a CUDA device.
         """
-        if len(self._groups.ranks) == 1:
+        if self._alone:
             return
         self.compared = True
         self.place += 1
-        self._current, self._timeout = identity, self._groups.timeout(timeout)
+        self._current = identity
         with self.whole_or_broken():
             agreed = self._compare(identity, timeout, stream)
         if not agreed:  # nothing has moved, and all ranks know it
-            told = self._difference(self.place, identity)
-            if told and OUT_OF_STEP not in told:
-                raise DisagreementError(told)
+            difference = self._difference(self.place, identity)
+            if difference and OUT_OF_STEP not in difference:
+                raise DisagreementError(difference)
             with self.whole_or_broken():
-                if told:
-                    raise DisagreementError(told)
+                if difference:
+                    raise DisagreementError(difference)
                 raise CommunicationError("the ranks could not compare calls")
 
     def _compare(
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
     ) -> bool:
         try:
+            self._timeout = timeout or self._usual_timeout
             if self._nccl and stream is not None:
                 self._watched(stream).begin(identity, self.place, self._timeout)
                 return True  # for now
-            # With the timeout of the call: what is in flight is waited for when a group ends.
-            group = self._groups.everybody(timeout)
-            return HostComparison(group, self._look_around).agrees(identity.number)
+            if timeout not in self._comparisons:
+                self._comparisons[timeout] = HostComparison(self._groups.everybody(timeout))
+            return self._comparisons[timeout].agrees(identity.number, self._look_around)
         except (RuntimeError, dist.DistBackendError) as error:
-            told = str(error).splitlines()[0]
-            raise CommunicationError(f"the ranks could not compare calls ({told})") from error
+            first_line = str(error).splitlines()[0]
+            raise CommunicationError(f"the ranks could not compare calls ({first_line})") from error
 
     def settle(self, results: Iterable[Tensor]) -> None:
         """What a pass has made is right, or NaN."""
@@ -208,6 +212,7 @@ class Guard:
                 self._watch.spoil()
             if error is not None:
                 _forget_locals(error)
+            self._comparisons.clear()
             # Those who wait for us learn from the closed connection that they wait in vain.
             drop = self._drop()
             if drop is not None:
@@ -240,7 +245,8 @@ class Guard:
         )
 
     def rest(self) -> None:
-        """Nobody uses the context now."""
+        """Nobody uses the session now."""
+        self._comparisons.clear()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

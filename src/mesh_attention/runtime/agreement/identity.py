@@ -93,14 +93,13 @@ class Identity:
 
 
 class HostComparison:
-    """The host waits; `look_around` is asked whenever a turn is over, and raises if it is in
-    vain."""
+    """The host waits for the comparison."""
 
-    def __init__(self, group: dist.ProcessGroup, look_around: Callable[[float], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._look_around = look_around
 
-    def agrees(self, number: int) -> bool:
+    def agrees(self, number: int, look_around: Callable[[float], None]) -> bool:
+        """`look_around` is asked whenever a turn is over, and raises if waiting is in vain."""
         pair = torch.tensor([number, -number])
         work = dist.all_reduce(pair, dist.ReduceOp.MAX, self._group, async_op=True)
         begun = monotonic()
@@ -111,7 +110,7 @@ class HostComparison:
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):  # not ours: the group's own timeout
                     raise
-            self._look_around(monotonic() - begun)
+            look_around(monotonic() - begun)
         highest, negative_of_lowest = pair.tolist()
         return bool(highest == -negative_of_lowest)
 

@@ -23,10 +23,9 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowKernels
 from mesh_attention.kernels.mask_bytes import kept_bytes
 from mesh_attention.kernels.registry import RowChoice
-from mesh_attention.plan.language.dependencies import dependencies
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
-from mesh_attention.plan.language.workspace import lifetimes, workspace_map
+from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.read.verify.order import order_fault
 from mesh_attention.runtime.device.streams import ComputeStreams
 from mesh_attention.runtime.device.workspace import PassMemory, Workspace, WorkspaceBlock

@@ -8,54 +8,62 @@ documents is named then.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.session.context import Context
+from mesh_attention.runtime.session.caches import WeakRegistry
+from mesh_attention.runtime.session.call_cache import PlanSource, WarmCall
 from mesh_attention.runtime.session.modes import outside_inference_mode
-from mesh_attention.runtime.session.plan_on_rank import PlanSource
 from mesh_attention.runtime.session.prepared_call import PreparedCall
-from mesh_attention.runtime.session.shards import Shards
-from mesh_attention.runtime.session.weak_registry import Registered
+from mesh_attention.runtime.session.session import Session
+from mesh_attention.runtime.session.sharding import Shards
+
+Batch = TypeVar("Batch")
 
 
 class BatchPlans:
     """Plans for the calls on one batch, of every layer that it goes through."""
 
-    def __init__(self, context: Context, pack: Pack) -> None:
+    def __init__(self, session: Session, pack: Pack) -> None:
         self.contents = ""  # of the tensors of the batch, in words that calls compare
-        self._context = context
+        self._session = session
         self.pack = pack
         self._sources: dict[Layer, PlanSource] = {}
-        self._releases = context.groups.releases
+        self._releases = session.groups.releases
+        self.warm: dict[Any, WarmCall] = {}  # prepared calls by what their checks depend on
 
-    def source(self, context: Context, layer: Layer) -> PlanSource:
+    def source(self, session: Session, layer: Layer) -> PlanSource:
         """Plans for the calls of a layer."""
-        if context is not self._context:
+        if session is not self._session:
             raise MeshAttentionError(
                 "these documents were made on another process group; make them with documents() "
                 "of an object on this one"
             )
-        if (
-            self._releases != context.groups.releases
-        ):  # what calls held is gone with the last object
+        if self._releases != session.groups.releases:
+            # What calls held is gone with the last object.
             self._sources.clear()
-            self._releases = context.groups.releases
+            self._releases = session.groups.releases
         if layer not in self._sources:
             question = self.pack.question(layer)
-            self._sources[layer] = self._context.source_of_batch(question)
+            self._sources[layer] = self._session.source_of_batch(question)
         self._sources[layer].contents = self.contents
         return self._sources[layer]
 
     def make_ready_like(self, other: BatchPlans) -> None:
         for layer, source in list(other._sources.items()):
-            mine = self.source(self._context, layer)
+            source_here = self.source(self._session, layer)
             for kind in list(source.kinds):
-                self._context.make_ready(mine, *kind)
+                self._session.calls.make_ready(source_here, *kind)
 
     def calls(self) -> list[PreparedCall]:
         """Those made ready so far."""
@@ -63,7 +71,7 @@ class BatchPlans:
         return [call for calls in kept for call in calls.values()]
 
 
-BATCH_PLANS: Registered[BatchPlans] = Registered(
+BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(
     "the documents of this call are gone: hooks that offload saved tensors copy them, so hold the "
     "documents, or the batch, until its backward pass is over"
 )
@@ -73,8 +81,8 @@ class Documents:
     """Of one batch, for every object on the process group that it was made for. `pack` is what
     planning alone has chosen for it; printed, it says what and why."""
 
-    def __init__(self, context: Context, pack: Pack) -> None:
-        num_ranks, place = len(context.groups.ranks), dist.get_rank(context.groups.parent)
+    def __init__(self, session: Session, pack: Pack) -> None:
+        num_ranks, place = len(session.groups.ranks), dist.get_rank(session.groups.parent)
         if pack.layout.num_ranks != num_ranks:
             raise MeshAttentionError(
                 f"the pack is for {pack.layout.num_ranks} ranks, and the process group has "
@@ -82,14 +90,15 @@ class Documents:
             )
         self.pack = pack
         self.shards = Shards(
-            *(*pack.shards, pack.devices.index(place)),
+            *pack.shards,
+            rank=pack.devices.index(place),
             devices=pack.devices,
             words=pack.words,
             starts=(pack.documents, pack.kv_documents),
             num_rows=pack.num_rows,
             of_batch=True,
         )
-        self.plans = BatchPlans(context, pack)
+        self.plans = BatchPlans(session, pack)
         # In compiled code the documents are this tensor: no graph depends on which ones they are,
         # and whoever keeps it for a backward pass keeps the plans, which hang on it.
         with outside_inference_mode():
@@ -120,3 +129,51 @@ class Documents:
     def calls(self) -> list[PreparedCall]:
         """Those made ready so far."""
         return self.plans.calls()
+
+
+def prefetch(
+    loader: Iterable[Batch], make: Callable[[Batch], Documents]
+) -> Iterator[tuple[Batch, Documents]]:
+    """Every batch with its documents; the next batch of the loader is made ready meanwhile.
+
+    A thread of the trainer's process makes ready choices, plans and masks on the device, one batch
+    ahead, for the kinds of call that the last batch was used for. Where it fails nothing is kept:
+    the call itself then meets the same error, and tells all ranks. On a GPU it works on a stream of
+    its own (`PrefetchStreams`).
+    """
+    end = object()
+    batches = chain(loader, [end])
+
+    def take(like: Documents | None) -> tuple[Batch, Documents] | None:
+        batch = next(batches)
+        if batch is end:
+            return None
+        documents = make(batch)  # type: ignore[arg-type]
+        if like is not None:
+            with suppress(Exception):  # the call meets it again, and tells all ranks
+                documents.make_ready_like(like)
+        return batch, documents  # type: ignore[return-value]
+
+    used: Documents | None = None
+    coming = _begin(take, None)
+    while (ready := coming.result()) is not None:
+        # Nobody knows yet what this batch will be used for; the one before was used.
+        coming = _begin(take, used)
+        yield ready
+        used = ready[1]
+
+
+def _begin(
+    take: Callable[[Documents | None], tuple[Batch, Documents] | None], like: Documents | None
+) -> Future[tuple[Batch, Documents] | None]:
+    """In a thread that nobody waits for: whoever leaves the loop need not wait for a loader."""
+    coming: Future[tuple[Batch, Documents] | None] = Future()
+
+    def work() -> None:
+        try:
+            coming.set_result(take(like))
+        except BaseException as error:
+            coming.set_exception(error)
+
+    Thread(target=work, name="mesh_attention prefetch", daemon=True).start()
+    return coming

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-_NOTHING = nullcontext()
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,9 +46,14 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def ambient_autocast() -> list[str]:
+    """Kinds of device for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
 def as_under_autocast(*tensors: Any) -> tuple[Any, ...]:
     """As autocast has those of `scaled_dot_product_attention`: in its dtype, unless in float64."""
-    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+    if not ambient_autocast():
         return tensors
     return tuple([_cast(x) if isinstance(x, Tensor) else x for x in tensors])
 
@@ -64,10 +68,7 @@ def _cast(x: Tensor) -> Tensor:
 def outside_autocast() -> AbstractContextManager[object]:
     """A call is computed in the dtype of its tensors. Autocast would multiply float32 in bfloat16
     wherever a kernel, ours or a user's, is written in plain PyTorch."""
-    ambient = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not ambient:
-        return _NOTHING
     stack = ExitStack()
-    for kind in ambient:
+    for kind in ambient_autocast():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack

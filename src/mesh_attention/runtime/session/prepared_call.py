@@ -1,95 +1,40 @@
-"""One kind of call: a plan on tensors of one shape, made ready once and run many times.
+"""A prepared call: a plan on tensors of one shape, made ready once and run many times.
 
-Whoever holds a call can run it. The context keeps the latest kinds; an autograd graph holds the one
-it was made by, so its backward pass runs although the context has long let that kind go.
+Whoever holds a call can run it. The session keeps the latest kinds; an autograd graph holds the
+call it was made by, so its backward pass runs although the session has long dropped that kind.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from weakref import finalize, ref
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import table_version
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
-from mesh_attention.machine.cluster import Links
-from mesh_attention.machine.rates import usual_links
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.agreement.identity import AgreedKind, Statement, current_stream
+from mesh_attention.runtime.agreement.identity import AgreedKind, current_stream
 from mesh_attention.runtime.device.workspace import PassMemory, WorkspaceBlock
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, nvtx_span, run_to_end
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import CallTransport, TransportName, Transports
 from mesh_attention.runtime.transport.interface import Counters, Meter
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """What a caller chooses besides the plan."""
+class AgreedPasses:
+    """What ranks compare as one kind of call. `agreed`: by whether gradients are needed, once ranks
+    have agreed; `is_kept`: whether ranks take it for known."""
 
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    differentiable_lse: bool = False
-    kernel: str | None = None
-    transport: TransportName = TransportName.AUTO
-    cuda_graph: bool = False
-    nvtx: bool = False
-    timeout: timedelta | None = None
-    kernels: int = field(default_factory=table_version)  # a choice is made from the table of then
-    must_be_deterministic: bool = False  # whatever PyTorch is asked for
-    deterministic: Determinism = field(default_factory=asked_of_torch)
-    links: Links = field(default_factory=usual_links)  # by which calls make room for transfers
-    tuned: str | None = None  # digest of the answers that plans come from
-
-    def now(self) -> CallOptions:
-        """With what PyTorch is asked for at this time, unless the caller asks for more."""
-        asked = asked_of_torch()
-        if asked is self.deterministic or self.must_be_deterministic:
-            return self
-        return replace(self, deterministic=asked)
-
-    def statement(self) -> Statement:
-        """What must be the same on all ranks; kernels may differ, as devices may."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "softcap": self.softcap,
-            "differentiable_lse": self.differentiable_lse,
-            "transport": self.transport.value,
-            "cuda_graph": self.cuda_graph,
-            "deterministic": self.deterministic.value,
-            "timeout": self.timeout and self.timeout.total_seconds(),
-            "tuned": self.tuned,
-        } | (self._of_graphs() if self.cuda_graph else {})
-
-    def _of_graphs(self) -> Statement:
-        """Ranks capture a graph together, so all of them must see that one is missing."""
-        return {
-            "kernel": self.kernel,
-            "nvtx": self.nvtx,
-            "kernels registered": self.kernels,
-            "links": str(self.links),
-        }
-
-    @cached_property
-    def compared(self) -> CallOptions:
-        """Equal on all ranks where their statements are: without what only this rank chooses."""
-        if self.cuda_graph:
-            return self
-        return replace(self, kernel=None, nvtx=False, kernels=0, links=usual_links())
-
-    def of_batch(self) -> CallOptions:
-        """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
-        return replace(self, transport=TransportName.DISTRIBUTED)
+    def __init__(self) -> None:
+        self.agreed: dict[bool, AgreedKind] = {}
+        self.is_kept = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +66,7 @@ class PreparedCall:
     def __init__(
         self,
         transports: Transports,
-        mine: PlanOnRank,
+        rank_plan: RankPlan,
         options: CallOptions,
         call_shape: CallShape,
         base: PreparedCall | None = None,
@@ -129,14 +74,14 @@ class PreparedCall:
         """`base`: of a plan with the same programs, for any mask."""
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
-        self.transport = CallTransport(transports, wanted, mine, call_shape, options.timeout)
-        # By needs_grad, once agreed on; the same for all calls of a kind.
-        self.kinds: dict[bool, AgreedKind] = {}
+        self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
+        self.kind = AgreedPasses()
         self.options = options
         self.reports: dict[Direction, PassReport] = {}
-        self._mine = mine
+        self._plan, self._rank = rank_plan.plan, rank_plan.rank
         self._base = base
         self._call_shape = call_shape
+        self._on_cuda = call_shape.device.type == "cuda"
         self._executors: dict[Direction, tuple[Executor, Meter]] = {}
         self._known_ranges: KnownRanges = {}
         self._made: torch.cuda.Event | None = None
@@ -146,20 +91,23 @@ class PreparedCall:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """The passes that all ranks have agreed on."""
-        return tuple(Direction) if True in self.kinds else (Direction.FORWARD,)
+        return tuple(Direction) if True in self.kind.agreed else (Direction.FORWARD,)
 
     def padding(self) -> Tensor:
         """(rows), true where a row of this rank's queries holds no token."""
-        layout, _ = self._mine.plan.shards
-        positions = torch.from_numpy(layout.positions(self._mine.rank))
+        layout, _ = self._plan.shards
+        positions = torch.from_numpy(layout.positions(self._rank))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 
     @property
     def executors(self) -> dict[Direction, Executor]:
         return {direction: executor for direction, (executor, _) in self._executors.items()}
 
-    def is_ready(self, directions: Iterable[Direction]) -> bool:
-        return all(direction in self._executors for direction in directions)
+    def is_warm(self, needs_grad: bool) -> bool:
+        """Whether ranks know such calls and this rank has all it needs for one."""
+        kind = self.kind
+        ready = Direction.BACKWARD if needs_grad else Direction.FORWARD
+        return kind.is_kept and needs_grad in kind.agreed and ready in self._executors
 
     def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
@@ -182,7 +130,7 @@ class PreparedCall:
         finalize(self, _retire, retired, self._known_ranges, self._last_stream)
 
     def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
-        plan, rank = self._mine.plan, self._mine.rank
+        plan, rank = self._plan, self._rank
         if self._base is not None:
             self._base.make_ready((direction,))
             executor, meter = self._base._executors[direction]
@@ -243,10 +191,6 @@ class PreparedCall:
             )
         return self._captured[direction](inputs)
 
-    @property
-    def _on_cuda(self) -> bool:
-        return self._call_shape.device.type == "cuda"
-
     def clear(self) -> None:
         """Before the process groups go: graphs hold on to communicators."""
         self._captured.clear()
@@ -299,3 +243,32 @@ class CapturedCall:
             self._graph.replay()
             self._stream.wait_stream(current)
             return {name: x.clone() for name, x in self._outputs.items()}
+
+
+class PrefetchStreams:
+    """Streams on which calls are made ready while others compute.
+
+    Kernels that make a plan of a mask read sizes back to the host, which on the compute stream
+    would wait for all that came before. Memory that was made on a stream is given out there again
+    as soon as it is let go: so what a call reads is held until its last run is over, wherever that
+    was.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._retired: Retired = deque()
+
+    @contextmanager
+    def making(self, call: PreparedCall, device: torch.device) -> Iterator[None]:
+        """Around what makes a call ready, in a thread of its own."""
+        if device.type != "cuda":
+            yield
+            return
+        while self._retired and self._retired[0][0].query():  # type: ignore[no-untyped-call]
+            self._retired.popleft()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+        call.was_made_on(stream, self._retired)

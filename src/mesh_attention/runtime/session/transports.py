@@ -1,4 +1,4 @@
-"""The transports of a context: which of them carries what, and why.
+"""The transports of a session: which of them carries what, and why.
 
 Memory is shared by the ranks of a node where that is possible, and the network does the rest. The
 choice goes by place, not by method, and all ranks that it concerns make it together. Workspaces are
@@ -19,7 +19,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.runtime.device.workspace import Workspace
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.plan_on_rank import PlanOnRank
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Meter, Transport
@@ -52,13 +52,13 @@ class Transports:
             self._workspace = Workspace(poison=self.poison)
         return self._workspace
 
-    def memory(self, mine: PlanOnRank, timeout: timedelta) -> SharedMemory:
+    def memory(self, rank_plan: RankPlan, timeout: timedelta) -> SharedMemory:
         """Of the ranks that the plan holds to be on the node of this one."""
-        plan = mine.plan
+        plan = rank_plan.plan
         node = tuple(
             self.groups.global_rank(plan, other)
             for other in sorted(range(plan.num_ranks), key=plan.devices.__getitem__)
-            if plan.node_of(other) == plan.node_of(mine.rank)
+            if plan.node_of(other) == plan.node_of(rank_plan.rank)
         )
         if (node, timeout) not in self._memories:
             workspace = Workspace(poison=self.poison)
@@ -92,27 +92,28 @@ class CallTransport:
         self,
         shared: Transports,
         wanted: TransportName,
-        mine: PlanOnRank,
+        rank_plan: RankPlan,
         call_shape: CallShape,
         timeout: timedelta | None,
     ) -> None:
         self._shared = shared
         self._groups = shared.groups
         self._wanted = wanted
-        self._mine = mine
+        self._rank_plan = rank_plan
         self._call_shape = call_shape
         self._timeout = timeout
         self.stream = shared.stream(call_shape.device)
-        shares = wanted is not TransportName.DISTRIBUTED and mine.plan.num_ranks > 1
+        shares = wanted is not TransportName.DISTRIBUTED and rank_plan.plan.num_ranks > 1
         self._memory: SharedMemory | None = None
         if shares and self.stream is not None:
-            self._memory = shared.memory(mine, self._groups.timeout(timeout))
+            self._memory = shared.memory(rank_plan, self._groups.timeout(timeout))
         self.workspace = shared.workspace if self._memory is None else self._memory.workspace
 
     def make(self, direction: Direction) -> tuple[Transport, Meter]:
         """The transport of this rank's program, and the meter of its bytes."""
-        plan, rank, one = self._mine.plan, self._mine.rank, self._mine.plan.direction(direction)
-        far = DistributedTransport(plan, one, rank, self._groups, self._timeout, self.stream)
+        plan, rank = self._rank_plan.plan, self._rank_plan.rank
+        pass_ = plan.direction(direction)
+        far = DistributedTransport(plan, pass_, rank, self._groups, self._timeout, self.stream)
         if self._memory is None or self.stream is None:
             return far, far.meter
         dtypes = {
@@ -121,7 +122,7 @@ class CallTransport:
         }
         batch = self._call_shape.batch
         shared = SymmetricTransport(
-            plan, one, rank, batch, dtypes, self._groups, self._memory, self.stream, far
+            plan, pass_, rank, batch, dtypes, self._groups, self._memory, self.stream, far
         )
         return shared, far.meter
 
@@ -134,10 +135,10 @@ class CallTransport:
                 f"the tensors are on {device}, but calls on this process group share memory of "
                 f"{self._memory.device} with other ranks; use one group for each device"
             )
-        if self._wanted is TransportName.SYMMETRIC and self._mine.plan.num_ranks > 1:
-            found = obstacle(device)
-            if found is not None:
-                raise MeshAttentionError(_impossible(found))
+        if self._wanted is TransportName.SYMMETRIC and self._rank_plan.plan.num_ranks > 1:
+            reason = obstacle(device)
+            if reason is not None:
+                raise MeshAttentionError(_impossible(reason))
 
     def share(self, directions: Iterable[Direction]) -> None:
         """Share memory that is large enough for these passes, where memory can be shared.
@@ -145,7 +146,7 @@ class CallTransport:
         Called by all ranks, after they have agreed on the call. The programs of the other ranks of
         the node say how large it must be and where in it they keep their data.
         """
-        memory, plan, call_shape = self._memory, self._mine.plan, self._call_shape
+        memory, plan, call_shape = self._memory, self._rank_plan.plan, self._call_shape
         if memory is not None and memory.meet(call_shape.device):
             owners = [
                 Owner(plan, plan.direction(direction), other, call_shape.batch)
@@ -168,7 +169,7 @@ class CallTransport:
 
     def make_groups(self, directions: Iterable[Direction]) -> None:
         """The process groups that are still missing."""
-        plan, rank = self._mine.plan, self._mine.rank
+        plan, rank = self._rank_plan.plan, self._rank_plan.rank
         for direction in directions:
             self._groups.prepare(
                 plan, plan.direction(direction), rank, self._timeout, without=self._covers
@@ -176,7 +177,7 @@ class CallTransport:
 
     def is_connected(self, directions: Iterable[Direction]) -> bool:
         """Whether there is nothing left that ranks would have to make together."""
-        plan, rank = self._mine.plan, self._mine.rank
+        plan, rank = self._rank_plan.plan, self._rank_plan.rank
         return self._memory is None and all(
             self._groups.has_all(plan, plan.direction(direction), rank, self._timeout)
             for direction in directions
@@ -188,16 +189,16 @@ class CallTransport:
 
     def choices(self, directions: Iterable[Direction]) -> dict[str, tuple[str, str]]:
         """For each group in which this rank communicates: the transport, and why not the other."""
-        found: dict[str, tuple[str, str]] = {}
-        plan, rank = self._mine.plan, self._mine.rank
+        choices: dict[str, tuple[str, str]] = {}
+        plan, rank = self._rank_plan.plan, self._rank_plan.rank
         for direction in directions:
-            one = plan.direction(direction)
-            operations = one.programs[rank].operations
+            pass_ = plan.direction(direction)
+            operations = pass_.programs[rank].operations
             used = {op.group for op in operations if isinstance(op, Communication)}
-            for name, ranks in self._groups.global_ranks(plan, one, rank).items():
+            for name, ranks in self._groups.global_ranks(plan, pass_, rank).items():
                 if name in used and len(ranks) > 1:
-                    found[f"{direction} {name}"] = self._choice(ranks)
-        return found
+                    choices[f"{direction} {name}"] = self._choice(ranks)
+        return choices
 
     def _choice(self, ranks: Sequence[int]) -> tuple[str, str]:
         if self._wanted is TransportName.DISTRIBUTED:

@@ -1,26 +1,99 @@
-"""From tasks to a program: fragments in schedule order, buffers, and frees after the last use."""
+"""From a method on its head groups to a pass: programs with exchanges and frees.
+
+A method gives, for every unit of a head group, its operations and buffers (`UnitBuilder`).
+`with_exchanges` turns them into programs: it adds the caller's tensors, delta where it is used, the
+exchanges where units work on rows of other ranks (`exchange.py`), and frees after the last use.
+Every builder ends here; nothing here knows which method it is.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 from functools import cache
+from typing import NamedTuple, Protocol
 
-from mesh_attention.plan.language.buffers import Buffer, Role
-from mesh_attention.plan.language.program import Attention, Free, Operation, Program
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Programs
+from mesh_attention.plan.language.program import Attention, Free, Operation, Program, Task
+from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.methods.parts.exchange import TO_HEADS, TO_TOKENS, exchange_of
+from mesh_attention.plan.methods.parts.head_group import HeadGroup
 
 # Which buffers a program uses, and what it frees before which operation.
 _Ends = tuple[Set[str], list[tuple[int, Free]]]
 
 
+class Unit(NamedTuple):
+    """What one unit does, and the buffers that it may use. A task among the operations is an
+    exchange of a chunk."""
+
+    operations: Sequence[Operation | Task]
+    buffers: Mapping[str, Buffer]
+
+
+class UnitBuilder(Protocol):
+    """A method on one head group. Its operations name the unit's own rows by
+    `head_group.local(kind)`. Where the head group is cut, the operations and the schedule say where
+    chunks come and go."""
+
+    head_group: HeadGroup
+    direction: Direction
+    needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
+    # For how many attentions buffers are kept after their last use: transfers into other memory
+    # then need not wait.
+    hold: int
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def setting(self) -> dict[str, str]: ...
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Groups of units, the same on all head groups."""
+        ...
+
+    def unit(self, unit: int) -> Unit: ...
+
+
+def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
+    """One pass from a method on each of its head groups, in order of their index."""
+    first = builders[0]
+    head_group, degree = first.head_group, first.head_group.degree
+    # A unit alone has no groups.
+    groups = head_group.on_all(first.groups()) if head_group.num_units > 1 else {}
+    exchange = exchange_of(head_group, first.direction, first.needs)
+    groups.update(exchange.groups())
+    assembler = Assembler(first.hold)
+
+    def program(rank: int) -> Program:
+        unit, index = divmod(rank, degree)
+        made = builders[index].unit(unit)
+        operations = [*exchange.before(unit, index)]
+        for op in made.operations:
+            operations += exchange.operations(op, unit, index) if isinstance(op, Task) else (op,)
+        operations += exchange.after(unit, index)
+        buffers = {**exchange.buffers(unit, index), **made.buffers}
+        return assembler.program(rank, operations, buffers)
+
+    order = first.schedule
+    setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
+    if head_group.is_exchanged and head_group.cut is None:
+        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
+    if head_group.shards is not None:
+        setting["relayout"] = "on"
+    programs = Programs(degree * head_group.num_units, program)
+    copies = degree if head_group.has_alike else 1
+    return Pass(first.direction, groups, programs, order, setting, copies)
+
+
 class Assembler:
     """Makes the programs of a pass. A buffer name has one role in all of them.
 
-    Where frees belong follows from the names that the operations touch, one after the other; ranks
-    that touch the same names share the answer, and the Free operations.
-
-    A workspace buffer is freed right after the last operation on it, or `hold` attentions later: a
-    transfer that lands in other memory need not wait for them.
+    A workspace buffer is freed right after the last operation on it, or `hold` attentions later.
+    Where frees belong follows from the names that the operations touch; ranks that touch the same
+    names share the answer, and the Free operations.
     """
 
     def __init__(self, hold: int = 0) -> None:

@@ -2,7 +2,8 @@
 
 algorithm.md, sections 1 to 3 and 6. The grid of (Q partition, KV partition) cells is cut into tiles
 of `a` rows by `b` columns; rank g sits at tile row `g // a`, tile column `g % a`. With rotation a
-tile column takes the KV partitions of its own ranks, so the exchange is a plain all-gather.
+tile column takes the KV partitions of its own ranks, so the exchange is a plain all-gather. Used by
+all builders on tiles, and by searches over them. Pure arithmetic of ranks.
 """
 
 from __future__ import annotations
@@ -96,6 +97,22 @@ def best_tile(num_ranks: int, problem: Problem) -> tuple[int, int]:
         return q * (a - 1) + kv * (b - 1), Fraction(max(a, b), min(a, b)), a
 
     return min(factorisations(num_ranks), key=key)
+
+
+def squarest(ranks: int) -> tuple[int, int]:
+    return max((a, b) for a, b in factorisations(ranks) if a <= b)
+
+
+def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Tile:
+    """A tile of the grid of all units, or a refusal that names the tiles that fit."""
+    tile = Tile(*shape, rotation)
+    if tile.num_ranks != units:
+        fits = ", ".join(f"{a}x{b}" for a, b in factorisations(units))
+        raise PlanError(
+            f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
+            f"tiles that fit: {fits}"
+        )
+    return tile
 
 
 def patch_widths(a: int, b: int, ranks_per_node: int) -> list[int]:

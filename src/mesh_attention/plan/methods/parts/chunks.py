@@ -1,8 +1,16 @@
-"""Chunks of partitions, and where a member's rows lie in gathered and in stacked buffers.
+"""Chunks of rows and slices of heads: how finely transfers and attentions are cut.
 
-A chunk is the same stretch of slots, and the same heads, on every rank. A *whole* is a chunk of
-several members as a gather lays it out; a *stack* holds several members' versions of one chunk one
-below the other.
+A chunk is the same range of slots, and the same heads, on every rank. A *whole* is a chunk of
+several members as a gather lays it out; a *stack* holds several members' versions of one chunk, one
+after the other.
+
+Slices of the heads follow each other through gather, attention and reduction. The attention of a
+slice hides the gather of the next slice and the reduction of the one before, so only the first
+gather and the last reduction stay open. Those should be small and the rest large, since every slice
+costs a few transfers: sizes grow from the first slice on, no faster than attention usually outlasts
+the gather of as many heads, and fall again towards the last.
+
+Used by all builders, and by searches that need the usual cut. Pure functions of sizes.
 """
 
 from __future__ import annotations
@@ -11,16 +19,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
+
+HeadSlices = tuple[int, int]  # most KV heads of the first and last slice, and of any slice
+_SHORT = 4  # the part of the first chunk that comes before the rest of it
+_GROWTH = 1.6
+_ROWS_PER_CHUNK = 4096  # fewer rows a side and kernels lose speed; more and less can overlap
+_ROWS_AND_HEADS = 128 * 132 * 2  # two rounds of 128 queries for every multiprocessor of an H100
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Slots `start..stop`; `cuts` (counted from start) keep the halves of a zigzag apart.
 
-    `heads` are counted inside a buffer that holds all of them; None = all. `apart`: a rank holds
-    each chunk of its own rows in a buffer of its own.
+    `heads` are counted inside a buffer that holds all of them; None means all. `apart`: a rank
+    holds each chunk of its own rows in a separate buffer.
     """
 
     index: int
@@ -35,7 +51,7 @@ class Chunk:
         return self.stop - self.start
 
     def name(self, buffer: str) -> str:
-        """Of the buffer that has this chunk of a rank's own rows."""
+        """The name of the buffer that has this chunk of a rank's own rows."""
         return f"{buffer}.{self.index}" if self.apart else buffer
 
     def local(self, buffer: str) -> Piece:
@@ -44,7 +60,8 @@ class Chunk:
             return Piece(self.name(buffer), 0, self.size)
         return Piece(buffer, self.start, self.stop, self.heads)
 
-    def local_stretches(self, buffer: str) -> tuple[Piece, ...]:
+    def local_parts(self, buffer: str) -> tuple[Piece, ...]:
+        """The same, in parts that a gather keeps apart."""
         whole = self.local(buffer)
         return tuple(
             replace(whole, start=whole.start + a, stop=whole.start + b)
@@ -53,8 +70,8 @@ class Chunk:
 
 
 def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of nearly equal size of rows whose parts `halves` a gather keeps apart; never
-    more than there are rows."""
+    """`count` chunks of nearly equal size, at most one for each row. A gather keeps the parts of
+    the rows between `halves` apart."""
     return tuple(
         Chunk(i, start, stop, (0, *(h - start for h in halves if start < h < stop), stop - start))
         for i, (start, stop) in enumerate(pairwise(_bounds(halves[-1], count)))
@@ -64,10 +81,11 @@ def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
 def chunk_slots(
     halves: tuple[int, ...], count: int, *, even: bool = False, short_start: bool = False
 ) -> tuple[Spans, ...]:
-    """The slots of each of so many chunks. Even ones have as much of both halves of a zigzag, from
-    its two ends: then chunks have about as much work each under a causal mask, on every rank. There
-    are fewer where a half has fewer slots. With a short start the first of several is cut at a
-    quarter of it.
+    """The slots of each of `count` chunks, or fewer where there are fewer slots.
+
+    `even`: a chunk has equal parts of both halves of a zigzag, from its two ends, so that chunks
+    have about the same work on every rank under a causal mask. `short_start`: the first of several
+    chunks is cut at a quarter of it.
 
     >>> chunk_slots((0, 4, 8), 2), chunk_slots((0, 4, 8), 2, even=True)
     ((((0, 4),), ((4, 8),)), (((0, 2), (6, 8)), ((2, 4), (4, 6))))
@@ -82,9 +100,6 @@ def chunk_slots(
     if not folded:
         return tuple(((a, b),) for a, b in pairwise(bounds))
     return tuple(((a, b), (size - b, size - a)) for a, b in pairwise(bounds))
-
-
-_SHORT = 4  # part of the first chunk that comes before the rest of it
 
 
 def _bounds(size: int, count: int) -> list[int]:
@@ -109,7 +124,7 @@ def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def whole_rows(owners: Sequence[Spans], chunk: Chunk) -> Spans:
-    """A chunk of several owners, each given by its rows, as a gather lays it out."""
+    """The rows of a chunk of several owners as a gather lays it out."""
     return joined(
         span
         for a, b in pairwise(chunk.cuts)
@@ -131,3 +146,81 @@ def in_whole(buffer: str, member: int, num_members: int, chunk: Chunk) -> tuple[
 def in_stack(buffer: str, copy: int, chunk: Chunk) -> tuple[Piece, ...]:
     base = copy * chunk.size
     return tuple([Piece(buffer, base + a, base + b) for a, b in pairwise(chunk.cuts)])
+
+
+def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:
+    """The sizes of the slices; near the largest they are even, and may be smaller than asked for.
+
+    >>> slice_sizes(64, 2, 16), slice_sizes(64, 16, 16)
+    ((2, 3, 5, 8, 10, 9, 9, 8, 5, 3, 2), (16, 16, 16, 16))
+    """
+    rising: list[int] = []
+    size, middle = first, num_heads
+    while size < most and (middle == 2 * size or middle >= 3 * size):
+        rising.append(size)
+        middle -= 2 * size
+        size = max(size + 1, round(size * _GROWTH))
+    count = -(-middle // min(size, most))
+    level = [middle // count + (at < middle % count) for at in range(count)] if count else []
+    return (*rising, *level, *reversed(rising))
+
+
+def usual_heads(problem: Problem, degree: int = 1) -> HeadSlices | None:
+    """About eight slices of the KV heads that a rank holds, with small ones at both ends."""
+    held = max(1, problem.kv_heads // degree)
+    if held == 1:
+        return None
+    most = max(1, held // 8)
+    return max(1, most // 4), most
+
+
+def sizes_for(
+    problem: Problem, degree: int, heads: HeadSlices | None, name: str = "head_slices"
+) -> tuple[int, ...]:
+    """Sizes of the slices of the KV heads that one of `degree` ranks of a unit holds."""
+    held = max(1, problem.kv_heads // degree)
+    if heads is None:
+        return (held,)
+    first, most = heads
+    if not 1 <= first <= most <= held:
+        where = f"{held} KV heads" + (f" that a rank holds with ulysses={degree}" * (degree > 1))
+        raise PlanError(
+            f"{name}={first}x{most}: give the KV heads of the first slice and of the "
+            f"largest, 1 <= first <= largest <= {where}"
+        )
+    return slice_sizes(held, first, most)
+
+
+def suggested_cut(
+    problem: Problem, num_ranks: int, tile: tuple[int, int], degree: int
+) -> tuple[tuple[int, int], HeadSlices | None]:
+    """Slices of heads that fill a GPU, where there are several heads. Otherwise up to 4x4 chunks,
+    2x2 of what is exchanged, as long as every chunk keeps enough rows for a kernel."""
+    q_rows, kv_rows = (
+        side * degree * tokens // num_ranks
+        for side, tokens in zip(tile, (problem.q_tokens, problem.keys), strict=True)
+    )
+    if num_ranks == 1:
+        return (1, 1), None  # nothing travels
+    heads = usual_heads(problem, degree)
+    if heads is None:
+        kq, kkv = (min(4, max(1, rows // _ROWS_PER_CHUNK)) for rows in (q_rows, kv_rows))
+        # Halves of all members' rows are those of a zigzag, which stay whole.
+        return (kq, kkv) if degree == 1 else (min(2, kq), min(2, kkv)), None
+    least = -(-_ROWS_AND_HEADS // (max(1, q_rows) * problem.heads_per_kv_head))
+    most = max(heads[1], least)
+    if 2 * most > problem.kv_heads // degree:
+        return (1, 1), None
+    return (1, 1), (max(1, most // 4), most)
+
+
+def suggested_ring_cut(
+    problem: Problem, num_ranks: int, degree: int, ranks_per_node: int | None
+) -> tuple[tuple[int, int], HeadSlices | None]:
+    """Rotation is hidden without a cut. Exchanges are worth smaller calls and messages where they
+    leave the node, or where they are the only transfers; the keys of a ring stay whole."""
+    units = num_ranks // degree
+    if units > 1 and degree <= (ranks_per_node or 8):
+        return (1, 1), None
+    (kq, kkv), heads = suggested_cut(problem, num_ranks, (1, units), degree)
+    return (kq, kkv if units == 1 else 1), heads

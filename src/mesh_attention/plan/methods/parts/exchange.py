@@ -1,47 +1,58 @@
-"""From a method on its head groups to a pass, with the exchanges around it.
+"""The exchanges around a method: tokens for heads, and shards for the layout of the method.
 
-A method gives, for every unit of a head group, its operations and buffers. Here they become
-programs: the caller's tensors, delta where it is used, the all-to-alls where units work on rows of
-other ranks (the tokens of Ulysses, shards that lie otherwise: `exchanged_rows.py`), and frees. All
-is exchanged at once, before the first operation and after the last, or, where the head group is
-cut, portion by portion where the method says. Nothing here knows which method it is.
+All rows are exchanged at once, before the first operation of a method and after its last; or, where
+the head group is cut, chunk by chunk, so that attention hides most of it (`slices.md`). A chunk is
+what one exchange carries: a slice of heads, or of it a chunk of queries or of keys. A method says,
+by the tasks named here, where each chunk must have come and where its results can go; the rows and
+heads of an exchange follow from the head group alone. Chunks have buffers of their own.
+
+    EX-IN-2              the queries and keys of slice 2; EX-OUT-2 their results
+    EX-Q-2, EX-KV-1      chunks of queries and of keys, where slices are chunked; EX-O-2, EX-dQ-2
+                         and EX-dKV-1 their results
+
+Where several head groups hold a KV head, its owner adds what they send: EX-dKV-1.sum, which follows
+the attention that hides the exchange. Used by `assemble.py`; the orders of tasks use the names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
-from mesh_attention.plan.language.plan import Direction, Pass, Programs
-from mesh_attention.plan.language.program import (
-    AllToAll,
-    Merge,
-    MergeRule,
-    Operation,
-    Program,
-    Task,
-)
-from mesh_attention.plan.language.tasks import Schedule, Step
-from mesh_attention.plan.methods.parts.assemble import Assembler
-from mesh_attention.plan.methods.parts.exchange_chunks import Portions
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import AllToAll, Merge, MergeRule, Operation, Task
+from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.exchanged_rows import (
     Cuts,
-    ExchangedRows,
+    KvReplicas,
     RelayoutRows,
     UnitRows,
 )
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.kv_replicas import Holders
-from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.spans import Spans, clip_spans
 
 TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
+SUM = "sum"  # the stage of the sums of replicas
+_IN_CHUNKS = ("EX-Q", "EX-KV")
+_OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-dQ", "EX-dKV")}
+_INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
+# Operations that are kept for the next mask: in training those of one rank.
+_KEPT, _KEPT_CHUNKS = 48, 1024
 Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
-_KEPT = 16  # ranks whose exchanges are kept for the next mask: in training there is one
+
+
+def comes_by(cut: PassCut, key_side: bool, index: int) -> Task:
+    """The exchange that brings a chunk."""
+    return Task(TO_HEADS.kind if cut.chunks == (1, 1) else _IN_CHUNKS[key_side], (index,))
+
+
+def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> Task:
+    """The exchange that takes away the results of a chunk."""
+    chunked = _OUT_CHUNKS[direction][key_side]
+    return Task(TO_TOKENS.kind if cut.chunks == (1, 1) else chunked, (index,))
 
 
 def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
@@ -52,125 +63,60 @@ def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ..
     return inputs, (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
 
 
-class Unit(NamedTuple):
-    """What one unit does, and the buffers it does it on (some may be unused). A task among the
-    operations is an exchange of a portion (`portions.py`)."""
-
-    operations: Sequence[Operation | Task]
-    buffers: Mapping[str, Buffer]
-
-
-class UnitBuilder(Protocol):
-    """A method on one head group. Its operations name the unit's own rows by
-    `head_group.local(kind)`."""
-
-    head_group: HeadGroup
-    direction: Direction
-    needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
-    # Where the head group is cut, the method says in its operations and schedule where portions
-    # come and go.
-    hold: int  # for how many attentions buffers are kept beyond their last use, so that transfers
-    # into other memory need not wait for them
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def setting(self) -> dict[str, str]: ...
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """Of units, alike on all head groups."""
-        ...
-
-    def unit(self, unit: int) -> Unit: ...
-
-
-def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
-    """One pass from a method on each of its head groups, in order of their index."""
-    first = builders[0]
-    degree = first.head_group.degree
-    # A unit alone has nobody to talk to.
-    groups = first.head_group.on_all(first.groups()) if first.head_group.num_units > 1 else {}
-    around = _around(first)
-    groups.update(around.groups())
-    assembler = Assembler(first.hold)
-
-    def program(rank: int) -> Program:
-        unit, index = divmod(rank, degree)
-        made = builders[index].unit(unit)
-        operations = [*around.before(unit, index)]
-        for op in made.operations:
-            operations += around.portion(op, unit, index) if isinstance(op, Task) else (op,)
-        operations += around.after(unit, index)
-        buffers = {**around.buffers(unit, index), **made.buffers}
-        return assembler.program(rank, operations, buffers)
-
-    order = first.schedule
-    setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
-    if first.head_group.is_exchanged and first.head_group.cut is None:
-        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
-    if first.head_group.shards is not None:
-        setting["relayout"] = "on"
-    programs = Programs(degree * first.head_group.num_units, program)
-    copies = degree if first.head_group.has_alike else 1
-    return Pass(first.direction, groups, programs, order, setting, copies)
-
-
-def _around(inner: UnitBuilder) -> _Exchange:
-    """An exchange does not depend on the mask: that of a new mask is the same again."""
-    group = inner.head_group
-    problem = replace(group.problem, mask=Mask())
-    layouts = group.q_layout, group.kv_layout
-    shares = group.degree, group.shards, group.cut
-    return _exchange(problem, *layouts, *shares, inner.direction, inner.needs)
+def exchange_of(head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
+    """The exchange around all head groups of a pass. It does not depend on the mask, so all masks
+    share it."""
+    problem = replace(head_group.problem, mask=Mask())
+    return _exchange_of(replace(head_group, problem=problem, index=0), direction, needs)
 
 
 @lru_cache(maxsize=8)
-def _exchange(
-    problem: Problem,
-    q_layout: Layout,
-    kv_layout: Layout,
-    degree: int,
-    shards: tuple[Layout, Layout] | None,
-    cut: PassCut | None,
-    direction: Direction,
-    needs: tuple[Kind, ...],
-) -> _Exchange:
-    layouts = q_layout, kv_layout
-    groups = [HeadGroup(problem, *layouts, degree, index, shards, cut) for index in range(degree)]
-    return _Exchange(groups, direction, needs)
+def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
+    return Exchange([replace(group, index=i) for i in range(group.degree)], direction, needs)
 
 
-class _Exchange:
-    """What stands around a method: caller's tensors, delta, and rows that are exchanged."""
+class Exchange:
+    """What stands around a method: the caller's tensors, delta, and the rows that are exchanged."""
 
     def __init__(
         self, head_groups: list[HeadGroup], direction: Direction, needs: tuple[Kind, ...]
     ) -> None:
-        self._head_groups = head_groups
         first = self._first = head_groups[0]
-        self._rows: ExchangedRows = (
-            UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
-        )
-        self._shards = first.shards or (first.q_layout, first.kv_layout)
-        self.groups = self._rows.groups
+        self._head_groups = head_groups
         self._needs = needs
         self._inputs, self._outputs = caller_kinds(direction)
-        self._delta = Kind.DELTA in needs
-        self._holders = Holders(head_groups)
-        self._portions: Portions | None = None
-        if head_groups[0].cut is not None:
-            self._portions = Portions(head_groups, direction, needs, self._outputs, self._holders)
-        self._whole = first.is_exchanged and self._portions is None
-        self._before = lru_cache(maxsize=_KEPT)(self._make_before)
-        self.after = lru_cache(maxsize=_KEPT)(self._make_after)
-        # The same for all ranks whose own rows are cut alike.
-        self._tokens_of = lru_cache(maxsize=_KEPT)(self._make_tokens)
-        self._results_of = lru_cache(maxsize=_KEPT)(self._make_results)
+        self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
+        self._shards = first.shards or (first.q_layout, first.kv_layout)
+        self.groups = self._rows.groups
+        self._replicas = replicas = KvReplicas(head_groups)
+        self._kinds = {TO_HEADS.kind: needs, TO_TOKENS.kind: self._outputs}
+        for names, kinds in ((_IN_CHUNKS, needs), (_OUT_CHUNKS[direction], self._outputs)):
+            for side, name in enumerate(names):
+                self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
+        # Of each head group: its heads in the tensors of their owners, and in copies of results.
+        self._owned_heads = [
+            [[("", group.heads(kind))] for group in head_groups] for kind in (Kind.Q, Kind.K)
+        ]
+        self._result_heads = [
+            [[(part.copy, part.there) for part in parts[side]] for parts in replicas.parts]
+            for side in (False, True)
+        ]
+        self._at_once = first.is_exchanged and first.cut is None
+        self._delta: list[Operation] = []
+        if Kind.DELTA in needs:
+            kinds, rows = (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA), self._shards[0].slots
+            out, grad, delta = (Piece(kind.value, 0, rows) for kind in kinds)
+            self._delta.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
+        kept = lru_cache(maxsize=_KEPT if first.cut is None else _KEPT_CHUNKS)
+        self.operations = kept(self._operations)
+        # Ranks whose own rows are cut alike share these.
+        self._caller_pieces = kept(self._make_caller_pieces)
+        self._unit_pieces = kept(self._make_unit_pieces)
+        self._chunk_rows = kept(self._make_chunk_rows)
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]
-        rank = head_group.rank_of(unit)
+        rank = unit * head_group.degree + index
         roles = dict.fromkeys(self._inputs, Role.INPUT) | dict.fromkeys(self._outputs, Role.OUTPUT)
         if self._delta:
             roles[Kind.DELTA] = Role.WORKSPACE
@@ -181,7 +127,7 @@ class _Exchange:
                 made.update((buffer.name, buffer) for buffer in local)
             for kind in self._outputs:
                 rows = made[kind.value].rows
-                for copy, heads in enumerate(self._holders.copies if kind.is_key_side else ()):
+                for copy, heads in enumerate(self._replicas.copies if kind.is_key_side else ()):
                     name = f"{kind.value}.copy{copy}"
                     made[name] = Buffer(name, kind, rows, heads, kind.precision)
         return made
@@ -192,115 +138,136 @@ class _Exchange:
         rows = self._rows.shard(kind.is_key_side, rank)
         return Buffer(kind.value, kind, rows, (0, heads), kind.precision, role)
 
-    def _slots(self, kind: Kind) -> int:
-        """Rows of a shard."""
-        return self._shards[kind.is_key_side].slots
-
     def before(self, unit: int, index: int) -> list[Operation]:
-        return self._before(unit, index) if self._first.is_exchanged else self._before(0, 0)
-
-    def _make_before(self, unit: int, index: int) -> list[Operation]:
-        operations: list[Operation] = []
-        if self._delta:
-            out, grad, delta = (
-                Piece(kind.value, 0, self._slots(kind))
-                for kind in (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA)
-            )
-            operations.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
-        if self._whole:
-            operations += self._empty(unit, index)
-            sends = self._tokens_of(*self._rows.given(unit, index))
-            receives = self._own_heads(self._needs, unit, index)
-            operations.append(AllToAll(TO_HEADS, self._rows.group(unit), sends, receives))
-        return operations
-
-    def _empty(self, unit: int, index: int) -> list[Operation]:
-        """Rows that no shard has are padding, and must hold what padding holds."""
-        cuts, local = self._rows.unfilled(unit), self._head_groups[index].local
-        return [
+        """What precedes the operations of a method."""
+        if not self._at_once:
+            return self._delta
+        # Rows that no shard has are padding, and must hold the values of padding.
+        empty = TO_HEADS.at("empty")
+        unfilled, local = self._rows.unfilled(unit), self._head_groups[index].local
+        fills = [
             Merge(
-                *(TO_HEADS.at("empty"), MergeRule.LSE if kind is Kind.LSE else MergeRule.SUM, ()),
+                empty,
+                MergeRule.LSE if kind is Kind.LSE else MergeRule.SUM,
+                inputs=(),
                 outputs=(Piece(local(kind), a, b),),
             )
             for kind in self._needs
-            for a, b in cuts[kind.is_key_side]
+            for a, b in unfilled[kind.is_key_side]
         ]
+        return [*self._delta, *fills, *self.operations(TO_HEADS, unit, index)]
 
-    def portion(self, task: Task, unit: int, index: int) -> list[Operation]:
-        assert self._portions is not None, "a method names portions of what is exchanged at once"
-        return self._portions.operations(task, unit, index)
-
-    def _make_after(self, unit: int, index: int) -> list[Operation]:
-        if not self._whole:
+    def after(self, unit: int, index: int) -> list[Operation]:
+        """What follows the operations of a method."""
+        if not self._at_once:
             return []
-        sends = self._own_heads(self._outputs, unit, index, parted=True)
-        receives = self._results_of(*self._rows.given(unit, index))
-        operations: list[Operation] = [AllToAll(TO_TOKENS, self._rows.group(unit), sends, receives)]
-        for kind in self._outputs:
-            slots = self._slots(kind)
-            for total, copies in self._holders.sums if kind.is_key_side else ():
-                parts = tuple(
-                    Piece(f"{kind.value}.copy{copy}", 0, slots, heads)
-                    for copy, heads in enumerate(copies)
+        tasks = (TO_TOKENS, TO_TOKENS.at(SUM))
+        return [op for task in tasks for op in self.operations(task, unit, index)]
+
+    def _operations(self, task: Task, unit: int, index: int) -> list[Operation]:
+        """The exchange of this name, or (stage `sum`) the sums of replicas that it brought."""
+        if task.stage:
+            return list(self._sums(task))
+        caller = self._caller_pieces(task, self._rows.sent(unit, index))
+        # Head groups with equally many heads name their rows alike.
+        held = self._unit_pieces(task, unit, 0 if self._first.cut is not None else index)
+        sends, receives = (caller, held) if task.kind in _INCOMING else (held, caller)
+        return [AllToAll(task, self._rows.group(unit), sends, receives)]
+
+    def _chunk(self, task: Task, key_side: bool) -> Chunk | None:
+        """The chunk that an exchange carries; None: all rows and heads."""
+        if self._first.cut is None:
+            return None
+        return self._first.exchanged(Kind.K if key_side else Kind.Q)[task.index[0]]
+
+    def _slots(self, task: Task, key_side: bool) -> Spans:
+        """The slots of each member that an exchange carries; slices of heads have the same."""
+        if self._first.cut is None:
+            return ((0, self._shards[key_side].slots),)
+        slots = self._first.slots(Kind.K if key_side else Kind.Q)
+        return slots[task.index[0] % len(slots)]
+
+    def _make_caller_pieces(self, task: Task, sent: tuple[Cuts, ...]) -> Pieces:
+        """Rows of this rank's own tensors: for each member the rows that its unit works on, with
+        the heads that it holds of them."""
+        kinds = [(kind.value, kind.is_key_side) for kind in self._kinds[task.kind]]
+        heads, rows = {}, {}
+        for side in {side for _, side in kinds}:
+            heads[side] = self._heads(task, side)
+            spans = self._slots(task, side)
+            rows[side] = [
+                [cut for span in spans for cut in clip_spans(cuts[side], *span)] for cuts in sent
+            ]
+        return tuple(
+            [
+                tuple(
+                    [
+                        Piece(name + copy, a, b, held)
+                        for name, side in kinds
+                        for a, b in rows[side][unit]
+                        for copy, held in heads[side][index]
+                    ]
                 )
-                end = Piece(kind.value, 0, slots, total)
-                operations.append(Merge(TO_TOKENS.at("sum"), MergeRule.SUM, parts, (end,)))
-        return operations
-
-    def _make_tokens(self, *given: Cuts) -> Pieces:
-        """For each member the rows that its unit works on, its heads of them."""
-        named = [(kind.value, kind.is_key_side) for kind in self._needs]
-        heads = [(group.heads(Kind.Q), group.heads(Kind.K)) for group in self._head_groups]
-        return tuple(
-            tuple(
-                [
-                    Piece(name, a, b, heads[index][side])
-                    for name, side in named
-                    for a, b in cuts[side]
-                ]
-            )
-            for index, cuts in zip(self._rows.indices, given, strict=True)
+                for unit in range(len(sent))
+                for index in range(len(self._head_groups))
+            ]
         )
 
-    def _make_results(self, *given: Cuts) -> Pieces:
-        """Where a rank's rows come back from each member."""
-        named = [(kind.value, kind.is_key_side) for kind in self._outputs]
-        parts = [self._holders.parts(group) for group in self._head_groups]
+    def _heads(self, task: Task, key_side: bool) -> list[list[tuple[str, tuple[int, int]]]]:
+        """For each head group its heads of a chunk in the buffers of their owner; results of a head
+        that several head groups hold arrive in copies."""
+        incoming = task.kind in _INCOMING
+        held = (self._owned_heads if incoming else self._result_heads)[key_side]
+        chunk = self._chunk(task, key_side)
+        if chunk is None or chunk.heads is None:
+            return held
+        low, high = chunk.heads
+        return [[(copy, (first + low, first + high)) for copy, (first, _) in x] for x in held]
+
+    def _make_unit_pieces(self, task: Task, unit: int, index: int) -> Pieces:
+        """A head group's heads of the rows of its unit: for each member the rows that it owns."""
+        group, parts = self._head_groups[index], self._replicas.parts[index]
+        sources = []
+        for kind in self._kinds[task.kind]:
+            side, name = kind.is_key_side, group.local(kind)
+            chunk = self._chunk(task, side)
+            if chunk is None:
+                rows = self._rows.in_unit(unit, keys=side)
+            else:
+                name = chunk.name(name)
+                rows = self._chunk_rows(side, unit, chunk.start, chunk.stop)
+            here = [None] if task.kind in _INCOMING else [part.here for part in parts[side]]
+            sources.append((name, rows, here))
         return tuple(
-            tuple(
-                [
-                    Piece(f"{name}{copy}", a, b, heads)
-                    for name, side in named
-                    for a, b in cuts[side]
-                    for copy, heads, _ in parts[index][side]
-                ]
-            )
-            for index, cuts in zip(self._rows.indices, given, strict=True)
+            [
+                tuple(
+                    [
+                        Piece(name, a, b, heads)
+                        for name, rows, here in sources
+                        for a, b in rows[member]
+                        for heads in here
+                    ]
+                )
+                for member in range(len(sources[0][1]))
+            ]
         )
 
-    def _own_heads(
-        self, kinds: tuple[Kind, ...], unit: int, index: int, *, parted: bool = False
-    ) -> Pieces:
-        """This head group's heads, for each member its tokens of them; `parted` where other head
-        groups hold some of them as well."""
-        group = self._head_groups[index]
-        parts = self._holders.parts(group)
-        sources = [
-            (
-                group.local(kind),
-                kind.is_key_side,
-                [part.here for part in parts[kind.is_key_side]] if parted else [None],
-            )
-            for kind in kinds
-        ]
+    def _make_chunk_rows(
+        self, key_side: bool, unit: int, start: int, stop: int
+    ) -> tuple[Spans, ...]:
+        """Rows of each member, counted in a chunk of a unit's rows; tensors share them."""
         return tuple(
-            tuple(
-                [
-                    Piece(name, a, b, heads)
-                    for name, side, parts_of in sources
-                    for a, b in cuts[side]
-                    for heads in parts_of
-                ]
-            )
-            for cuts in self._rows.held(unit)
+            tuple([(a - start, b - start) for a, b in clip_spans(rows, start, stop)])
+            for rows in self._rows.in_unit(unit, keys=key_side)
         )
+
+    def _sums(self, task: Task) -> Iterator[Operation]:
+        for kind in self._kinds[task.kind]:
+            for a, b in self._slots(task, True) if kind.is_key_side else ():
+                for total, copies in self._replicas.sums:
+                    parts = tuple(
+                        Piece(f"{kind.value}.copy{copy}", a, b, heads)
+                        for copy, heads in enumerate(copies)
+                    )
+                    end = Piece(kind.value, a, b, total)
+                    yield Merge(task, MergeRule.SUM, parts, (end,))

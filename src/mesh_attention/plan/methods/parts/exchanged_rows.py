@@ -1,16 +1,19 @@
-"""Which rows ranks exchange before and after a method: who meets, who gives what, where it lies.
+"""Which rows and heads ranks exchange around a method: who meets, who sends what, where it goes.
 
-Ranks of a unit exchange tokens for heads: every member has the tokens of all of them then, so each
-gives all of its own. Where callers keep contiguous shards and the method works in another layout,
-all ranks meet in the same exchange: a rank gives to each unit the rows that it works on, for every
-member its heads of them. So a row goes to its place in one step, with Ulysses or without, and what
-stays on its rank is not sent.
+`UnitRows`: the ranks of a unit exchange tokens for heads, so each sends all of its rows to all
+others. `RelayoutRows`: where callers keep contiguous shards and the method works in another layout,
+all ranks meet in one exchange. A rank sends to each unit the rows that the unit works on, for every
+member its heads of them. So a row reaches its place in one step, with Ulysses or without, and rows
+that stay on their rank are not sent. `KvReplicas`: the head groups that hold each KV head.
+
+Used by `exchange.py`; pure functions of layouts and head groups.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,57 +21,33 @@ from numpy.typing import NDArray
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, unit_rows
-from mesh_attention.plan.methods.parts.needed_rows import blocks_of, num_stretches
+from mesh_attention.plan.methods.parts.needed_rows import (
+    MAX_RANGES,
+    blocks_of,
+    has_few_ranges,
+    num_ranges,
+)
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined
 
 Array = NDArray[np.int64]
 Cuts = tuple[Spans, Spans]  # of queries and of keys
-MAX_STRETCHES = 4096  # of all ranks: each of them is a message; some for each rank always are
-
-
-class ExchangedRows(Protocol):
-    """An exchange, by members of the group in which a rank meets others for it."""
-
-    def shard(self, keys: bool, rank: int) -> Spans:
-        """The places of the rows of a rank's own shard."""
-        ...
-
-    def group(self, unit: int) -> str: ...
-
-    def groups(self) -> dict[str, tuple[int, ...]]: ...
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """The head group of each member."""
-        ...
-
-    def given(self, unit: int, index: int) -> tuple[Cuts, ...]:
-        """To each member: the rows of this rank's own shard, counted in it."""
-        ...
-
-    def held(self, unit: int) -> tuple[Cuts, ...]:
-        """Of each member: where its rows lie among those of a unit, in the same order."""
-        ...
-
-    def unfilled(self, unit: int) -> Cuts:
-        """Rows of a unit that no shard has: padding of the layout that it works in."""
-        ...
 
 
 class UnitRows:
-    """Tokens for heads inside units, which work on the rows of their own ranks."""
+    """Rows exchanged inside units, which work on the rows of their own ranks."""
 
     def __init__(self, head_group: HeadGroup) -> None:
         self._group = head_group
-        self.indices = tuple(range(head_group.degree))
 
     def shard(self, keys: bool, rank: int) -> Spans:
+        """The places of the rows of a rank's own shard."""
         slots = (self._group.kv_layout if keys else self._group.q_layout).slots
         return ((rank * slots, (rank + 1) * slots),)
 
     def group(self, unit: int) -> str:
+        """The group in which the ranks of a unit meet others."""
         return f"U{unit}"
 
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -76,30 +55,31 @@ class UnitRows:
         units = range(self._group.num_units) if degree > 1 else ()
         return {f"U{u}": tuple(range(u * degree, (u + 1) * degree)) for u in units}
 
-    def given(self, unit: int, index: int) -> tuple[Cuts, ...]:
-        group = self._group
-        rank = unit * group.degree + index
-        return ((group.q_layout.parts(rank), group.kv_layout.parts(rank)),) * group.degree
+    def sent(self, unit: int, index: int) -> tuple[Cuts, ...]:
+        """To each unit of the group: rows of this rank's own shard, counted in it. Every member of
+        that unit receives its heads of them."""
+        rank = unit * self._group.degree + index
+        return ((self._group.q_layout.parts(rank), self._group.kv_layout.parts(rank)),)
 
-    def held(self, unit: int) -> tuple[Cuts, ...]:
-        rows = (self._group.member_rows(kind, unit) for kind in (Kind.Q, Kind.K))
-        return tuple(zip(*rows, strict=True))
+    def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
+        """Of each member of the group: where its rows are among those of a unit, in that order."""
+        return self._group.member_rows(Kind.K if keys else Kind.Q, unit)
 
     def unfilled(self, unit: int) -> Cuts:
+        """Rows of a unit that no shard has: padding of the layout that the method works in."""
         return (), ()
 
 
 class RelayoutRows:
-    """From shards that lie otherwise than the method works, among all ranks."""
+    """As `UnitRows`, from shards in another layout, among all ranks."""
 
     def __init__(self, head_group: HeadGroup, shards: tuple[Layout, Layout]) -> None:
         degree, layouts = head_group.degree, (head_group.q_layout, head_group.kv_layout)
         self._ranks = head_group.num_units * degree
         self._degree = degree
         self._sides = tuple(
-            _moves(one, layout, degree) for one, layout in zip(shards, layouts, strict=True)
+            _moves(shard, layout, degree) for shard, layout in zip(shards, layouts, strict=True)
         )
-        self.indices = tuple(range(degree)) * head_group.num_units
 
     def shard(self, keys: bool, rank: int) -> Spans:
         return self._sides[keys].shards[rank]
@@ -110,18 +90,15 @@ class RelayoutRows:
     def groups(self) -> dict[str, tuple[int, ...]]:
         return {ALL_UNITS: tuple(range(self._ranks))}
 
-    def given(self, unit: int, index: int) -> tuple[Cuts, ...]:
+    def sent(self, unit: int, index: int) -> tuple[Cuts, ...]:
         rank = unit * self._degree + index
         q, kv = (side.of_source(rank) for side in self._sides)
-        return tuple(
-            (q.get(other, ()), kv.get(other, ()))
-            for other in range(self._ranks // self._degree)
-            for _ in range(self._degree)
-        )
+        units = range(self._ranks // self._degree)
+        return tuple((q.get(other, ()), kv.get(other, ())) for other in units)
 
-    def held(self, unit: int) -> tuple[Cuts, ...]:
-        q, kv = (side.of_unit(unit) for side in self._sides)
-        return tuple((q.get(rank, ()), kv.get(rank, ())) for rank in range(self._ranks))
+    def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
+        rows = self._sides[keys].of_unit(unit)
+        return tuple(rows.get(rank, ()) for rank in range(self._ranks))
 
     def unfilled(self, unit: int) -> Cuts:
         q, kv = (side.unfilled(unit) for side in self._sides)
@@ -129,7 +106,7 @@ class RelayoutRows:
 
 
 class _Moves(NamedTuple):
-    """Stretches of rows, in order of position: from rows of a rank's shard to rows of a unit."""
+    """Ranges of rows, in order of position: from rows of a rank's shard to rows of a unit."""
 
     sources: Array
     source_rows: Array
@@ -140,47 +117,43 @@ class _Moves(NamedTuple):
     shards: tuple[Spans, ...]  # the places of the rows of each shard
 
     def of_source(self, rank: int) -> dict[int, Spans]:
-        """By unit."""
+        """Rows of a rank's shard, by unit."""
         return self._spans(self.sources == rank, self.units, self.source_rows)
 
     def of_unit(self, unit: int) -> dict[int, Spans]:
-        """By the rank whose shard they are in."""
+        """Rows of a unit, by the rank whose shard they are in."""
         return self._spans(self.units == unit, self.sources, self.unit_rows)
 
     def _spans(self, which: NDArray[np.bool_], others: Array, rows: Array) -> dict[int, Spans]:
-        found: dict[int, list[tuple[int, int]]] = {}
+        by_other: dict[int, list[tuple[int, int]]] = {}
         columns = (column[which].tolist() for column in (others, rows, self.sizes))
         for other, row, size in zip(*columns, strict=True):
-            found.setdefault(other, []).append((row, row + size))
-        return {other: tuple(spans) for other, spans in found.items()}
+            by_other.setdefault(other, []).append((row, row + size))
+        return {other: tuple(spans) for other, spans in by_other.items()}
 
     def unfilled(self, unit: int) -> Spans:
         filled = sorted(span for spans in self.of_unit(unit).values() for span in spans)
-        starts, stops = [0], list[int]()
-        for start, stop in filled:
-            stops.append(start)
-            starts.append(stop)
-        stops.append(self.unit_size)
-        return tuple((a, b) for a, b in zip(starts, stops, strict=True) if a < b)
+        edges = [0, *(edge for span in filled for edge in span), self.unit_size]
+        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 
 
 @lru_cache(maxsize=16)
 def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
-    """A layout pads at least as much as contiguous shards do: it has a place for all they have."""
-    _refuse_many_stretches(layout)
-    there, here = (_by_start(*blocks_of(one)) for one in (shards, layout))
-    edges = np.unique(np.concatenate([there[0], here[0]]))
+    """A layout pads at least as much as contiguous shards do: it has a place for all their rows."""
+    _check_ranges(layout)
+    shard_table, layout_table = (_by_start(*blocks_of(x)) for x in (shards, layout))
+    edges = np.unique(np.concatenate([shard_table[0], layout_table[0]]))
     edges = edges[edges < shards.padded_tokens]
     sizes = np.diff(edges, append=shards.padded_tokens)
-    sources, source_rows = np.divmod(_follow(there, edges), shards.slots)
-    places = _follow(here, edges)
+    sources, source_rows = np.divmod(_follow(shard_table, edges), shards.slots)
+    places = _follow(layout_table, edges)
     size = layout.slots * degree
     spans = [unit_rows(layout, degree, unit)[0] for unit in range(layout.num_ranks // degree)]
     table = np.array([span for rows in spans for span in rows], dtype=np.int64)
     lengths = table[:, 1] - table[:, 0]
     within = (np.cumsum(lengths) - lengths) % size  # of each span among the rows of its unit
     units, rows = places // size, _follow(_by_start(table[:, 0], lengths, within), places)
-    # What follows the stretch before it on both sides is one with it.
+    # A range that follows the range before it on both sides is one with it.
     new = np.ones(len(edges), dtype=np.bool_)
     columns = (sources, source_rows, units, rows)
     steps = (0, sizes[:-1], 0, sizes[:-1])
@@ -200,7 +173,7 @@ def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
     )
 
 
-_Table = tuple[Array, Array]  # where stretches begin, in order, and where they lie
+_Table = tuple[Array, Array]  # where ranges begin, in order, and their places
 
 
 def _by_start(starts: Array, sizes: Array, places: Array) -> _Table:
@@ -211,22 +184,93 @@ def _by_start(starts: Array, sizes: Array, places: Array) -> _Table:
 def _follow(table: _Table, what: Array) -> Array:
     starts, places = table
     at = np.searchsorted(starts, what, side="right") - 1
-    found: Array = places[at] + what - starts[at]
-    return found
+    result: Array = places[at] + what - starts[at]
+    return result
 
 
-def can_relayout(layout: Layout) -> bool:
-    return num_stretches(layout) <= max(MAX_STRETCHES, 2 * layout.num_ranks)
-
-
-def _refuse_many_stretches(layout: Layout) -> None:
-    if can_relayout(layout):
+def _check_ranges(layout: Layout) -> None:
+    if has_few_ranges(layout):
         return
-    ways = f"give a stripe_block of at least {-(-layout.num_tokens // MAX_STRETCHES)}"
+    ways = f"give a stripe_block of at least {-(-layout.num_tokens // MAX_RANGES)}"
     if layout.kind is LayoutKind.LISTED:
         ways = "list fewer and longer 'stretches'"
     raise PlanError(
         f"relayout=True with layout={layout.kind}: it cuts the sequence into "
-        f"{num_stretches(layout)} stretches, each of which would be a message of its own; at most "
-        f"{MAX_STRETCHES} are supported: {ways}, or layout=zigzag"
+        f"{num_ranges(layout)} stretches, each of which would be a message of its own; at most "
+        f"{MAX_RANGES} are supported: {ways}, or layout=zigzag"
     )
+
+
+class Part(NamedTuple):
+    """Heads of a head group whose results arrive in one buffer of their owner."""
+
+    copy: str  # the end of that buffer's name: nothing, or `.copy1`
+    there: tuple[int, int]  # the heads inside that buffer
+    here: tuple[int, int] | None  # inside the head group's own heads; None: all of them
+
+
+class KvReplicas:
+    """The head groups that hold each KV head.
+
+    With fewer KV heads than ranks, and wherever a share of the query heads ends inside a KV group,
+    several head groups hold a KV head, and each has the gradients of its own query heads. These
+    arrive in copies, copy c from the c-th holder, and the owner adds them.
+    """
+
+    def __init__(self, head_groups: list[HeadGroup]) -> None:
+        self._first: dict[int, int] = {}  # holder of each head
+        times = self._times = [0] * head_groups[0].problem.kv_heads
+        for group in head_groups:
+            for head in range(*group.heads(Kind.K)):
+                self._first.setdefault(head, group.index)
+                times[head] += 1
+        # A copy has room from the first head that comes to it to the last.
+        self.copies: list[tuple[int, int]] = []
+        for copy in range(max(times) if max(times) > 1 else 0):
+            heads = [head for head, count in enumerate(times) if count > max(copy, 1)]
+            self.copies.append((heads[0], heads[-1] + 1))
+        # The heads of each sum, and where they are in each copy; None is all of a buffer.
+        self.sums = [
+            (
+                _inside((first, stop), (0, len(times))),
+                [_inside((first, stop), copy) for copy in self.copies[: times[first]]],
+            )
+            for first, stop in _equal_runs(times)
+            if times[first] > 1
+        ]
+        self.parts = [  # of each head group: of its query heads, and of its KV heads
+            ([Part("", group.heads(Kind.Q), None)], self._key_parts(group)) for group in head_groups
+        ]
+
+    def _key_parts(self, group: HeadGroup) -> list[Part]:
+        low, high = held = group.heads(Kind.K)
+        if not self.copies:
+            return [Part("", held, None)]
+        alone = -1
+        copies = [
+            group.index - self._first[head] if self._times[head] > 1 else alone
+            for head in range(low, high)
+        ]
+        parts = []
+        for a, b in _equal_runs(copies):
+            copy, heads = copies[a], (low + a, low + b)
+            start = 0 if copy == alone else self.copies[copy][0]
+            name = "" if copy == alone else f".copy{copy}"
+            there = (heads[0] - start, heads[1] - start)
+            parts.append(Part(name, there, _inside(heads, held)))
+        return parts
+
+
+def _inside(heads: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int] | None:
+    """Heads counted inside a buffer; None if they are all that it has."""
+    return None if heads == buffer else (heads[0] - buffer[0], heads[1] - buffer[0])
+
+
+def _equal_runs(values: list[int]) -> list[tuple[int, int]]:
+    """The (start, stop) of each run of equal neighbours.
+
+    >>> _equal_runs([2, 2, 1])
+    [(0, 2), (2, 3)]
+    """
+    changes = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
+    return list(pairwise([0, *changes, len(values)]))

@@ -1,14 +1,16 @@
 """Head groups: how heads and tokens are shared out before a method begins.
 
-With Ulysses degree U, U consecutive ranks form a *unit*: they swap tokens for heads, and then rank
-i of every unit holds all of the unit's tokens for the i-th share of heads. The ranks with equal i
-are head group i; a method runs on each head group as if its units were ranks. U = 1 is one head
-group of all.
+With Ulysses degree U, U consecutive ranks form a *unit*: they exchange tokens for heads, and then
+rank i of every unit holds all tokens of the unit for the i-th share of heads. The ranks with equal
+i are head group i; a method runs on each head group as if its units were ranks. U = 1 is one head
+group of all ranks.
 
-Shares are equal where the degree divides the heads and keeps KV heads whole. Otherwise nobody has
-more than the heads divided by the degree, rounded up, which is as even as the work can be; and
-where a share has room for a whole KV group shares end with a group, if one ends near: a KV head
-beyond that end is held twice, and so are its bytes.
+Shares are equal where the degree divides the heads and keeps KV heads whole. Otherwise no share is
+larger than the heads divided by the degree, rounded up, which is as even as the work can be. A
+share with room for a whole KV group then ends where the nearest group ends, if it can: a KV head
+that two shares cut is held, and sent, twice.
+
+Used by all builders; pure functions of the problem and its layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from math import gcd
 from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind, Precision, Role
 from mesh_attention.plan.methods.parts.chunks import Chunk, by_heads, chunk_slots, chunks_between
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -45,10 +47,10 @@ def ulysses_degrees(problem: Problem, num_ranks: int | None = None) -> list[int]
 def chosen_degree(
     problem: Problem, num_ranks: int, degree: int | None, ranks_per_node: int | None
 ) -> int:
-    """The given degree, if it fits; left out: the largest up to 8 (or a node) that works."""
+    """The degree asked for, if it fits; None: the largest that works, up to 8 or a node."""
     fits = ulysses_degrees(problem, num_ranks)
     if degree is None:
-        return max(one for one in fits if one <= (ranks_per_node or 8))
+        return max(fitting for fitting in fits if fitting <= (ranks_per_node or 8))
     if degree not in fits:
         raise PlanError(
             f"ulysses={degree} does not share out {problem.num_heads} heads "
@@ -83,85 +85,49 @@ def head_shares(num_heads: int, kv_heads: int, degree: int) -> tuple[tuple[int, 
 def unit_rows(
     layout: Layout, degree: int, unit: int, chunks: tuple[Spans, ...] | None = None
 ) -> tuple[Spans, tuple[Spans, ...]]:
-    """The places of a unit's rows, and for each member where its own lie among them.
+    """The places of a unit's rows, and for each member where its own rows are among them.
 
-    Members come one after the other, or in order of position where that makes long stretches of
-    them: so a unit of zigzag partitions is a zigzag partition of larger blocks. With several chunks
-    that is the order inside each of them: all members have an equal part of every chunk, given by
-    the slots of a member.
+    Members come one after the other, or in order of position where that makes long ranges: a unit
+    of zigzag partitions is a zigzag partition of larger blocks. With several chunks, each given by
+    the slots of a member, that is the order inside each chunk; all members have an equal part of
+    every chunk.
     """
-    if layout.kind is LayoutKind.LISTED or not unit:
-        return _rows_of_unit(layout, degree, unit, chunks)
-    places, members = unit_rows(layout, degree, 0, chunks)
-    before = unit * degree * layout.slots
-    return tuple([(a + before, b + before) for a, b in places]), members
-
-
-def _rows_of_unit(
-    layout: Layout, degree: int, unit: int, chunks: tuple[Spans, ...] | None
-) -> tuple[Spans, tuple[Spans, ...]]:
     slots, first = layout.slots, unit * degree
-    # Alone a rank has its rows as they are; a zigzag lies in order of position.
+    if unit and layout.kind is not LayoutKind.LISTED:
+        places, members = unit_rows(layout, degree, 0, chunks)
+        return tuple([(a + first * slots, b + first * slots) for a, b in places]), members
+    # A rank alone has its rows as they are; a zigzag is in order of position anyway.
     by_position = layout.kind is LayoutKind.ZIGZAG or (
         layout.kind is LayoutKind.LISTED and degree > 1
     )
-    places: list[tuple[int, int]] = []
-    found: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
+    unit_places: list[tuple[int, int]] = []
+    member_rows: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
     for chunk in chunks or (((0, slots),),):
-        if layout.kind is LayoutKind.ZIGZAG:
-            at += _add_zigzag(layout, first, chunk, at, places, found)
-            continue
         parts = []  # (first position, places), member by member
         for rank in range(first, first + degree):
-            place, whole = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
-            for a, b in chain.from_iterable(clip_spans(whole, *stretch) for stretch in chunk):
+            place, own = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
+            for a, b in chain.from_iterable(clip_spans(own, *span) for span in chunk):
                 position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
                 parts.append((position, place + a, place + b))
         rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
         for _, start, stop in sorted(parts):
-            places.append((start, stop))
+            unit_places.append((start, stop))
             rows[start] = (at, at + stop - start)
             at += stop - start
         for _, start, _ in parts:
-            found[start // slots - first].append(rows[start])
-    return tuple(places) if by_position else joined(places), tuple(map(tuple, found))
-
-
-def _add_zigzag(
-    layout: Layout,
-    first: int,
-    chunk: Spans,
-    at: int,
-    places: list[tuple[int, int]],
-    found: list[list[tuple[int, int]]],
-) -> int:
-    """What `unit_rows` does for a chunk, and its size: ranks own the low halves in their order, and
-    then the high halves in the other. Asked for again and again, of units of many ranks."""
-    degree, slots, middle = len(found), layout.slots, layout.halves[1]
-    spans = [span for stretch in chunk for span in clip_spans(layout.parts(0), *stretch)]
-    sides = [sorted(s for s in spans if (s[0] >= middle) == high) for high in (False, True)]
-    low, high = (sum(b - a for a, b in side) for side in sides)
-    for side, ranks in zip(sides, (range(degree), range(degree - 1, -1, -1)), strict=True):
-        places += [
-            ((first + m) * slots + a, (first + m) * slots + b) for m in ranks for a, b in side
-        ]
-    for a, b in spans:
-        size, side = b - a, sides[a >= middle]
-        start = at + sum(d - c for c, d in side if c < a)
-        step = low
-        if a >= middle:
-            start, step = start + degree * low + (degree - 1) * high, -high
-        for member, rows in enumerate(found):
-            rows.append((start + member * step, start + member * step + size))
-    return degree * (low + high)
+            member_rows[start // slots - first].append(rows[start])
+    places = tuple(unit_places) if by_position else joined(unit_places)
+    return places, tuple(map(tuple, member_rows))
 
 
 class PassCut(NamedTuple):
-    """How finely the rows and heads of a unit are exchanged: chunks of queries and of keys, for
-    each slice of heads, given by KV heads. A slice is exchanged at once where it is not chunked.
-    `even`: chunks of rows have as much of both halves of a zigzag. `short_start`: the first chunk
-    of keys is cut once more, so that there is something to compute sooner."""
+    """How finely a pass cuts the rows and heads of a unit: (queries, keys) in chunks, for each
+    slice of heads. `slices` counts KV heads. A slice that is not chunked is exchanged at once.
+
+    `even`: chunks of rows have equal parts of both halves of a zigzag. `short_start`: the first
+    chunk of keys is cut once more, so that computation begins sooner.
+    """
 
     chunks: tuple[int, int]
     slices: tuple[int, ...]
@@ -180,17 +146,17 @@ class HeadGroup:
     kv_layout: Layout
     degree: int = 1
     index: int = 0
-    shards: tuple[Layout, Layout] | None = None  # how queries and keys come, where otherwise
+    shards: tuple[Layout, Layout] | None = None  # the caller's layouts, where they are others
     cut: PassCut | None = None  # None: all is exchanged at once
 
     @property
     def has_alike(self) -> bool:
-        """Whether all head groups have as many heads, and receive as much of every other."""
+        """Whether all head groups have the same number of heads, and receive the same bytes."""
         return self.shards is None and self.degree in ulysses_degrees(self.problem)
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether a unit's own rows come from other ranks, and are no tensors of the caller."""
+        """Whether a unit's own rows come from other ranks, and are not the caller's tensors."""
         return self.degree > 1 or self.shards is not None
 
     @property
@@ -200,25 +166,18 @@ class HeadGroup:
     @property
     def has_even_chunks(self) -> bool:
         """Whether some chunk has rows of both halves of a zigzag, from its two ends."""
-        slots = self.slots(Kind.Q) + self.slots(Kind.K)
-        return any(len(stretches) > 1 for stretches in slots)
+        return any(len(spans) > 1 for spans in self.slots(Kind.Q) + self.slots(Kind.K))
 
     @property
     def has_short_start(self) -> bool:
-        """Whether there is a chunk of keys more than asked for, before the others."""
+        """Whether there is one more chunk of keys than asked for, before the others."""
         return self.cut is not None and len(self.slots(Kind.K)) > self.cut.chunks[1]
-
-    def rank_of(self, unit: int) -> int:
-        return unit * self.degree + self.index
 
     def layout(self, kind: Kind) -> Layout:
         return self.kv_layout if kind.is_key_side else self.q_layout
 
-    def halves(self, kind: Kind) -> tuple[int, ...]:
-        """Row boundaries inside a unit that a gather keeps apart."""
-        return tuple(self.degree * half for half in self.layout(kind).halves)
-
     def size(self, kind: Kind) -> int:
+        """Rows of a unit."""
         return self.degree * self.layout(kind).slots
 
     def chunks(
@@ -227,10 +186,11 @@ class HeadGroup:
         """`count` chunks of rows for each slice of this head group's heads, given by KV heads."""
         if self.cut is not None:
             return self.exchanged(kind)
-        rows = chunks_between(self.halves(kind), count)
-        if len(self.stretches) > 1:
-            sizes = [heads[kind.is_key_side] for heads in self.stretches]
-            return by_heads(rows, sizes)
+        # A gather keeps the halves of a zigzag apart.
+        rows = chunks_between(tuple(self.degree * x for x in self.layout(kind).halves), count)
+        uniform = self.uniform_heads
+        if len(uniform) > 1:
+            return by_heads(rows, [heads[kind.is_key_side] for heads in uniform])
         if slices is None or len(slices) == 1:
             return rows
         first, last = self.heads(kind)
@@ -247,10 +207,10 @@ class HeadGroup:
     def _make_exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
         assert self.cut is not None
         parts, rows, at = self._parts(kind)[0], list[Chunk](), 0
-        for index, stretches in enumerate(self.slots(kind)):
+        for index, spans in enumerate(self.slots(kind)):
             sizes = [
                 self.degree * (min(b, h2) - max(a, h1))
-                for a, b in stretches
+                for a, b in spans
                 for h1, h2 in pairwise(self.layout(kind).halves)
                 if max(a, h1) < min(b, h2)
             ]
@@ -263,7 +223,7 @@ class HeadGroup:
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
 
     def slots(self, kind: Kind) -> tuple[Spans, ...]:
-        """Of each member, those of each chunk of rows that is exchanged."""
+        """The slots of a member that belong to each chunk of rows that is exchanged."""
         return self._slots[kind.is_key_side]
 
     @cached_property
@@ -277,8 +237,8 @@ class HeadGroup:
         return chunk_slots(halves, count, even=cut.even, short_start=short)
 
     def _parts(self, kind: Kind) -> tuple[int, int]:
-        """Parts of the heads, and chunks of rows. Queries of one KV head are cut by heads as far as
-        that goes: so every part has all rows, and work is even under any mask."""
+        """Parts of the heads, and chunks of rows. The queries of a single KV head are cut by heads
+        as far as possible: then every part has all rows, and work is even under any mask."""
         if self.cut is None:
             return 1, 1
         count = self.cut.chunks[kind.is_key_side]
@@ -288,17 +248,14 @@ class HeadGroup:
 
     def rows(self, kind: Kind, unit: int) -> Spans:
         """The places of a unit's rows."""
-        return self._unit_rows(kind, unit)[0]
+        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))[0]
 
     def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
-        """Of each member: where the parts of its own rows lie among the rows of its unit."""
-        return self._unit_rows(kind, unit)[1]
-
-    def _unit_rows(self, kind: Kind, unit: int) -> tuple[Spans, tuple[Spans, ...]]:
-        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))
+        """For each member: where its own rows are among the rows of its unit."""
+        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))[1]
 
     def heads(self, kind: Kind) -> tuple[int, int]:
-        """This head group's heads; a KV head that serves several is held by each of them."""
+        """This head group's heads; a KV head that serves several head groups is held by each."""
         return self._heads[kind.is_key_side]
 
     @cached_property
@@ -308,9 +265,10 @@ class HeadGroup:
         return (first, last), (first // group, -(-last // group))
 
     @property
-    def stretches(self) -> tuple[tuple[int, int], ...]:
-        """(query heads, KV heads) of the stretches of heads in which every KV head has as many
-        query heads: what one attention can take. One, unless a share cuts a KV group unevenly."""
+    def uniform_heads(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of (query heads, KV heads) of the ranges of heads in which every KV head has
+        the same number of query heads: each range is one attention. There is one range, unless a
+        share cuts a KV group unevenly."""
         (first, last), group = self.heads(Kind.Q), self.problem.heads_per_kv_head
         parts = [
             min(last, (kv + 1) * group) - max(first, kv * group)
@@ -319,24 +277,28 @@ class HeadGroup:
         return tuple((sum(same), len(same)) for same in (tuple(x) for _, x in groupby(parts)))
 
     def local(self, kind: Kind) -> str:
-        """The name of this rank's own rows of a tensor inside the method."""
+        """The name of this unit's own rows of a tensor inside the method."""
         return f"{kind.value}.u" if self.is_exchanged else kind.value
 
     def local_buffers(self, kind: Kind, unit: int, role: Role) -> list[Buffer]:
-        """One, or one for each chunk that is exchanged."""
-        held = Role.WORKSPACE if self.is_exchanged else role
-        name, rows, heads = self.local(kind), self.rows(kind, unit), self.heads(kind)
+        """The buffer of this unit's own rows of a tensor, or one for each chunk exchanged."""
+        name, rows = self.local(kind), self.rows(kind, unit)
         if self.cut is None:
-            return [Buffer(name, kind, rows, heads, kind.precision, held)]
+            held = Role.WORKSPACE if self.is_exchanged else role
+            return [Buffer(name, kind, rows, self.heads(kind), kind.precision, held)]
         return [
-            Buffer(
-                *(chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop)),
-                heads=heads if of is None else (heads[0] + of[0], heads[0] + of[1]),
-                precision=kind.precision,
-            )
+            self.buffer(chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop), chunk)
             for chunk in self.exchanged(kind)
-            for of in (chunk.heads,)
         ]
+
+    def buffer(
+        self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
+    ) -> Buffer:
+        """A workspace buffer with the heads of a chunk."""
+        first, last = self.heads(kind)
+        if chunk.heads is not None:
+            first, last = first + chunk.heads[0], first + chunk.heads[1]
+        return Buffer(name, kind, rows, (first, last), precision or kind.precision)
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -3,13 +3,13 @@
 A task is a list of query rows against a list of key rows, in buffer order. It becomes maximal
 fully visible rectangles, causal squares, and row ranges only where neither fits. Both lists are cut
 into blocks of consecutive positions such that every (query block, key block) cell is empty, full,
-a causal square or ragged; equal neighbours are then joined into rectangles.
+a causal square or ragged; equal neighbours are then joined into rectangles (`blocks.py`).
 
-In most masks bounds never fall as queries grow (`lower_unions.py` is for the others), so the first
+In most masks bounds never fall as queries grow (`lower_unions.py` lowers the others), so the first
 and the last query alone show which key blocks all queries see and which none does; likewise for
 queries. Only the few *open* blocks in between are looked at closely, because planning for thousands
-of ranks lowers tens of thousands of tasks. And of a ring's n^2 tasks all but a few have no open
-cell at all: those are told by a few comparisons.
+of ranks lowers tens of thousands of tasks. Of a ring's n^2 tasks all but a few have no open cell at
+all, and a few comparisons decide them. Builders ask `Lowerings`, one for each plan.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from itertools import pairwise
 import numpy as np
 
 from mesh_attention.plan.language.program import Call, CallKind
+from mesh_attention.plan.methods.parts.blocks import (
+    Array,
+    Blocks,
+    Cells,
+    RowList,
+    full_calls,
+    grid_calls,
+    row_list,
+)
 from mesh_attention.plan.methods.parts.lower_unions import SegmentPieces, union_calls
-from mesh_attention.plan.methods.parts.rectangles import Cells, full_calls, rectangles
-from mesh_attention.plan.methods.parts.row_list import Array, Blocks, RowList, row_list
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
 from mesh_attention.plan.problem.runs import visible_pairs
@@ -36,7 +43,7 @@ MAX_CALLS = 64
 # More pairs of blocks are not looked at one by one.
 MAX_PAIRS = (4 * MAX_CALLS) ** 2
 
-# Stretches of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
+# Ranges of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
 _ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
 
 
@@ -51,7 +58,7 @@ class Sight:
 
     @staticmethod
     def of(first: Array, last: Array, rows: RowRanges) -> Sight:
-        """Of the sets that reach from a first to a last query."""
+        """Of the sets of consecutive queries with these first and last ones."""
         lo, hi = rows.bounds(np.concatenate([first, last]))
         n = len(first)
         return Sight(some_lo=lo[:n], some_hi=hi[n:], all_lo=lo[n:], all_hi=hi[:n])
@@ -59,7 +66,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """The query rows of a task with what they see under a mask."""
+    """The query rows of a task, with the keys that they see under a mask."""
 
     list: RowList
     rows: RowRanges
@@ -67,7 +74,7 @@ class Queries:
     all: tuple[int, int]
     sight: Sight | None  # block by block
     few: tuple[tuple[int, int, int, int], ...] | None  # the same of few blocks without padding
-    pieces: SegmentPieces | None = None  # in place of these, of masks whose bounds may fall
+    pieces: SegmentPieces | None = None  # instead of these, for masks whose bounds may fall
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
@@ -86,7 +93,7 @@ class Queries:
 
     @staticmethod
     def unseen(q: RowList, rows: RowRanges) -> Queries:
-        """Without a look at the mask."""
+        """Queries that are lowered without the mask."""
         return Queries(q, rows, (0, 0), (0, 0), None, None)
 
 
@@ -160,14 +167,14 @@ def _cuts(
     )
     for s in near:
         q_cuts.update((s.start, s.stop))
-        (one,) = s.intervals
-        ends = (one.lo, one.lo_slope), (one.hi, one.hi_slope)
+        (interval,) = s.intervals
+        ends = (interval.lo, interval.lo_slope), (interval.hi, interval.hi_slope)
         k_cuts.update(base for base, slope in ends if not slope)
     bends = sorted(q_cuts)
     for s in near if k_blocks else ():
-        (one,) = s.intervals
-        if one.hi_slope:  # cut both sides alike along the diagonal, so that squares are square
-            diagonal = one.hi - 1
+        (interval,) = s.intervals
+        if interval.hi_slope:  # cut both sides alike along the diagonal: squares stay square
+            diagonal = interval.hi - 1
             low = bisect_left(q.edges, max(s.start, k_edges[0] - diagonal))
             high = bisect_right(q.edges, min(s.stop, k_edges[-1] - diagonal))
             k_cuts.update(edge + diagonal for edge in q.edges[low:high])
@@ -180,8 +187,8 @@ def _cuts(
 def _near(q: Blocks, rows: RowRanges) -> list[Segment]:
     """Segments of the mask that hold queries; of many blocks, those from the first to the last."""
     blocks = q.few or ((q.edges[0], q.edges[-1]),)
-    found = {at for block in blocks for at in rows.segments_between(*block)}
-    return [rows.segments[at] for at in sorted(found)]
+    indices = {at for block in blocks for at in rows.segments_between(*block)}
+    return [rows.segments[at] for at in sorted(indices)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,28 +226,21 @@ def _cells_to_calls(q: _Strips, k: _Strips, rows: RowRanges) -> tuple[Call, ...]
     below = all_lo <= k.starts
     full = below & (k.stops <= all_hi)
     ragged = (k.starts < some_hi) & (k.stops > some_lo) & ~full
-
-    def call(kind: CallKind, i0: int, i1: int, j0: int, j1: int) -> Call:
-        return Call(kind, q.first_rows[i0], q.first_rows[i1], k.first_rows[j0], k.first_rows[j1])
-
-    calls = [call(CallKind.FULL, *cells) for cells in rectangles(full)]
     if not ragged.any():
-        return tuple(calls)
+        return grid_calls(full, None, None, q.first_rows, k.first_rows)
     size = (q.stops - q.starts)[:, None]
     on_edge = (all_hi == k.starts + 1) & (some_hi == k.starts + size)
     square = ragged & below & on_edge & (k.stops == k.starts + size)
-    calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
-    squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
-    return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
+    return grid_calls(full, ragged, square, q.first_rows, k.first_rows)
 
 
 class Lowerings:
-    """Calls of the tasks of a plan, each worked out once: passes and ranks ask for the same."""
+    """Calls of the tasks of a plan, each lowered once: passes and ranks ask for the same."""
 
     def __init__(
         self, q_layout: Layout, kv_layout: Layout, rows: RowRanges, *, one_call: bool = False
     ) -> None:
-        """`one_call`: no matter what is visible."""
+        """`one_call`: each task is one call, whatever is visible."""
         self._one_call = one_call
         look = Queries.unseen if one_call else Queries.of
         self.queries = cache(lambda spans: look(row_list(q_layout, spans), rows))
@@ -249,9 +249,9 @@ class Lowerings:
         self._equal: dict[tuple[Call, ...], tuple[Call, ...]] = {}
 
     def calls(self, q: Queries, k: RowList) -> tuple[Call, ...]:
-        found = self._calls.get((q, k))
-        if found is None:
+        calls = self._calls.get((q, k))
+        if calls is None:
             whole = (Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows),)
             calls = whole if self._one_call else lower(q, k)
-            found = self._calls[q, k] = self._equal.setdefault(calls, calls)
-        return found
+            calls = self._calls[q, k] = self._equal.setdefault(calls, calls)
+        return calls

@@ -1,9 +1,9 @@
 """Lowering of masks in which a query may see several intervals, or bounds may fall.
 
-Blocks of queries are cut where segments of the mask begin. On a segment bounds never fall: what the
-first and the last query of a piece see tells, interval by interval, which keys it sees whole, in
-part or not at all. Where cells are open, blocks of keys are cut where intervals end, and both sides
-along diagonals, so that causal squares are square.
+Blocks of queries are cut where segments of the mask begin. On a segment bounds never fall: the
+intervals of the first and the last query of a piece show which keys it sees whole, in part or not
+at all. Where cells are open, blocks of keys are cut where intervals end, and both sides along
+diagonals, so that causal squares are square. Used by `lower.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mesh_attention.plan.language.program import Call, CallKind
-from mesh_attention.plan.methods.parts.rectangles import full_calls, rectangles
+from mesh_attention.plan.language.program import Call
+from mesh_attention.plan.methods.parts.blocks import Array, full_calls, grid_calls
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
 
-Array = NDArray[np.int64]
 BlockList = Sequence[tuple[int, int]]  # (start, stop) of consecutive positions, in row order
 
 # Up to so many pairs of pieces and key blocks are compared one by one; for more, arrays are faster.
@@ -31,8 +29,9 @@ _MOST_SEGMENTS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentPieces:
-    """Blocks of queries, each cut where segments begin, with what the ends of each piece see:
-    (intervals, pieces), where those that a piece does not have are empty."""
+    """Blocks of queries, each cut where segments begin, with the intervals of keys that the first
+    and the last query of each piece see: arrays of (intervals, pieces), empty where a piece has
+    fewer intervals."""
 
     near: list[Segment]
     blocks: BlockList
@@ -46,8 +45,8 @@ class SegmentPieces:
 
     @staticmethod
     def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
-        found = {at for block in blocks for at in rows.segments_between(*block)}
-        near = [rows.segments[at] for at in sorted(found)]
+        indices = {at for block in blocks for at in rows.segments_between(*block)}
+        near = [rows.segments[at] for at in sorted(indices)]
         return _pieces(near, blocks, [*(s.start for s in near), rows.q_tokens], rows)
 
     def cut(self, cuts: Iterable[int], rows: RowRanges) -> SegmentPieces:
@@ -96,8 +95,8 @@ def union_calls(
     rows: RowRanges,
     most_cells: int,
 ) -> tuple[Call, ...] | None:
-    """Calls with rows counted inside the two lists; None where they see each other in part, and to
-    say how would take too many cells."""
+    """Calls with rows counted inside the two lists; None where the two see each other in part, and
+    too many cells would be needed to say how."""
     picture = q.picture(keys)
     if picture is not None:
         return full_calls(picture, q.first_rows, key_rows)
@@ -120,28 +119,21 @@ def union_calls(
         on_edge = (hi0[:, None] == starts + 1) & (hi1[:, None] == starts + size)
         square |= below & on_edge & (stops == starts + size)
     ragged = (times_seen > 0) & ~full
-    square &= ragged & (times_seen == 1)  # of another interval a square would not know
-
-    def call(kind: CallKind, i0: int, i1: int, j0: int, j1: int) -> Call:
-        return Call(kind, q.first_rows[i0], q.first_rows[i1], first_rows[j0], first_rows[j1])
-
-    calls = [call(CallKind.FULL, *cells) for cells in rectangles(full)]
-    calls += [call(CallKind.RANGE, *cells) for cells in rectangles(ragged & ~square)]
-    squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
-    return (*calls, *(call(CallKind.CAUSAL, i, i + 1, j, j + 1) for i, j in squares))
+    square &= ragged & (times_seen == 1)  # a square cannot show a second interval
+    return grid_calls(full, ragged, square, q.first_rows, first_rows)
 
 
 def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
     """Starts and stops of the pieces, and the first row of each and one past the last."""
-    found = [
+    pieces = [
         piece
         for start, stop in blocks
         for piece in pairwise(
             (start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop)
         )
     ]
-    starts, stops = np.array(found, dtype=np.int64).T
-    return starts, stops, tuple(accumulate((b - a for a, b in found), initial=0))
+    starts, stops = np.array(pieces, dtype=np.int64).T
+    return starts, stops, tuple(accumulate((b - a for a, b in pieces), initial=0))
 
 
 def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int], list[int]]:

@@ -1,144 +1,233 @@
-"""One side of what is seen: the queries, or the keys and values, that a rank works on.
+"""One side (queries, or keys and values) of a program in which only needed rows travel.
 
-Rows of others arrive before the attention, partial results of those rows go back after it, and the
-owner combines the partials of each of its rows. A side knows which tensors these are, under which
-names they lie in a program, and nothing of the other side.
+`RankRows` says, for one rank, which rows it receives, sends and merges, by rows of its buffers. A
+rank that needs rows of others gathers all that it works on, in order of position, its own rows too;
+a rank that needs only its own rows reads them where they are. `NeededSide` turns this into pieces,
+buffers and merges: needed rows arrive before the attention, partial results of them go back after
+it, and the owner combines the partials of each of its rows. Used by `methods/needed_rows.py`.
 
-Names: `k.0` are the gathered keys of slice 0, `grad_k.0` their partial gradients, `.wire` what
-travels, `.in` what arrives.
+Buffers: `k.0` holds the gathered keys of head slice 0, `grad_k.0` their partial gradients, `.wire`
+what is sent, `.in` what arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
-from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.needed_share import ByRank, SeenShare, Stretches, Summand
-from mesh_attention.plan.problem.spans import Spans
+from mesh_attention.plan.methods.parts.needed_rows import NeededRows, Rows
+from mesh_attention.plan.methods.parts.tile_side import SideKinds
+from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.spans import Spans, joined
 
+ByRank = dict[int, Spans]  # the rows that are exchanged with each rank
 Pieces = tuple[Piece, ...]
 ByMember = dict[int, Pieces]
 
 
-class SeenSide:
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """Partial results of own rows `start..stop`. They begin at `row` of the own partials, or of the
+    stack of partials that arrive."""
+
+    start: int
+    stop: int
+    row: int
+    arrives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    rank: int
+    local: bool  # it works on its own rows only
+    rows: Spans  # the places of what it works on; empty if it has nothing to do
+    num_rows: int
+    gathered: ByRank  # rows of them, by owner
+    sent: ByRank  # own slots, by user
+    stacked: ByRank  # rows of the stack in which partials of own rows arrive, by user
+    stack: Spans  # the places of that stack
+    sums: list[tuple[tuple[int, int], list[Summand]]]  # own slots, in ranges with equal partials
+
+
+def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
+    received, sent = needed.received(rank), needed.sent(rank)
+    local = not (received.ranks != rank).any()
+    own = rank * layout.slots
+    others = _only(sent, sent.ranks != rank)
+    arriving = _in_order(others)
+    slots = zip(others.slots.tolist(), others.sizes.tolist(), arriving, strict=True)
+    summands = [Summand(slot, slot + size, row, arrives=True) for slot, size, (row, _) in slots]
+    stack = joined((own + partial.start, own + partial.stop) for partial in summands)
+    if local:
+        gathered: ByRank = {}
+        rows: Spans = ((own, own + layout.slots),) if len(received.ranks) else ()
+        own_summands = [Summand(0, layout.slots, 0, arrives=False)] if rows else []
+        sent = others
+    else:
+        spans = _in_order(received)
+        gathered = _by_rank(received, spans)
+        places = received.ranks * layout.slots + received.slots
+        rows = joined(zip(places.tolist(), (places + received.sizes).tolist(), strict=True))
+        own_summands = [
+            Summand(slot, slot + stop - start, start, arrives=False)
+            for owner, slot, (start, stop) in zip(
+                received.ranks.tolist(), received.slots.tolist(), spans, strict=True
+            )
+            if owner == rank
+        ]
+    sent_slots = zip(sent.slots.tolist(), (sent.slots + sent.sizes).tolist(), strict=True)
+    return RankRows(
+        rank,
+        local,
+        rows,
+        num_rows=sum(stop - start for start, stop in rows),
+        gathered=gathered,
+        sent=_by_rank(sent, list(sent_slots)),
+        stacked=_by_rank(others, arriving),
+        stack=stack,
+        sums=_sums([*own_summands, *summands], layout.slots),
+    )
+
+
+def _sums(summands: list[Summand], slots: int) -> list[tuple[tuple[int, int], list[Summand]]]:
+    """All slots, cut where a summand begins or ends; ranges that nobody works on have none."""
+    cuts = sorted({0, slots}.union(*((partial.start, partial.stop) for partial in summands)))
+    at = {cut: i for i, cut in enumerate(cuts)}
+    by_range: list[list[Summand]] = [[] for _ in cuts[1:]]
+    for partial in summands:
+        for index in range(at[partial.start], at[partial.stop]):
+            by_range[index].append(partial)
+    return list(zip(pairwise(cuts), by_range, strict=True))
+
+
+def _only(rows: Rows, which: NDArray[np.bool_]) -> Rows:
+    return Rows(rows.ranks[which], rows.slots[which], rows.sizes[which])
+
+
+def _in_order(rows: Rows) -> list[tuple[int, int]]:
+    """Where ranges lie in a buffer that holds them one after the other."""
+    ends = np.cumsum(rows.sizes)
+    return list(zip((ends - rows.sizes).tolist(), ends.tolist(), strict=True))
+
+
+def _by_rank(rows: Rows, spans: Sequence[tuple[int, int]]) -> ByRank:
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for rank, span in zip(rows.ranks.tolist(), spans, strict=True):
+        by_rank.setdefault(rank, []).append(span)
+    return {rank: tuple(own) for rank, own in by_rank.items()}
+
+
+class NeededSide:
+    """Pieces, buffers and merges of one side. It knows nothing of the other side."""
+
     def __init__(
         self,
         head_group: HeadGroup,
-        shares: Callable[[int], SeenShare],
+        rows_of: Callable[[int], RankRows],
         slices: tuple[int, ...],
+        kinds: SideKinds,
         *,
         travels: bool,
-        inputs: tuple[Kind, ...],
-        partials: tuple[Kind, ...],
-        rule: MergeRule,
     ) -> None:
         self.head_group = head_group
-        self.shares = shares
-        self.travels = travels  # does any rank work on rows of another?
-        self.inputs = inputs
-        self.partials = partials
-        self.rule = rule  # of partials
-        self.slots = head_group.layout(inputs[0]).slots
-        self.chunks = head_group.chunks(inputs[0], 1, slices)
-        self._pieces, self._piece = cache(_pieces), cache(Piece)  # ranks exchange alike rows
+        self.rows_of = rows_of  # of a rank
+        self.travels = travels  # whether some rank works on rows of another
+        self.inputs, self.partials, self.rule = kinds
+        self.chunks = head_group.chunks(self.inputs[0], 1, slices)
+        # Ranks exchange many rows alike, and share the pieces of them.
+        self._pieces, self._piece = cache(_pieces), cache(Piece)
 
     # Operands of an attention.
 
-    def operand(self, share: SeenShare, kind: Kind, part: int) -> Piece:
-        if share.local:
+    def operand(self, own: RankRows, kind: Kind, part: int) -> Piece:
+        if own.local:
             return self.chunks[part].local(self.head_group.local(kind))
-        return Piece(f"{kind}.{part}", 0, share.num_rows)
+        return Piece(f"{kind}.{part}", 0, own.num_rows)
 
-    def sums(self, share: SeenShare, part: int) -> Pieces:
-        return tuple(Piece(f"{kind}.{part}", 0, share.num_rows) for kind in self.partials)
+    def sums(self, own: RankRows, part: int) -> Pieces:
+        return tuple(Piece(f"{kind}.{part}", 0, own.num_rows) for kind in self.partials)
 
     # What is exchanged, by member of the group.
 
-    def given(self, share: SeenShare, part: int) -> ByMember:
-        own = tuple(self.head_group.local(kind) for kind in self.inputs)
-        return self._by_member(share.given, own, self.chunks[part].heads)
+    def sent(self, own: RankRows, part: int) -> ByMember:
+        names = tuple(self.head_group.local(kind) for kind in self.inputs)
+        return self._by_member(own.sent, names, self.chunks[part].heads)
 
-    def gathered(self, share: SeenShare, part: int) -> ByMember:
-        return self._by_member(share.gathered, tuple(f"{kind}.{part}" for kind in self.inputs))
+    def gathered(self, own: RankRows, part: int) -> ByMember:
+        return self._by_member(own.gathered, tuple(f"{kind}.{part}" for kind in self.inputs))
 
-    def sent(self, share: SeenShare, part: int) -> ByMember:
+    def partials_sent(self, own: RankRows, part: int) -> ByMember:
         """Partial results of rows of others."""
-        others = {m: rows for m, rows in share.gathered.items() if m != share.rank}
-        wires = tuple(self._own_partial(share, kind, part) for kind in self.partials)
-        return self._by_member(others, wires)
+        others = {member: rows for member, rows in own.gathered.items() if member != own.rank}
+        return self._by_member(others, tuple(self._wire(own, kind, part) for kind in self.partials))
 
-    def arriving(self, share: SeenShare, part: int) -> ByMember:
-        return self._by_member(share.stacked, tuple(f"{kind}.{part}.in" for kind in self.partials))
+    def partials_arriving(self, own: RankRows, part: int) -> ByMember:
+        return self._by_member(own.stacked, tuple(f"{kind}.{part}.in" for kind in self.partials))
 
     def _by_member(
-        self, rows: ByRank, buffers: tuple[str, ...], heads: tuple[int, int] | None = None
+        self, rows: ByRank, names: tuple[str, ...], heads: tuple[int, int] | None = None
     ) -> ByMember:
-        pieces = self._pieces
-        return {member: pieces(buffers, stretches, heads) for member, stretches in rows.items()}
+        return {member: self._pieces(names, spans, heads) for member, spans in rows.items()}
 
     # Partials on their way to the owner.
 
-    def to_wire(self, task: Task, share: SeenShare, part: int) -> list[Operation]:
+    def to_wire(self, task: Task, own: RankRows, part: int) -> list[Operation]:
         casts: list[Operation] = []
         for kind in self.partials:
-            name, wire = f"{kind}.{part}", self._own_partial(share, kind, part)
+            name, wire = f"{kind}.{part}", self._wire(own, kind, part)
             if wire != name:
-                whole, travels = (Piece(buffer, 0, share.num_rows) for buffer in (name, wire))
-                casts.append(Merge(task.at("cast"), MergeRule.SUM, (whole,), (travels,)))
+                total, cast = (Piece(buffer, 0, own.num_rows) for buffer in (name, wire))
+                casts.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (cast,)))
         return casts
 
-    def merges(self, task: Task, share: SeenShare, part: int) -> list[Operation]:
-        """To the results of own rows; of nothing where nobody has a partial."""
+    def merges(self, task: Task, own: RankRows, part: int) -> list[Operation]:
+        """Into the results of own rows; without inputs where nobody has a partial."""
         together = self.rule is MergeRule.SOFTMAX
-        groups = [self.partials] if together else [(kind,) for kind in self.partials]
+        heads = self.chunks[part].heads
         merges: list[Operation] = []
-        for kinds in groups:
-            ends = [self.head_group.local(kind) for kind in kinds]
-            buffers = [(self._own_partial(share, k, part), f"{k}.{part}.in") for k in kinds]
-            for stretch, summands in share.sums:
+        for kinds in [self.partials] if together else [(kind,) for kind in self.partials]:
+            results = [self.head_group.local(kind) for kind in kinds]
+            buffers = [(self._wire(own, kind, part), f"{kind}.{part}.in") for kind in kinds]
+            for span, summands in own.sums:
                 inputs = tuple(
-                    [self._summand(of, one, stretch) for one in summands for of in buffers]
+                    [self._summand(names, x, span) for x in summands for names in buffers]
                 )
-                outputs = tuple([Piece(end, *stretch, self.chunks[part].heads) for end in ends])
+                outputs = tuple([Piece(result, *span, heads) for result in results])
                 merges.append(Merge(task, self.rule, inputs, outputs))
         return merges
 
-    def _summand(self, buffers: tuple[str, str], one: Summand, stretch: tuple[int, int]) -> Piece:
-        shift = one.row - one.start
-        return self._piece(buffers[one.arrives], stretch[0] + shift, stretch[1] + shift)
+    def _summand(self, names: tuple[str, str], x: Summand, span: tuple[int, int]) -> Piece:
+        shift = x.row - x.start
+        return self._piece(names[x.arrives], span[0] + shift, span[1] + shift)
 
-    def _own_partial(self, share: SeenShare, kind: Kind, part: int) -> str:
-        """The buffer in which partials travel; those of a rank that sends none stay wide."""
+    def _wire(self, own: RankRows, kind: Kind, part: int) -> str:
+        """The buffer from which partials are sent. A rank that sends none keeps them wide."""
         problem = self.head_group.problem
         same = kind.is_statistic or problem.accumulate_bytes == problem.element_bytes
-        return f"{kind}.{part}" if same or share.local else f"{kind}.{part}.wire"
+        return f"{kind}.{part}" if same or own.local else f"{kind}.{part}.wire"
 
-    # Buffers; those that a rank does not use are left out of its program.
-
-    def buffers(self, share: SeenShare) -> Iterator[Buffer]:
+    def buffers(self, own: RankRows) -> Iterator[Buffer]:
+        """All that a rank may use; a program keeps those that it does use."""
+        buffer = self.head_group.buffer
         for part, chunk in enumerate(self.chunks):
-            for kind in self.inputs if not share.local else ():
-                yield self._buffer(f"{kind}.{part}", kind, share.rows, chunk)
+            for kind in self.inputs if not own.local else ():
+                yield buffer(f"{kind}.{part}", kind, own.rows, chunk)
             for kind in self.partials:
                 name = f"{kind}.{part}"
-                yield self._buffer(name, kind, share.rows, chunk, Precision.ACCUMULATE)
-                if self._own_partial(share, kind, part) != name:
-                    yield self._buffer(f"{name}.wire", kind, share.rows, chunk)
-                if share.stack:
-                    yield self._buffer(f"{name}.in", kind, share.stack, chunk)
-
-    def _buffer(
-        self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
-    ) -> Buffer:
-        heads = chunk.heads or self.head_group.heads(kind)
-        return Buffer(name, kind, rows, heads, precision or kind.precision)
+                yield buffer(name, kind, own.rows, chunk, Precision.ACCUMULATE)
+                if self._wire(own, kind, part) != name:
+                    yield buffer(f"{name}.wire", kind, own.rows, chunk)
+                if own.stack:
+                    yield buffer(f"{name}.in", kind, own.stack, chunk)
 
 
-def _pieces(
-    buffers: tuple[str, ...], stretches: Stretches, heads: tuple[int, int] | None
-) -> Pieces:
-    return tuple([Piece(name, a, b, heads) for name in buffers for a, b in stretches])
+def _pieces(names: tuple[str, ...], spans: Spans, heads: tuple[int, int] | None) -> Pieces:
+    return tuple([Piece(name, a, b, heads) for name in names for a, b in spans])

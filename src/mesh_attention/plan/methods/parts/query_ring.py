@@ -1,7 +1,8 @@
 """Queries that rotate: the steps of pass-Q rings and of AGKV-RingQ/O (algorithm.md, section 9).
 
 Keys stay; Q blocks go round along a `Rotation`. Partial results reach their owners by one
-all-to-all at the end, or meanwhile: direct, or travelling with their Q (`rotate.py`).
+all-to-all at the end, or after each step: direct, or with their Q block (`rotate.py`). Used by the
+box, in the order of `QueryOrder`.
 """
 
 from __future__ import annotations
@@ -17,58 +18,27 @@ from mesh_attention.plan.language.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import by_member
-from mesh_attention.plan.methods.parts.rotate import Reach, deliveries, hop, ring
-from mesh_attention.plan.methods.parts.tile_pass import Pieces, TilePass
-
-
-class QueryOrder:
-    """`tasks` are those of the programs: `Q-3` brings the block of a step, `C-3-0` is its
-    attention, `sent-3` sends its results on. `steps` is the schedule. `reach`: how partial results
-    reach their owners, None: all at the end."""
-
-    in_parts = False
-
-    def __init__(self, mesh: TilePass, reach: Reach | None) -> None:
-        self.reach = reach
-        self.per_node = mesh.q.in_node if reach is Reach.DIRECT else None
-        self.tasks = [Task("AG-KV", (0,))]
-        steps = [Step(self.tasks[0], ())]
-        size = mesh.tile.a
-        for step, back in enumerate(deliveries(ring(0, size), self.per_node)):
-            following = Task("Q", (step + 1,)) if step + 1 < size else None
-            attention = Task("C", (step, 0))
-            self.tasks += [*filter(None, [following]), attention, Task("sent", (step,))]
-            steps.append(Step(following, (attention,)))
-            steps += [Step(Task("O", (one.step,)), ()) for one in back if reach]
-        self.tasks.append(Task("end", (0,)))
-        if not reach:
-            steps.append(Step(Task(mesh.q_reduce_kind, (0,)), ()))
-        if mesh.kv_reduce_kind:
-            self.tasks.append(Task(mesh.kv_reduce_kind, (0,)))
-            steps.append(Step(self.tasks[-1], ()))
-        self.steps = tuple(steps)
-
-    def blocks(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
-        return QueryRing(mesh, lowerings, unit, self)
+from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, hop, ring
+from mesh_attention.plan.methods.parts.task_orders import QueryOrder
+from mesh_attention.plan.methods.parts.tile_pass import Pieces, TilePass, attention
 
 
 class QueryRing:
-    """What one unit does."""
+    """What one unit of a box does."""
 
     def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int, order: QueryOrder) -> None:
         tile, head_group = mesh.tile, mesh.head_group
         members = tile.q_group(tile.row(unit))
         self._mesh = mesh
-        self._reach = order.reach
+        self._route = order.results
         self._rotation = ring(members.index(unit), len(members))
         self._deliveries = deliveries(self._rotation, order.per_node)
         self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
         self._group = mesh.q.group(tile.row(unit))
         self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
-        self._kinds = mesh.q_partials  # of a partial result
+        self._kinds = mesh.q.partials
         self._results = self._pieces(map(head_group.local, self._kinds))
         keys = lowerings.keys(mesh.kv.spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
@@ -76,30 +46,29 @@ class QueryRing:
         self.buffers: dict[str, Buffer] = {}
 
     def attend(self, task: Task) -> list[Operation]:
-        """Of the block of a step."""
+        """The attention of the block of a step."""
         mesh, (step, _) = self._mesh, task.index
         calls, sums = self._calls[step], self._partial(f"{step}.sum")
         self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
         if not calls:
             return [Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums)]
         queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
-        operands = (queries, mesh.keys(0), sums + mesh.kv.sums(0), calls)
         fresh, self._begun = (True, not self._begun), True
-        return [mesh.attention(task, *operands, fresh)]
+        return [attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)]
 
     def rotate(self, task: Task) -> list[Operation]:
-        """The block of a step, its results on their way, or the end."""
+        """The transfer of the block of a step, or of its results, or the end."""
         (step,) = task.index
         match task.kind:
             case "Q":
                 self._declare(self._queries(step), self._mesh.q.inputs, step)
                 return [hop(task, self._group, self._rotation, step, self._queries)]
-            case "sent" if self._reach is Reach.TRAVEL:
+            case "sent" if self._route is GradientRoute.TRAVEL:
                 return self._pass_on(step) if step else []
             case "sent":
-                return self._deliver(step) if self._reach else []
+                return self._deliver(step) if self._route else []
             case _:
-                return self._end() if self._reach else self._exchange()
+                return self._end() if self._route else self._exchange()
 
     def empty(self, task: Task) -> list[Operation]:
         """Neutral gradients of keys that no query sees."""
@@ -114,7 +83,7 @@ class QueryRing:
         return self._pieces(f"{x}.{step}" if step else local(x) for x in self._mesh.q.inputs)
 
     def _partial(self, suffix: str) -> Pieces:
-        """Partial results: `3.sum` of step 3, `3.wire` as it travels, `3.in` as it arrives, ..."""
+        """Partial results: `3.sum` of step 3, `3.wire` as it is sent, `3.in` as it arrives, ..."""
         return self._pieces(f"{kind}.{suffix}" for kind in self._kinds)
 
     def _declare(
@@ -127,25 +96,26 @@ class QueryRing:
             self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)
 
     def _pass_on(self, step: int) -> list[Operation]:
-        """RingQ/O: merge into what came with the block, and send it after the block."""
+        """RingQ/O: merges into what came with the block, and sends it after the block."""
         way, last = self._rotation.hops[0], step == self._rotation.size - 1
         suffix, arrives = ("back", 0) if last else (f"{step + 1}.sofar", step + 1)
         parts = self._partial(f"{step}.sum") + (self._partial(f"{step}.sofar") if step > 1 else ())
         return self._send(step, parts, way.to_member, way.from_member, suffix, arrives)
 
     def _deliver(self, step: int) -> list[Operation]:
-        """Parts wait until all of a block are there: merged at once, they are rounded once."""
+        """Parts wait until all of a block have come: merged at once, they are rounded once."""
         operations: list[Operation] = []
-        for of, to_member, from_member, block in self._deliveries[step]:
-            parts = self._partial(f"{of}.sum") + self._arrived.pop(of, ())
-            operations += self._send(of, parts, to_member, from_member, f"{of}.in", block)
-            self._arrived[block] = self._arrived.get(block, ()) + self._partial(f"{of}.in")
+        for sent, to_member, from_member, block in self._deliveries[step]:
+            parts = self._partial(f"{sent}.sum") + self._arrived.pop(sent, ())
+            operations += self._send(sent, parts, to_member, from_member, f"{sent}.in", block)
+            self._arrived[block] = self._arrived.get(block, ()) + self._partial(f"{sent}.in")
         return operations
 
     def _send(
         self, step: int, parts: Pieces, to: int, source: int, suffix: str, arrives: int
     ) -> list[Operation]:
-        """Parts of the results of a step's block as one; what comes is of that of `arrives`."""
+        """Sends the merged parts of the results of a step's block; what comes belongs to the block
+        of step `arrives`."""
         outgoing, incoming = self._partial(f"{step}.wire"), self._partial(suffix)
         self._declare(outgoing, self._kinds, step)
         self._declare(incoming, self._kinds, arrives)
@@ -155,7 +125,7 @@ class QueryRing:
 
     def _end(self) -> list[Operation]:
         came = self._arrived.get(0, ())
-        if self._reach is Reach.TRAVEL and self._rotation.size > 1:
+        if self._route is GradientRoute.TRAVEL and self._rotation.size > 1:
             came = self._partial("back")
         parts = self._partial("0.sum") + came
         return [Merge(Task("O", stage="end"), self._mesh.merge_rule, parts, self._results)]

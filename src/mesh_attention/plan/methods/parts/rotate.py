@@ -2,16 +2,18 @@
 
 At step s a member holds block `blocks[s]`; step 0 is a block it has already. A rotation says, for
 every later step, which member the block comes from and which earlier block is passed on to whom.
-While a block is being used, the next is already on its way. The owner's own part of the results
-that belong to a block never leaves; the others go
+While a block is used, the next one is already in flight. The owner keeps its own part of the
+results that belong to its block. The parts of the other members reach it in one of two ways:
 
-*direct*: they are added in the accumulator's precision where they arrive. Inside a node that is at
-the member which has the place there that the owner has in its own node, and from there the sum goes
-to the owner. So every part is rounded to travel, a node's sum to leave, and the whole at the end,
-however many ranks there are; and a block's results enter a node once from each other.
+*direct*: each part is sent and added, in the accumulator's precision, where it arrives. Inside a
+node that is at the member with the owner's place in its own node, and from there the sum goes to
+the owner. A part is rounded when it is sent, a node's sum when it leaves, and the total at the end,
+however many ranks there are; and a block's results enter a node once from each other node.
 
-*travel*: with the block; each member adds its part and passes the sum on, the last one to the
-owner. That has the partners of the rotation only, but rounds at every step.
+*travel*: results go round with their block; each member adds its part and passes the sum on, the
+last one to the owner. Transfers are then between neighbours only, but each step rounds.
+
+Used by the rings of keys and of queries. Pure functions of a member's place.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The way of the blocks as one member sees it.
+    """The path of the blocks as one member sees it.
 
     blocks[s]    whose block (by member) it holds at step s; blocks[0] is its own
     hops[s - 1]  how the block of step s arrives
@@ -93,16 +95,16 @@ def double_ring(member: int, size: int, inner: int) -> Rotation:
     )
 
 
-class Reach(StrEnum):
-    """How results that belong to a rotating block reach its owner."""
+class GradientRoute(StrEnum):
+    """How results that belong to a rotating block (gradients, or outputs) reach its owner."""
 
     TRAVEL = "travel"
     DIRECT = "direct"
 
 
 class Delivery(NamedTuple):
-    """A transfer of what is there of the results of the block of `step`; what comes with it
-    belongs to the block of the step `arrives`, and is added to that."""
+    """A transfer of the results of the block of `step`; what arrives belongs to the block of the
+    step `arrives`, and is added to it."""
 
     step: int
     to_member: int
@@ -111,11 +113,12 @@ class Delivery(NamedTuple):
 
 
 def deliveries(rotation: Rotation, per_node: int | None) -> tuple[tuple[Delivery, ...], ...]:
-    """The direct way, after each step; every block but the own is delivered once.
+    """The direct route: what is delivered after each step. Every block but the own is delivered
+    once.
 
-    `per_node` members of a `ring` follow each other in a node. Member i of a node gets the parts of
-    blocks with place i from the others there, those of one block for `per_node` steps; all send
-    what they have added up when the last is done.
+    `per_node` members of a `ring` follow each other in a node. Member i of a node receives the
+    parts of blocks with place i from the others there, those of one block for `per_node` steps; all
+    send their sums when the last part is added.
 
     >>> deliveries(ring(1, 4), per_node=2)[2:]
     ((), (Delivery(step=3, to_member=0, from_member=0, arrives=0), \
@@ -124,7 +127,7 @@ Delivery(step=2, to_member=3, from_member=3, arrives=0)))
     size = per_node or rotation.size
     node, place = divmod(rotation.member, size)
     rounds = rotation.size // size
-    made: list[tuple[Delivery, ...]] = []
+    by_step: list[tuple[Delivery, ...]] = []
     for step in range(rotation.size):
         now = []
         if step % size:
@@ -136,23 +139,23 @@ Delivery(step=2, to_member=3, from_member=3, arrives=0)))
         if rest == 0 and away > 1:
             to, source = ((node + x) % rounds * size + place for x in (1 - away, away - 1))
             now.append(Delivery((away - 1) * size, to, source, 0))
-        made.append(tuple(now))
-    return tuple(made)
+        by_step.append(tuple(now))
+    return tuple(by_step)
 
 
 def members_per_node(rings: Iterable[Sequence[int]], nodes: Sequence[int]) -> int | None:
-    """How many members of each ring follow each other in a node; None where they do not lie
-    so, or where a node has one of them only. `nodes` of all units.
+    """How many members of each ring follow each other in a node; None where the numbers differ, or
+    where a node has only one member. `nodes`: the node of each unit.
 
     >>> members_per_node([(0, 1, 2, 3)], [0, 0, 1, 1]), members_per_node([(0, 2)], [0, 0, 1, 1])
     (2, None)
     """
-    found = set()
+    sizes = set()
     for members in rings:
         runs = [len([*run]) for _, run in groupby(members, key=lambda member: nodes[member])]
         most = max(Counter(nodes[member] for member in members).values())
-        found |= {*runs, most}  # a node that they come back to has more than a run
-    (size, *others) = found
+        sizes |= {*runs, most}  # a node that the ring comes back to has more than a run
+    (size, *others) = sizes
     return None if others or size == 1 else size
 
 

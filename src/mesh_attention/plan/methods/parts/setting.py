@@ -1,8 +1,8 @@
-"""What a person can choose about a method: each option said once, with its help and its default.
+"""The options of methods: each is declared once, with its help and its default.
 
 A setting is a frozen dataclass; its fields are the options. Flags of the command line, their help,
 `docs/methods.md` and validation are all made from the fields, so a new option touches nothing but
-its setting. Options of one method stand with its builder.
+its setting. Options of a single method are declared beside its builder.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.parts.chunks import HeadSlices
 from mesh_attention.plan.methods.parts.reduce import Combine
-from mesh_attention.plan.methods.parts.rotate import Reach
-from mesh_attention.plan.methods.parts.slices import HeadSlices
+from mesh_attention.plan.methods.parts.rotate import GradientRoute
 from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.problem.arguments import choice, flag, number, pair, real
 from mesh_attention.plan.problem.layout import LayoutKind, Stretches, read_stretches
@@ -32,7 +32,7 @@ class Option:
     """A field of a setting, as the command line, the docs and validation read it."""
 
     name: str
-    type: Any  # bool, int, float, a pair of int, a StrEnum, or what has no text
+    type: Any  # bool, int, float, a pair of int, a StrEnum, or a type without text
     default: Any
     help: str
     metavar: str
@@ -68,11 +68,11 @@ def options_of(setting: type[Setting]) -> Iterator[Option]:
     ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'ranks_per_node']
     """
     kinds = get_type_hints(setting)
-    for one in fields(setting):
-        kind = kinds[one.name]
+    for f in fields(setting):
+        kind = kinds[f.name]
         members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         declared = next(member for member in members if member is not NoneType)
-        yield Option(one.name, declared, one.default, one.metadata["help"], one.metadata["metavar"])
+        yield Option(f.name, declared, f.default, f.metadata["help"], f.metadata["metavar"])
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class TileSetting(ShapeSetting, CombineSetting):
 class RotationSetting(Setting):
     """An option of methods whose keys rotate."""
 
-    gradients: Reach = option(
-        Reach.DIRECT,
+    gradients: GradientRoute = option(
+        GradientRoute.DIRECT,
         "dK and dV go `direct` to the owner, once from each node, or `travel` with their block",
         "NAME",
     )

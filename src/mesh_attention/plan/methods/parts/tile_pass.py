@@ -1,94 +1,92 @@
-"""One direction of the mesh: the buffers and task fragments of every rank (algorithm.md, 2 to 5).
+"""One direction of a tile on one head group: its gathers, attentions and reductions.
+
+Forward: gather Q and KV, attend, reduce partial outputs. Backward: gather Q, dO and statistics, and
+KV; reduce gradients (algorithm.md, 2 to 5).
 
 Names inside a program: `q`, `k`, `v`, ... are the caller's; `q.0` is Q chunk 0 of the whole Q
-group, `out.0`, `lse.0` its partial output; `.wire` what travels, `.in` what arrives, `.all` the
+group, `out.0`, `lse.0` its partial output; `.wire` what is sent, `.in` what arrives, `.all` the
 global LSE.
-Fragments depend on a rank only through its tile row or column, so they are made once for each and
-shared: that keeps plans for thousands of ranks small.
+
+Operations depend on a unit only through its tile row or column, so they are made once for each and
+shared: that keeps plans for thousands of ranks small. Used by the box, by StarTrail, and by the
+rings and orders that these are made of.
 """
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
+    Attend,
+    AttendBackward,
     Call,
-    MergeRule,
+    Communication,
     Move,
     Operation,
     Task,
 )
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import Chunk, in_whole
-from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.reduce import ReduceBy, Reduction, by_member
-from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, TileSide
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
+from mesh_attention.plan.methods.parts.reduce import (
+    ReduceBy,
+    by_member,
+    reduce_output,
+    reduce_sum,
+)
+from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, TileSide, kinds_of_sides
 
+COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
 Queries = dict[Kind, Piece]  # the query side of a task, by what is gathered of it
 Pair = tuple[Piece, Piece]  # of K and of V, or of their gradients
 Pieces = tuple[Piece, ...]
 Calls = tuple[Call, ...]
-Fresh = tuple[bool, bool]  # accumulators of the queries and of the keys
+Fresh = tuple[bool, bool]  # whether accumulators of queries, and of keys, hold nothing yet
 
 
-class TilePass(ABC):
-    """What forward and backward share: gathers of Q and KV, and the reductions."""
+def attention(
+    task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
+) -> Operation:
+    """The attention of these queries and keys into `sums`: partial results of the queries, then of
+    the keys. It is a backward one if dO is among the queries."""
+    if Kind.GRAD_OUT not in queries:
+        out, lse = sums
+        return Attend(task, queries[Kind.Q], *keys, out, lse, calls, fresh[0])
+    grad_q, grad_k, grad_v = sums
+    q, grad_out, lse = (queries[kind] for kind in (Kind.Q, Kind.GRAD_OUT, Kind.LSE))
+    inputs = (q, *keys, grad_out, lse, queries.get(Kind.OUT), queries.get(Kind.DELTA))
+    return AttendBackward(task, *inputs, grad_q, grad_k, grad_v, calls, *fresh)
 
-    direction: Direction
-    merge_rule: MergeRule  # of partial results of the Q side
-    q_partials: tuple[Kind, ...]  # accumulators of a Q chunk
-    kv_partials: tuple[Kind, ...] = ()
-    q_reduce_kind: str  # task kinds of the reductions
-    kv_reduce_kind: str | None
 
+class TilePass:
     def __init__(
         self,
         head_group: HeadGroup,
+        direction: Direction,
         tile: Tile,
-        chunks: tuple[int, int],
+        cut: PassCut,
         reduce_by: ReduceBy,
-        slices: tuple[int, ...],
         *,
         gather_out: bool,
-        per_node: tuple[int, int] = (1, 1),
+        per_node: tuple[int, int],
     ) -> None:
         """`per_node`: members of a Q group and of a KV group that follow each other in a node."""
         self.head_group = head_group
+        self.direction = direction
         self.problem = head_group.problem
         self.tile = tile
-        self.slices = slices  # of the heads: their sizes
-        self.fragments: dict[tuple[Task, int], list[Operation]] = {}  # those made so far
-        self.q = TileSide(
-            *(head_group, "Q", Kind.Q, tile.a, tile.row, tile.q_group, tile.q_group, None),
-            inputs=self.gathered_with_q(gather_out),
-            partials=self.q_partials,
-            merge_rule=self.merge_rule,
-            count=chunks[0],
-            slices=slices,
-            wanted=reduce_by,
-            per_node=per_node[0],
-        )
-        users = None if tile.rotation or tile.b == 1 else tile.kv_users
-        self.kv = TileSide(
-            *(head_group, "KV", Kind.K, tile.b, tile.column, tile.kv_group, tile.kv_partitions),
-            users=users,
-            inputs=(Kind.K, Kind.V),
-            partials=self.kv_partials,
-            merge_rule=MergeRule.SUM,
-            count=chunks[1],
-            slices=slices,
-            wanted=reduce_by,
-            per_node=per_node[1],
-        )
-
-    @property
-    def needs(self) -> tuple[Kind, ...]:
-        """The tensors that it reads."""
-        return (*self.q.inputs, *self.kv.inputs)
+        self.slices = cut.slices  # of the heads: their sizes
+        forward = direction is Direction.FORWARD
+        self.q_reduce_kind = "RS-Q" if forward else "RS-dQ"  # kinds of tasks
+        self.kv_reduce_kind = None if forward else "RS-dKV"
+        q, kv = kinds_of_sides(direction, gather_out=gather_out)
+        self.q = TileSide(head_group, tile, q, cut, reduce_by, per_node[0], keys=False)
+        self.kv = TileSide(head_group, tile, kv, cut, reduce_by, per_node[1], keys=True)
+        self.merge_rule = self.q.merge_rule
+        self.needs = (*self.q.inputs, *self.kv.inputs)  # the tensors that it reads
+        self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
 
     @property
     def cut_setting(self) -> dict[str, str]:
@@ -104,29 +102,8 @@ class TilePass(ABC):
             setting["short_start"] = "on"
         return setting
 
-    # What a subclass says.
-
-    @abstractmethod
-    def gathered_with_q(self, gather_out: bool) -> tuple[Kind, ...]:
-        """What is gathered in the Q group."""
-
-    @abstractmethod
-    def attention(
-        self, task: Task, queries: Queries, keys: Pair, sums: Pieces, calls: Calls, fresh: Fresh
-    ) -> Operation:
-        """Of these queries (`q.inputs`) and keys, into `sums`: those of the queries (`q_partials`),
-        then those of the keys (`kv_partials`), of which either may hold nothing yet (`fresh`)."""
-
-    @abstractmethod
-    def reduce_q(self, i: int, reduction: Reduction) -> list[Operation]: ...
-
-    def reduce_kv(self, j: int, reduction: Reduction) -> list[Operation]:
-        raise NotImplementedError
-
-    # Groups.
-
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Of units, by names that all head groups have alike."""
+        """Groups of units, by names that all head groups have alike."""
         tile, groups = self.tile, dict[str, tuple[int, ...]]()
         if tile.a > 1:
             groups.update({f"Q{r}": tile.q_group(r) for r in range(tile.b)})
@@ -140,7 +117,7 @@ class TilePass(ABC):
 
     def compute(self, i: int, j: int, calls: Calls, fresh: Fresh) -> Operation:
         sums = self.q.sums(i) + self.kv.sums(j)
-        return self.attention(Task("C", (i, j)), self.queries(i), self.keys(j), sums, calls, fresh)
+        return attention(Task(COMPUTE, (i, j)), self.queries(i), self.keys(j), sums, calls, fresh)
 
     def queries(self, i: int) -> Queries:
         return {kind: self.q.piece(kind, i) for kind in self.q.inputs}
@@ -148,11 +125,40 @@ class TilePass(ABC):
     def keys(self, j: int) -> Pair:
         return self.kv.piece(Kind.K, j), self.kv.piece(Kind.V, j)
 
-    # Communication fragments.
+    # Communication tasks.
+
+    def parts(self, unit: int, task: Task) -> list[list[Operation]]:
+        """Operations of a communication task on one unit, in parts that each end with a transfer;
+        the last part is what follows the last transfer. Units with equal operations share them."""
+        key = task, self._sharing(unit, task)
+        if key not in self._parts:
+            self._parts[key] = _up_to_transfers(self._communication(unit, task))
+        return self._parts[key]
+
+    def _sharing(self, unit: int, task: Task) -> int:
+        """Units with the same number have the same operations for a task."""
+        reduced = {self.q_reduce_kind: self.q, self.kv_reduce_kind: self.kv}.get(task.kind)
+        if reduced is not None and reduced.reduce_by is ReduceBy.NODES:
+            return unit
+        if task.kind == GATHER_Q or reduced is self.q:
+            return self.tile.row(unit)
+        return self.tile.column(unit) if self.tile.rotation else unit
+
+    def _communication(self, unit: int, task: Task) -> list[Operation]:
+        (index,) = task.index
+        if task.kind == GATHER_Q:
+            return [self.gather_q(self.tile.row(unit), index)] if self.tile.a > 1 else []
+        if task.kind == GATHER_KV:
+            return [self._gather_kv(unit, index)] if self.tile.b > 1 else []
+        if task.kind == self.q_reduce_kind:
+            return self.reduce_q(unit, index)
+        assert task.kind == self.kv_reduce_kind
+        tensors = self._tensors(self.kv, index)
+        return reduce_sum(task, self.kv.reduction(unit, index), tensors)
 
     def gather_q(self, row: int, i: int) -> AllGather:
         moves = self.moves(self.q.chunks[i], self.queries(i))
-        return AllGather(Task("AG-Q", (i,)), self.q.group(row), moves)
+        return AllGather(Task(GATHER_Q, (i,)), self.q.group(row), moves)
 
     def moves(self, chunk: Chunk, wholes: Queries) -> tuple[Move, ...]:
         return tuple(
@@ -160,22 +166,20 @@ class TilePass(ABC):
             for kind, whole in wholes.items()
         )
 
-    def fetch_kv(self, unit: int, j: int) -> AllGather | AllToAll:
-        """Cached by tile column with rotation (any unit of it will do), else by unit."""
-        chunk = self.kv.chunks[j]
-        task = Task("AG-KV", (j,))
+    def _gather_kv(self, unit: int, j: int) -> AllGather | AllToAll:
+        chunk, task = self.kv.chunks[j], Task(GATHER_KV, (j,))
         if self.tile.rotation:
             moves = self.moves(chunk, dict(zip((Kind.K, Kind.V), self.keys(j), strict=True)))
             return AllGather(task, self.kv.group(self.tile.column(unit)), moves)
         reduction = self.kv.reduction(unit, j)
         assert reduction.owner_slots is not None
         assert reduction.user_slots is not None
-        given = tuple(
+        own = tuple(
             piece
             for kind in (Kind.K, Kind.V)
-            for piece in chunk.local_stretches(self.head_group.local(kind))
+            for piece in chunk.local_parts(self.head_group.local(kind))
         )
-        sends = by_member(reduction.group_size, dict.fromkeys(reduction.user_slots, given))
+        sends = by_member(reduction.group_size, dict.fromkeys(reduction.user_slots, own))
         taken = {
             owner: tuple(
                 piece
@@ -184,12 +188,30 @@ class TilePass(ABC):
             )
             for index, owner in enumerate(reduction.owner_slots)
         }
-        receives = by_member(reduction.group_size, taken)
-        return AllToAll(task, reduction.group, sends, receives)
+        return AllToAll(task, reduction.group, sends, by_member(reduction.group_size, taken))
 
-    def fetch_key(self, unit: int) -> int:
-        """Units with the same key share the fragments of their KV side."""
-        return self.tile.column(unit) if self.tile.rotation else unit
+    def reduce_q(self, unit: int, i: int) -> list[Operation]:
+        task, reduction = Task(self.q_reduce_kind, (i,)), self.q.reduction(unit, i)
+        if self.direction is Direction.BACKWARD:
+            return reduce_sum(task, reduction, self._tensors(self.q, i))
+        partial = (f"out.{i}", f"lse.{i}")
+        wire = self.q.wire(partial[0])
+        out, lse = map(self.head_group.local, (Kind.OUT, Kind.LSE))
+        return reduce_output(task, reduction, partial=partial, wire=wire, out=out, lse=lse)
+
+    def _tensors(self, side: TileSide, index: int) -> tuple[tuple[str, str, str], ...]:
+        """Accumulator, what is sent, and result of each gradient."""
+        names = [(f"{kind}.{index}", self.head_group.local(kind)) for kind in side.partials]
+        return tuple((name, side.wire(name), result) for name, result in names)
 
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
         return {**self.q.stack_buffers(unit), **self.kv.stack_buffers(unit)}
+
+
+def _up_to_transfers(operations: list[Operation]) -> list[list[Operation]]:
+    parts: list[list[Operation]] = [[]]
+    for op in operations:
+        if parts[-1] and isinstance(parts[-1][-1], Communication):
+            parts.append([])
+        parts[-1].append(op)
+    return parts

@@ -1,4 +1,8 @@
-"""What methods on a tile grid share: layouts, devices, head groups, and the plan itself."""
+"""What methods on a tile grid share: layouts, devices, head groups, and the plan itself.
+
+A builder makes a `TilePlanner` of its problem and options, asks it for the `TilePass` of each
+direction, and ends with `planner.plan(passes)`. Options that do not fit are refused here.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,14 @@ from typing import Any, Self
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
-from mesh_attention.plan.methods.parts.assignment import (
-    Tile,
-    factorisations,
-    patch_devices,
-    patch_widths,
-)
+from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, patch_widths
+from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import members_per_node
 from mesh_attention.plan.methods.parts.setting import ChunkSetting, Setting
-from mesh_attention.plan.methods.parts.slices import sizes_for
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_passes import TileBackward, TileForward
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
 from mesh_attention.plan.problem.problem import Problem
 
@@ -32,7 +30,7 @@ MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any k
 
 @dataclass(frozen=True)
 class SharedOptions(Setting):
-    """What does not depend on how a method moves its blocks."""
+    """Options that do not depend on how a method moves its blocks."""
 
     method: str = ""
     combine: Combine = Combine.AUTO
@@ -42,16 +40,16 @@ class SharedOptions(Setting):
 
     @classmethod
     def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
-        """What a setting says about these, by name, and what was chosen."""
+        """The options that a setting has of these, by name, and those that the method chose."""
         names = {field.name for field in fields(cls)}
-        given = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
-        return cls(**{**given, **chosen, "method": method})
+        asked = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
+        return cls(**{**asked, **chosen, "method": method})
 
 
 def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
-    """Of queries and of keys, as the method works."""
+    """The layouts of queries and of keys inside the method."""
     if shared.relayout and shared.ulysses == num_ranks:
-        # Every rank has all tokens of its heads, however they came: as shards are is best.
+        # Every rank has all tokens of its heads in any layout: that of the shards is best.
         shared = replace(shared, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
     kind = shared.layout
     if kind is None:
@@ -68,7 +66,7 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layou
 
 
 def shards_of(layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions) -> Layouts | None:
-    """Of the caller's tensors, where they lie otherwise than the method works."""
+    """The layouts of the caller's tensors, where they are not those of the method."""
     if not shared.relayout:
         return None
     q, kv = (contiguous_shards(layout.num_tokens, devices) for layout in layouts)
@@ -76,7 +74,7 @@ def shards_of(layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions)
 
 
 def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
-    """The physical rank of each logical one: in order, or by patches of the tile grid."""
+    """The physical rank of each logical rank: in order, or by patches of the tile grid."""
     degree, width = shared.ulysses, shared.alpha
     if width is None and shared.units_per_node is None:
         return tuple(range(tile.num_ranks * degree))
@@ -95,7 +93,7 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
 
 
 def _patch_of_node(shared: SharedOptions, tile: Tile) -> tuple[int, int]:
-    """Units of which a node has ranks, and how many of each."""
+    """The number of units of which a node has ranks, and of ranks of each."""
     p, degree, units = shared.ranks_per_node, shared.ulysses, shared.units_per_node
     if p is None:
         name, it = "alpha", "it is the width of a node's patch of tiles"
@@ -109,8 +107,8 @@ def _patch_of_node(shared: SharedOptions, tile: Tile) -> tuple[int, int]:
                 "leave 'alpha' out, or say units_per_node"
             )
         return p // degree, degree
-    # By ranks of a unit in a node, which are few: a node may be said to have any number.
-    possible = [p // one for one in range(degree, 0, -1) if degree % one == 0 and p % one == 0]
+    # Tried by the ranks of a unit in a node, which are few; ranks_per_node may be any number.
+    possible = [p // n for n in range(degree, 0, -1) if degree % n == 0 and p % n == 0]
     if units not in possible or units > tile.num_ranks:
         fits = [n for n in possible if n <= tile.num_ranks and patch_widths(tile.a, tile.b, n)]
         raise PlanError(
@@ -144,22 +142,6 @@ def reduce_by(
     return ReduceBy.REDUCE_SCATTER if exact else ReduceBy.NODES
 
 
-def squarest(ranks: int) -> tuple[int, int]:
-    return max((a, b) for a, b in factorisations(ranks) if a <= b)
-
-
-def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Tile:
-    """A tile of the grid of all units, or a refusal that names those that fit."""
-    tile = Tile(*shape, rotation)
-    if tile.num_ranks != units:
-        fits = ", ".join(f"{a}x{b}" for a, b in factorisations(units))
-        raise PlanError(
-            f"tile {tile} has {tile.num_ranks} cells but there are {units} ranks; "
-            f"tiles that fit: {fits}"
-        )
-    return tile
-
-
 _CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
 
 
@@ -168,7 +150,8 @@ def is_cut(setting: ChunkSetting) -> bool:
 
 
 def cut_of(setting: ChunkSetting, direction: Direction, problem: Problem, degree: int) -> PassCut:
-    """Chunks, and sizes of the slices of heads; the backward ones default to the forward ones."""
+    """Chunks, and sizes of the slices of heads; those of the backward pass default to the forward
+    ones."""
     names = ["chunks", "head_slices"]
     if direction is Direction.BACKWARD:
         names = [
@@ -209,23 +192,16 @@ class TilePlanner:
         by = reduce_by(self._problem, shared, tile, nodes)
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
-        kind = TileForward if direction is Direction.FORWARD else TileBackward
-        out = shared.gather_out
-        # What goes to another layout on the way is exchanged at once.
-        at_once = shared.ulysses == 1 or self.shards is not None or cut.is_whole
+        degree, out = shared.ulysses, shared.gather_out
+        # Rows that change their layout on the way are exchanged at once.
+        at_once = degree == 1 or self.shards is not None or cut.is_whole
         exchanged = None if at_once else cut
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(
-                *(self._problem, *self._layouts, shared.ulysses),
-                index=index,
-                shards=self.shards,
-                cut=exchanged,
-            )
-            shape = (group, tile, cut.chunks, by, cut.slices)
-            return kind(*shape, gather_out=out, per_node=per_node)
+            group = HeadGroup(self._problem, *self._layouts, degree, index, self.shards, exchanged)
+            return TilePass(group, direction, tile, cut, by, gather_out=out, per_node=per_node)
 
-        return OnDemand(shared.ulysses, on_group)
+        return OnDemand(degree, on_group)
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(

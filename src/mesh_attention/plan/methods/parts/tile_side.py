@@ -1,20 +1,22 @@
 """One side of a tile: the chunks of its queries, or of its keys and values, and their buffers.
 
-The units of a tile row gather queries and reduce what belongs to them; those of a tile column do so
-with keys. Either is a *line* here: a unit lies in one line of each side.
+The units of a tile row gather queries and reduce their partial results; those of a tile column do
+so with keys. A *line* is such a row or column: a unit lies in one line of each side. `TilePass` has
+two of these. A side only names rows, pieces and buffers; it makes no transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
-from mesh_attention.plan.methods.parts.chunks import Chunk, whole_rows
-from mesh_attention.plan.methods.parts.head_group import HeadGroup
+from mesh_attention.plan.methods.parts.assignment import Tile
+from mesh_attention.plan.methods.parts.chunks import whole_rows
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.reduce import ReduceBy, Reduction, stacks
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
@@ -23,37 +25,65 @@ ALL_UNITS = "all"
 Units = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class TileSide:
-    head_group: HeadGroup
-    name: str  # with the number of a line it names a group
-    kind: Kind  # whose rows they are
-    size: int  # units of a line
-    line: Callable[[int], int]  # of a unit
-    members: Callable[[int], Units]  # of a line
-    partitions: Callable[[int], Units]  # that a line gathers
-    users: Callable[[int], Units] | None  # of a partition, where not those of its owner's line
+class SideKinds(NamedTuple):
+    """What belongs to one side of a pass."""
+
     inputs: tuple[Kind, ...]  # what is gathered
-    partials: tuple[Kind, ...]  # accumulators of a chunk
+    partials: tuple[Kind, ...]  # the partial results of a chunk
     merge_rule: MergeRule  # of partials
-    count: int  # chunks of rows, for each slice of the heads
-    slices: tuple[int, ...]
-    wanted: ReduceBy  # how partials are to be reduced
-    per_node: int  # units of a line that follow each other in a node
 
-    @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return self.head_group.chunks(self.kind, self.count, self.slices)
 
-    @property
-    def chunks_of_slice(self) -> int:
-        return len(self.chunks) // len(self.slices)
+def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds, SideKinds]:
+    """Of queries and of keys. With `delta` in place of O the backward pass gathers one number for
+    each row and head instead of a whole output (algorithm.md, section 4)."""
+    keys = (Kind.K, Kind.V)
+    if direction is Direction.FORWARD:
+        q = SideKinds((Kind.Q,), (Kind.OUT, Kind.LSE), MergeRule.SOFTMAX)
+        return q, SideKinds(keys, (), MergeRule.SUM)
+    statistic = Kind.OUT if gather_out else Kind.DELTA
+    queries = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, statistic)
+    q = SideKinds(queries, (Kind.GRAD_Q,), MergeRule.SUM)
+    return q, SideKinds(keys, (Kind.GRAD_K, Kind.GRAD_V), MergeRule.SUM)
+
+
+class TileSide:
+    def __init__(
+        self,
+        head_group: HeadGroup,
+        tile: Tile,
+        kinds: SideKinds,
+        cut: PassCut,
+        wanted: ReduceBy,
+        per_node: int,
+        *,
+        keys: bool,
+    ) -> None:
+        """`wanted`: how partials are to be reduced; `per_node`: units of a line that follow each
+        other in a node."""
+        self.head_group = head_group
+        self.inputs, self.partials, self.merge_rule = kinds
+        self.kind = kinds.inputs[0]  # whose rows they are
+        self.name = "KV" if keys else "Q"  # with the number of a line it names a group
+        self.size = tile.b if keys else tile.a  # units of a line
+        self.line = tile.column if keys else tile.row  # of a unit
+        self.members = tile.kv_group if keys else tile.q_group  # of a line
+        self.partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
+        # The units that use a partition, where they are not those of its owner's line.
+        self.users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
+        self.per_node = per_node
+        self.chunks = head_group.chunks(self.kind, cut.chunks[keys], cut.slices)
+        self._num_slices = len(cut.slices)
+        self.chunks_of_slice = len(self.chunks) // self._num_slices
+        self.reduce_by = self._reduce_by(wanted)
+        # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
+        self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
+        self._gathered_rows = cache(lambda line, i: self.rows_of(self.partitions(line), i))
+        self.buffers = cache(self._buffers)  # that all units of a line hold alike
 
     @property
     def parts_of_slice(self) -> int:
         """Parts of the heads of a slice, where chunks are cut by heads and not by rows."""
-        heads = {chunk.heads for chunk in self.chunks}
-        return len(heads) // len(self.slices)
+        return len({chunk.heads for chunk in self.chunks}) // self._num_slices
 
     @property
     def is_fetched(self) -> bool:
@@ -65,28 +95,12 @@ class TileSide:
         """Units of a line that follow each other in a node, where there are several."""
         return self.per_node if self.per_node > 1 else None
 
-    @cached_property
-    def reduce_by(self) -> ReduceBy:
+    def _reduce_by(self, wanted: ReduceBy) -> ReduceBy:
         if self.size == 1:
             return ReduceBy.LOCAL
-        # Nodes that hold all of a line, or one of it each, leave nothing to combine first.
-        alone = self.wanted is ReduceBy.NODES and self.per_node in (1, self.size)
-        return ReduceBy.EXCHANGE if alone or self.users is not None else self.wanted
-
-    # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
-
-    @cached_property
-    def own_rows(self) -> Callable[[int], Spans]:
-        return cache(partial(self.head_group.rows, self.kind))
-
-    @cached_property
-    def _gathered_rows(self) -> Callable[[int, int], Spans]:
-        return cache(lambda line, index: self.rows_of(self.partitions(line), index))
-
-    @cached_property
-    def buffers(self) -> Callable[[int], dict[str, Buffer]]:
-        """Buffers that all units of a line hold alike."""
-        return cache(self._buffers)
+        # Nodes that hold all of a line, or one unit of it each, leave nothing to combine first.
+        alone = wanted is ReduceBy.NODES and self.per_node in (1, self.size)
+        return ReduceBy.EXCHANGE if alone or self.users is not None else wanted
 
     def group(self, line: int) -> str:
         return self.head_group.group_name(f"{self.name}{line}")
@@ -142,8 +156,10 @@ class TileSide:
             reduction = Reduction(self.reduce_by, self.group(line), size, chunk, num_owners=size)
             return reduction.of_member(self.members(line).index(unit), self.per_node)
         return Reduction(
-            *(ReduceBy.EXCHANGE, self.head_group.group_name(ALL_UNITS), self.head_group.num_units),
-            chunk=chunk,
+            ReduceBy.EXCHANGE,
+            self.head_group.group_name(ALL_UNITS),
+            self.head_group.num_units,
+            chunk,
             num_owners=size,
             owner_slots=self.partitions(line),
             user_slots=self.users(unit),
@@ -156,14 +172,14 @@ class TileSide:
         for chunk in self.chunks:
             rows = self.spans(line, chunk.index)
             for kind in self.inputs if self.size > 1 else ():
-                made.append(self._buffer(f"{kind}.{chunk.index}", kind, rows, chunk))
+                made.append(self.head_group.buffer(f"{kind}.{chunk.index}", kind, rows, chunk))
             for kind in self.partials:
                 name = f"{kind}.{chunk.index}"
-                made.append(self._buffer(name, kind, rows, chunk, Precision.ACCUMULATE))
+                made.append(self.head_group.buffer(name, kind, rows, chunk, Precision.ACCUMULATE))
                 if not kind.is_statistic:  # where it travels itself this one takes its place
-                    made.append(self._buffer(self.wire(name), kind, rows, chunk))
+                    made.append(self.head_group.buffer(self.wire(name), kind, rows, chunk))
                 elif self.reduce_by is ReduceBy.REDUCE_SCATTER:
-                    made.append(self._buffer(f"{name}.all", kind, rows, chunk))
+                    made.append(self.head_group.buffer(f"{name}.all", kind, rows, chunk))
         return {buffer.name: buffer for buffer in made}
 
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
@@ -180,13 +196,5 @@ class TileSide:
                 name = f"{kind}.{chunk.index}"
                 name = name if kind.is_statistic else self.wire(name)
                 for stack, rows in stacks(reduction, name, owners, own).items():
-                    made[stack] = self._buffer(stack, kind, rows, chunk)
+                    made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
         return made
-
-    def _buffer(
-        self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
-    ) -> Buffer:
-        first, last = self.head_group.heads(kind)
-        if chunk.heads is not None:
-            first, last = first + chunk.heads[0], first + chunk.heads[1]
-        return Buffer(name, kind, rows, (first, last), precision or kind.precision)

@@ -1,7 +1,8 @@
 """The tasks of a tile on one head group, and their order.
 
 The order is found once, from costs averaged over all ranks, so every rank derives the same one.
-Slices of the heads have the same tasks: they are ordered once, and follow each other.
+Slices of the heads have the same tasks: they are ordered once, and follow each other. Used by
+`box.py`, which turns the order into programs (`tile_order.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNo
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.reduce import ReduceBy
-from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_pass import (
+    COMPUTE,
+    GATHER_KV,
+    GATHER_Q,
+    TilePass,
+)
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
 from mesh_attention.plan.problem.spans import slice_spans
-from mesh_attention.plan.schedule.greedy import greedy
-from mesh_attention.plan.schedule.memory import (
+from mesh_attention.plan.schedule.greedy import (
     MemoryCapError,
     MemoryModel,
+    greedy,
     greedy_capped,
     peak_bytes,
     smallest_cap,
@@ -35,8 +40,7 @@ from mesh_attention.plan.schedule.memory import (
 from mesh_attention.plan.schedule.search import search
 from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
 
-COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
-CAPPED = "capped"  # how an order under a memory cap calls itself
+CAPPED = "capped"  # the name of an order under a memory cap
 
 
 class Scheduler(StrEnum):
@@ -53,13 +57,13 @@ def order_tasks(
     gamma: float,
     max_memory_bytes: int | None,
 ) -> Schedule:
-    """`rows`: what queries see; tasks that see nothing are left out."""
+    """`rows`: the keys that queries see; tasks that see nothing are left out."""
     tasks = _present_tasks(mesh, rows)
     largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
     graph = _task_graph(mesh, tasks, costs, [largest])
 
-    def everywhere(found: Schedule) -> list[Schedule]:
-        return [_of_slice(mesh, found, part - largest) for part in range(len(mesh.slices))]
+    def everywhere(schedule: Schedule) -> list[Schedule]:
+        return [_of_slice(mesh, schedule, part - largest) for part in range(len(mesh.slices))]
 
     free = search(graph).schedule if scheduler is Scheduler.SEARCH else greedy(graph, gamma=gamma)
     if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
@@ -70,14 +74,14 @@ def order_tasks(
     model, cap = _memory_model(mesh, whole), max_memory_bytes
     if len(mesh.slices) == 1:
         return greedy_capped(whole, model, cap, gamma=gamma)
-    # Slices that help each other where there is room for two, and otherwise one after the other.
+    # Slices overlap where there is room for two, and otherwise follow one after the other.
     together = follow_each_other(everywhere(free))
     if peak_bytes(model, together.order()) <= cap:
         return together
     of_slice = _memory_model(mesh, graph)
     least = smallest_cap(graph, of_slice)
-    for tried in (max(cap, least), least):
-        alone = greedy_capped(graph, of_slice, tried, gamma=gamma)
+    for slice_cap in (max(cap, least), least):
+        alone = greedy_capped(graph, of_slice, slice_cap, gamma=gamma)
         in_turn = one_after_another(everywhere(alone))
         needed = peak_bytes(model, in_turn.order())
         if needed <= cap:
@@ -85,8 +89,8 @@ def order_tasks(
     raise MemoryCapError(cap, needed)
 
 
-def _of_slice(mesh: TilePass, found: Schedule, part: int) -> Schedule:
-    """The schedule of a slice of heads, for the one so many places behind it."""
+def _of_slice(mesh: TilePass, schedule: Schedule, part: int) -> Schedule:
+    """The schedule of a slice of heads, for the slice `part` places behind it."""
     num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
 
     def moved(task: Task) -> Task:
@@ -99,7 +103,7 @@ def _of_slice(mesh: TilePass, found: Schedule, part: int) -> Schedule:
         communication = None if old.communication is None else moved(old.communication)
         return Step(communication, tuple(map(moved, old.compute)))
 
-    return Schedule(tuple(map(step, found.steps))) if part else found
+    return Schedule(tuple(map(step, schedule.steps))) if part else schedule
 
 
 Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
@@ -118,7 +122,7 @@ def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
 def _num_visible(
     queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], rows: RowRanges
 ) -> Pairs:
-    """Of chunks that see something."""
+    """Visible pairs of each pair of chunks that has some."""
     pairs = {
         (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
     }
@@ -135,44 +139,18 @@ def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run
     if head_group.cut is not None:
         slots = head_group.slots(kind)  # the same of every rank
         return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
-    found = [
+    runs = [
         run
         for unit in range(head_group.num_units)
         for span in slice_spans(head_group.rows(kind, unit), chunk.start, chunk.stop)
         for run in layout.runs(*span)
     ]
-    return join_runs(sorted(found, key=lambda run: run.start))
+    return join_runs(sorted(runs, key=lambda run: run.start))
 
 
-def fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
-    """Operations of a communication task on one unit, without what is exchanged for it."""
-    key = fragment_key(mesh, unit, task)
-    found = mesh.fragments.get(key)
-    if found is None:
-        found = mesh.fragments[key] = _make_fragment(mesh, unit, task)
-    return found
-
-
-def fragment_key(mesh: TilePass, unit: int, task: Task) -> tuple[Task, int]:
-    """Units with the same key do the same for a task."""
-    reduced = {mesh.q_reduce_kind: mesh.q, mesh.kv_reduce_kind: mesh.kv}.get(task.kind)
-    if reduced is not None and reduced.reduce_by is ReduceBy.NODES:
-        return task, unit
-    q_side = task.kind == GATHER_Q or reduced is mesh.q
-    return task, mesh.tile.row(unit) if q_side else mesh.fetch_key(unit)
-
-
-def _make_fragment(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
-    (i,) = task.index
-    row = mesh.tile.row(unit)
-    if task.kind == GATHER_Q:
-        return [mesh.gather_q(row, i)] if mesh.tile.a > 1 else []
-    if task.kind == GATHER_KV:
-        return [mesh.fetch_kv(mesh.fetch_key(unit), i)] if mesh.tile.b > 1 else []
-    if task.kind == mesh.q_reduce_kind:
-        return mesh.reduce_q(i, mesh.q.reduction(unit, i))
-    assert task.kind == mesh.kv_reduce_kind
-    return mesh.reduce_kv(i, mesh.kv.reduction(unit, i))
+def _operations(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
+    """Operations of a communication task on one unit, without the exchange that it needs."""
+    return [op for part in mesh.parts(unit, task) for op in part]
 
 
 def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
@@ -225,7 +203,7 @@ def _communication_seconds(
     total = 0.0
     for unit in units:
         meter = _meter(mesh, unit)
-        for op in fragment(mesh, unit, task):
+        for op in _operations(mesh, unit, task):
             if isinstance(op, Collective):
                 members = groups[op.group]
                 traffic = meter.traffic(op, members.index(unit), len(members))
@@ -235,11 +213,11 @@ def _communication_seconds(
 
 @lru_cache(maxsize=8)  # asked for by every task of a pass
 def _meter(mesh: TilePass, unit: int) -> TrafficMeter:
-    return TrafficMeter(mesh.problem, {**_local_buffers(mesh, unit), **buffers_of(mesh, unit)})
+    return TrafficMeter(mesh.problem, _buffers(mesh, unit))
 
 
 def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
-    """Of the portion that a gather brings on, or of that which a reduction sends away."""
+    """Of the exchange that precedes a gather, or that follows a reduction."""
     if mesh.head_group.cut is None:
         return 0.0
     side = mesh.q if task.kind in (GATHER_Q, mesh.q_reduce_kind) else mesh.kv
@@ -253,11 +231,11 @@ def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
 
 def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     """Of a rank on which no task is empty: no other rank needs more."""
-    table = {**_local_buffers(mesh, 0), **buffers_of(mesh, 0)}
+    table = _buffers(mesh, 0)
     whole = (Call(CallKind.FULL, 0, 1, 0, 1),)
     touches: dict[Task, tuple[tuple[str, ...], ...]] = {}
     for communication in graph.communication:
-        operations = fragment(mesh, 0, communication.task)
+        operations = _operations(mesh, 0, communication.task)
         touches[communication.task] = tuple(op.touched for op in operations)
     for compute in graph.compute:
         i, j = compute.index
@@ -273,9 +251,9 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     )
 
 
-@lru_cache(maxsize=8)  # for costs, and for the program of the same unit
-def buffers_of(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
+def _buffers(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
     return {
+        **_local_buffers(mesh, unit),
         **mesh.q.buffers(mesh.tile.row(unit)),
         **mesh.kv.buffers(mesh.tile.column(unit)),
         **mesh.stack_buffers(unit),
@@ -284,8 +262,8 @@ def buffers_of(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
 
 @lru_cache(maxsize=8)  # asked for by every task of a pass
 def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
-    """The unit's own rows, for what must be measured before the programs exist. Delta is no
-    input: it is computed first, and held until its last chunk is gathered."""
+    """The unit's own rows, for what must be measured before the programs exist. Delta is no input:
+    it is computed first, and held until its last chunk is gathered."""
     roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
     return {
         buffer.name: buffer

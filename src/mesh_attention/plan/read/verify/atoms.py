@@ -61,11 +61,11 @@ class Side:
 class Atoms:
     """All atoms of one pass, with the visible pairs between every two of them."""
 
-    def __init__(self, plan: Plan, one: Pass) -> None:
+    def __init__(self, plan: Plan, pass_: Pass) -> None:
         token_cuts: tuple[set[int], set[int]] = (set(), set())
         head_cuts = {0, plan.problem.num_heads}
         group = plan.problem.heads_per_kv_head
-        for buffer, (rows, heads) in _cuts_by_buffer(one):
+        for buffer, (rows, heads) in _cuts_by_buffer(pass_):
             side = int(buffer.kind.is_key_side)
             per_head = group if side else 1
             token_cuts[side].update(e for span in buffer.rows for e in span)
@@ -122,11 +122,11 @@ class Atoms:
 _Cuts = tuple[set[int], set[int]]  # rows and heads at which pieces of a buffer begin or end
 
 
-def _cuts_by_buffer(one: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
+def _cuts_by_buffer(pass_: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
     """Every buffer with where it is cut; what ranks share is looked at once."""
     used_by: dict[Operation, dict[str, _Cuts]] = {}
-    found: dict[Buffer, _Cuts] = {}
-    for program in one.programs:
+    cuts_of: dict[Buffer, _Cuts] = {}
+    for program in pass_.programs:
         table = program.buffer_table()
         for op in program.operations:
             used = used_by.get(op)
@@ -138,10 +138,10 @@ def _cuts_by_buffer(one: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
                     rows.add(piece.stop)
                     heads.update(piece.heads or ())
             for name, cuts in used.items():
-                all_rows, all_heads = found.setdefault(table[name], (set(), set()))
+                all_rows, all_heads = cuts_of.setdefault(table[name], (set(), set()))
                 all_rows |= cuts[0]
                 all_heads |= cuts[1]
-    yield from found.items()
+    yield from cuts_of.items()
 
 
 def _cut_parts(op: Operation) -> Iterator[Piece]:

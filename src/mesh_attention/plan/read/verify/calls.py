@@ -52,16 +52,16 @@ class RowMap:
 
     def runs(self, start: int, stop: int) -> list[Run]:
         """The rows as runs (a cut run is given block by block)."""
-        found = []
+        runs = []
         for run, a, b in self.parts(start, stop):
             if a == 0 and b == run.num_tokens - 1:
-                found.append(run)
+                runs.append(run)
                 continue
             for m in range(a // run.block, b // run.block + 1):
                 low = max(a - m * run.block, 0)
                 high = min(b - m * run.block, run.block - 1)
-                found.append(Run(run.start + m * run.stride + low, high - low + 1))
-        return found
+                runs.append(Run(run.start + m * run.stride + low, high - low + 1))
+        return runs
 
     def consecutive(self, start: int, stop: int) -> bool:
         """Do the positions grow by one from row to row?"""
@@ -94,9 +94,9 @@ class CallCheck:
             if wrong:
                 return f"call {_name(call)} {wrong}"
             total += self._pairs(q, k, call, visible)
-        for one, other in combinations(calls, 2):
-            if _overlap(one, other):
-                return f"calls {_name(one)} and {_name(other)} compute the same pairs"
+        for call, other in combinations(calls, 2):
+            if _overlap(call, other):
+                return f"calls {_name(call)} and {_name(other)} compute the same pairs"
         if total != visible:
             return f"calls compute {total} pairs of the task's {visible} visible ones"
         return None
@@ -143,10 +143,10 @@ class CallCheck:
             call.k_start, call.k_stop
         )
         on_edge = any(
-            one.at(first_q)[1] == first_k + 1
-            and one.at(last_q)[1] == first_k + height
-            and one.at(last_q)[0] <= first_k
-            for one in segment.intervals
+            interval.at(first_q)[1] == first_k + 1
+            and interval.at(last_q)[1] == first_k + height
+            and interval.at(last_q)[0] <= first_k
+            for interval in segment.intervals
         )
         exact = last_q < segment.stop and seen == height * (height + 1) // 2
         return None if on_edge and exact and in_order else "does not lie on the mask's edge"
@@ -167,12 +167,12 @@ class CallCheck:
         return num_visible(q_runs, k_runs, self._rows)
 
 
-def _overlap(one: Call, other: Call) -> bool:
+def _overlap(call: Call, other: Call) -> bool:
     return (
-        one.q_start < other.q_stop
-        and other.q_start < one.q_stop
-        and one.k_start < other.k_stop
-        and other.k_start < one.k_stop
+        call.q_start < other.q_stop
+        and other.q_start < call.q_stop
+        and call.k_start < other.k_stop
+        and other.k_start < call.k_stop
     )
 
 

@@ -151,5 +151,5 @@ def _deliver(
         raise Broken(
             target, f"expects {len(receives)} pieces from rank {source}, which sends {len(sends)}"
         )
-    for taken, given in zip(sends, receives, strict=True):
-        memory.transfer(source, taken, target, given)
+    for taken, received in zip(sends, receives, strict=True):
+        memory.transfer(source, taken, target, received)

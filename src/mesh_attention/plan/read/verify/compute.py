@@ -16,11 +16,11 @@ from mesh_attention.plan.read.verify.structure import CALLER
 
 
 class SymbolicCompute:
-    def __init__(self, plan: Plan, one: Pass, atoms: Atoms, memory: Memory) -> None:
+    def __init__(self, plan: Plan, pass_: Pass, atoms: Atoms, memory: Memory) -> None:
         self._plan = plan
         self._atoms = atoms
         self._memory = memory
-        self._given = (*CALLER[one.direction][0], Kind.DELTA)
+        self._final = (*CALLER[pass_.direction][0], Kind.DELTA)
         self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
@@ -90,7 +90,7 @@ class SymbolicCompute:
         inputs = [self._memory.read(rank, piece) for piece in op.inputs]
         size = len(self._memory.labels(rank, op.outputs[0]))
         name = op.outputs[0].buffer
-        if kind in self._given and not op.inputs:
+        if kind in self._final and not op.inputs:
             results: list[Content] = self._of_nothing(rank, op.outputs[0])
         elif op.rule is MergeRule.DELTA:
             if any(value is not DATA for values in inputs for value in values):
@@ -136,7 +136,7 @@ class SymbolicCompute:
         kinds = [self._memory.buffer(rank, piece).kind for piece in (*op.inputs, *op.outputs)]
         if kinds != _kinds_of(op, kinds[-1]):
             raise Broken(rank, f"merges {', '.join(kinds)} by the rule {op.rule}")
-        if op.rule is MergeRule.LSE and not op.inputs and Kind.LSE not in self._given:
+        if op.rule is MergeRule.LSE and not op.inputs and Kind.LSE not in self._final:
             raise Broken(rank, f"merges nothing by the rule {op.rule}")
         if op.rule is MergeRule.SUM and len(op.inputs) != 1:
             check_summable(rank, kinds[-1])

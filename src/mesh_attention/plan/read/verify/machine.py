@@ -38,15 +38,15 @@ _MOST_FINDINGS = 20
 def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
     """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` is told
     the number of operations."""
-    total = sum(len(p.operations) for one in a_plan(plan).passes for p in one.programs)
+    total = sum(len(p.operations) for pass_ in a_plan(plan).passes for p in pass_.programs)
     done = 0
     findings: list[Finding] = []
-    for one in plan.passes:
-        malformed = structure_findings(plan, one)
+    for pass_ in plan.passes:
+        malformed = structure_findings(plan, pass_)
         if malformed:
             findings += malformed
             continue
-        machine = _Machine(plan, one)
+        machine = _Machine(plan, pass_)
         for _ in machine.run():
             done += 1
             if progress and done % 512 == 0:
@@ -58,18 +58,18 @@ def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
 
 
 class _Machine:
-    def __init__(self, plan: Plan, one: Pass) -> None:
+    def __init__(self, plan: Plan, pass_: Pass) -> None:
         self.plan = plan
-        self.one = one
+        self.pass_ = pass_
         self.findings: list[Finding] = []
-        self.atoms = Atoms(plan, one)
+        self.atoms = Atoms(plan, pass_)
         self.head_bits = {h: self.atoms.head_bits(h) for h in set(self.atoms.kv_head_of)}
-        self.memory = Memory(plan.problem, one, self.atoms)
-        self.compute = SymbolicCompute(plan, one, self.atoms, self.memory)
+        self.memory = Memory(plan.problem, pass_, self.atoms)
+        self.compute = SymbolicCompute(plan, pass_, self.atoms, self.memory)
 
     def run(self) -> Iterator[None]:
         """Yields once for every operation done; stops at the first that breaks."""
-        programs = self.one.programs
+        programs = self.pass_.programs
         at = [0] * len(programs)
         arrived: dict[tuple[type, Task, str], set[int]] = {}
         runnable = list(range(len(programs)))
@@ -82,7 +82,7 @@ class _Machine:
                     if isinstance(op, Communication):
                         here = arrived.setdefault((type(op), op.task, op.group), set())
                         here.add(rank)
-                        members = self.one.groups[op.group]
+                        members = self.pass_.groups[op.group]
                         if len(here) < len(members):
                             break
                         self._communicate(members, at)
@@ -105,7 +105,7 @@ class _Machine:
     def _communicate(self, members: tuple[int, ...], at: list[int]) -> None:
         operations: list[Communication] = []
         for member in members:
-            op = self.one.programs[member].operations[at[member]]
+            op = self.pass_.programs[member].operations[at[member]]
             assert isinstance(op, Communication)
             operations.append(op)
         communicate(self.memory, members, operations)
@@ -125,17 +125,17 @@ class _Machine:
                 raise AssertionError(op)
 
     def _report(self, rank: int, at: list[int], message: str) -> None:
-        operations = self.one.programs[rank].operations
+        operations = self.pass_.programs[rank].operations
         name = operations[at[rank]].name if at[rank] < len(operations) else "end"
         self._add(rank, name, message)
 
     def _add(self, rank: int, name: str, message: str) -> None:
         if len(self.findings) < _MOST_FINDINGS:
-            self.findings.append(Finding(str(self.one.direction), rank, name, message))
+            self.findings.append(Finding(str(self.pass_.direction), rank, name, message))
 
     def _report_waiting(self, at: list[int]) -> bool:
         """Ranks that never finished: what each waits for, and where the missing ones are."""
-        programs = self.one.programs
+        programs = self.pass_.programs
         waiting = {
             rank: programs[rank].operations[at[rank]]
             for rank in range(len(programs))
@@ -151,7 +151,7 @@ class _Machine:
             op = waiting[rank]
             assert isinstance(op, Communication)
             absent = []
-            for member in self.one.groups[op.group]:
+            for member in self.pass_.groups[op.group]:
                 there = waiting.get(member)
                 same = there is not None and (type(there), there.task) == (type(op), op.task)
                 if not same:
@@ -160,7 +160,7 @@ class _Machine:
         return bool(waiting)
 
     def _check_ends(self, at: list[int]) -> None:
-        for rank in range(len(self.one.programs)):
+        for rank in range(len(self.pass_.programs)):
             for name in self.memory.leaks(rank):
                 self._report(rank, at, f"never frees {name}")
             for buffer, (atom, head), value in self.memory.outputs(rank):

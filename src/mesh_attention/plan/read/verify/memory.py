@@ -62,11 +62,11 @@ class Entry:
 class Memory:
     """The buffers of all ranks. Reading what was never written or is freed breaks the plan."""
 
-    def __init__(self, problem: Problem, one: Pass, atoms: Atoms) -> None:
+    def __init__(self, problem: Problem, pass_: Pass, atoms: Atoms) -> None:
         self._problem = problem
         self._atoms = atoms
         self._entries: list[dict[str, Entry]] = []
-        for program in one.programs:
+        for program in pass_.programs:
             entries = {b.name: Entry(b, atoms.cells(b)) for b in program.buffers}
             for entry in entries.values():
                 if entry.buffer.role is Role.INPUT:
@@ -95,17 +95,17 @@ class Memory:
         entry = self._entries[rank][piece.buffer]
         self._write(rank, entry, self._where(entry, piece), values, accumulates)
 
-    def transfer(self, source: int, taken: Piece, target: int, given: Piece) -> None:
+    def transfer(self, source: int, taken: Piece, target: int, received: Piece) -> None:
         """Copy a piece to another rank; both must be declared to hold the same tokens and heads."""
         have = self._entries[source][taken.buffer]
-        want = self._entries[target][given.buffer]
-        here, there = self._where(have, taken), self._where(want, given)
+        want = self._entries[target][received.buffer]
+        here, there = self._where(have, taken), self._where(want, received)
         self.expect_same_kind(source, have.buffer, target, want.buffer)
         alike = have.cells is want.cells and here == there
         if not alike and _take(have.cells.labels, here) != _take(want.cells.labels, there):
             raise Broken(
                 target,
-                f"receives other tokens or heads from rank {source} than {given.buffer} holds",
+                f"receives other tokens or heads from rank {source} than {received.buffer} holds",
             )
         self._write(target, want, there, self._read(source, have, taken, here), False)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
-from mesh_attention.plan.language.dependencies import Area, Heads, together
 from mesh_attention.plan.language.program import Free, Program, reads, writes
+from mesh_attention.plan.language.workspace import Area, Heads, together
 
 _Written = dict[Heads, list[tuple[int, int]]]  # rows by heads
 
@@ -63,7 +63,7 @@ def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:
     for others, rows in written.items():
         first, last = others or (0, buffer.num_heads)
         for a, b in rows:
-            left = [part for one in left for part in _without(one, (a, b, first, last))]
+            left = [rest for part in left for rest in _without(part, (a, b, first, last))]
             if not left:
                 return True
     return False
@@ -72,12 +72,12 @@ def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:
 _Rectangle = tuple[int, int, int, int]  # rows, then heads
 
 
-def _without(one: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
+def _without(rectangle: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
     """Up to four rectangles."""
-    top, bottom, left, right = one
+    top, bottom, left, right = rectangle
     a, b = max(top, other[0]), min(bottom, other[1])
     c, d = max(left, other[2]), min(right, other[3])
     if a >= b or c >= d:
-        return [one]
+        return [rectangle]
     parts = [(top, a, left, right), (b, bottom, left, right), (a, b, left, c), (a, b, d, right)]
     return [part for part in parts if part[0] < part[1] and part[2] < part[3]]

@@ -55,10 +55,10 @@ class Finding:
         }
 
 
-def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
+def structure_findings(plan: Plan, pass_: Pass) -> list[Finding]:
     findings: list[Finding] = []
-    direction = str(one.direction)
-    if [program.rank for program in one.programs] != list(range(plan.num_ranks)):
+    direction = str(pass_.direction)
+    if [program.rank for program in pass_.programs] != list(range(plan.num_ranks)):
         findings.append(
             Finding(direction, 0, "programs", "there must be one program for each rank")
         )
@@ -69,20 +69,20 @@ def structure_findings(plan: Plan, one: Pass) -> list[Finding]:
             findings.append(Finding(direction, 0, f"{name}_layout", message))
     if sorted(plan.devices) != list(range(plan.num_ranks)):
         findings.append(Finding(direction, 0, "devices", "must number every rank exactly once"))
-    for name, members in one.groups.items():
+    for name, members in pass_.groups.items():
         if len(set(members)) != len(members) or not set(members) <= set(range(plan.num_ranks)):
             findings.append(Finding(direction, 0, name, f"is not a group of ranks: {members}"))
     if findings:
         return findings
-    for program in one.programs:
+    for program in pass_.programs:
         wrong = (
-            _caller_fault(plan, one, program)
-            or _program_fault(plan, one, program)
+            _caller_fault(plan, pass_, program)
+            or _program_fault(plan, pass_, program)
             or _place_fault(plan, program)
         )
         if wrong:
             findings.append(Finding(direction, program.rank, *wrong))
-    return findings or _schedule_findings(one) or _meeting_findings(one)
+    return findings or _schedule_findings(pass_) or _meeting_findings(pass_)
 
 
 CALLER = {
@@ -94,11 +94,11 @@ CALLER = {
 }
 
 
-def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
+def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
     """The caller's tensors: each exactly once, the whole own partition, all heads."""
     wanted = {
         (role, kind): _caller_buffer(plan, program.rank, kind)
-        for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[one.direction], strict=True)
+        for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[pass_.direction], strict=True)
         for kind in kinds
     }
     for buffer in program.buffers:
@@ -106,7 +106,10 @@ def _caller_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | 
             continue
         want = wanted.pop((buffer.role, buffer.kind), None)
         if want is None:
-            return buffer.name, f"is not an {buffer.role} of the {one.direction} pass, or is twice"
+            return (
+                buffer.name,
+                f"is not an {buffer.role} of the {pass_.direction} pass, or is twice",
+            )
         if buffer.name != str(buffer.kind):  # callers give and get their tensors by name
             return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
         if (buffer.rows, buffer.heads, buffer.precision) != want:
@@ -158,7 +161,7 @@ def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
         born, freed = lives[name]
         start = placed[name].offset or 0
         stop = start + placed[name].num_bytes(plan.problem)
-        alive = [one for one in alive if one[0] >= born]
+        alive = [entry for entry in alive if entry[0] >= born]
         for _, other_start, other_stop, other in alive:
             if start < other_stop and other_start < stop:
                 return name, f"lies where {other} lies at the same time"
@@ -166,10 +169,10 @@ def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
     return None
 
 
-def _schedule_findings(one: Pass) -> list[Finding]:
+def _schedule_findings(pass_: Pass) -> list[Finding]:
     """The schedule that is drawn and simulated is the order in which the programs run."""
-    place = {task: at for at, task in enumerate(one.schedule.order())}
-    for program in one.programs:
+    place = {task: at for at, task in enumerate(pass_.schedule.order())}
+    for program in pass_.programs:
         last = -1
         begun: set[Task] = set()
         for op in program.operations:
@@ -181,23 +184,23 @@ def _schedule_findings(one: Pass) -> list[Finding]:
             begun.add(task)
             if at < last:
                 message = "does not stand where the schedule has it"
-                return [Finding(str(one.direction), program.rank, op.name, message)]
+                return [Finding(str(pass_.direction), program.rank, op.name, message)]
             last = at
         attends = [op.task for op in program.operations if isinstance(op, Attend | AttendBackward)]
         strange = [task for task in attends if task not in place]
         if strange:
             message = "is not in the schedule"
-            return [Finding(str(one.direction), program.rank, str(strange[0]), message)]
+            return [Finding(str(pass_.direction), program.rank, str(strange[0]), message)]
     return []
 
 
-def _meeting_findings(one: Pass) -> list[Finding]:
+def _meeting_findings(pass_: Pass) -> list[Finding]:
     """Members come to the tasks of their group in the same order: said here, where the odd rank can
     be named, rather than when all of them wait. Of two ranks the odd one is the one that is not
     with the schedule."""
-    tasks = {task: at for at, task in enumerate(one.schedule.order())}
-    orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in one.groups}
-    for program in one.programs:
+    tasks = {task: at for at, task in enumerate(pass_.schedule.order())}
+    orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in pass_.groups}
+    for program in pass_.programs:
         met: dict[str, list[Task]] = {}
         for op in program.operations:
             if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.task in tasks:
@@ -216,11 +219,11 @@ def _meeting_findings(one: Pass) -> list[Finding]:
             for here, there in zip(order, usual, strict=False):
                 if here != there:
                     message = f"others of group {group} come to {there} first"
-                    return [Finding(str(one.direction), ranks[0], str(here), message)]
+                    return [Finding(str(pass_.direction), ranks[0], str(here), message)]
     return []
 
 
-def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] | None:
+def _program_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
     table = program.buffer_table()
     if len(table) != len(program.buffers):
         return "buffers", "two buffers have the same name"
@@ -239,7 +242,7 @@ def _program_fault(plan: Plan, one: Pass, program: Program) -> tuple[str, str] |
     for op in program.operations:
         fault = _piece_fault(op, sizes)
         if fault is None and isinstance(op, Communication):
-            fault = "occurs twice" if op.task in tasks else _group_fault(one, program.rank, op)
+            fault = "occurs twice" if op.task in tasks else _group_fault(pass_, program.rank, op)
             tasks.add(op.task)
         if fault:
             return op.name, fault
@@ -250,8 +253,8 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
     if isinstance(op, Free):
         missing = [name for name in op.buffers if name not in sizes]
         return f"frees the unknown buffer {missing[0]}" if missing else None
-    taken, given = reads(op), writes(op)
-    for piece in (*taken, *given):
+    taken, written = reads(op), writes(op)
+    for piece in (*taken, *written):
         if piece.buffer not in sizes:
             return f"uses the unknown buffer {piece.buffer}"
         rows, heads = sizes[piece.buffer]
@@ -260,14 +263,14 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
         if piece.heads and not 0 <= piece.heads[0] < piece.heads[1] <= heads:
             return f"uses heads {piece.heads} of {piece.buffer}, which has {heads}"
     if isinstance(op, Communication):
-        return overlap_fault(taken, given)
+        return overlap_fault(taken, written)
     return None
 
 
-def overlap_fault(taken: Sequence[Piece], given: Sequence[Piece]) -> str | None:
+def overlap_fault(taken: Sequence[Piece], written: Sequence[Piece]) -> str | None:
     """What a communication sends it must not receive into: what arrives first would be sent on."""
     arriving: dict[str, list[Piece]] = {}
-    for piece in given:
+    for piece in written:
         arriving.setdefault(piece.buffer, []).append(piece)
     for piece in taken:
         if any(piece.overlaps(other) for other in arriving.get(piece.buffer, ())):
@@ -275,8 +278,8 @@ def overlap_fault(taken: Sequence[Piece], given: Sequence[Piece]) -> str | None:
     return None
 
 
-def _group_fault(one: Pass, rank: int, op: Communication) -> str | None:
-    members = one.groups.get(op.group)
+def _group_fault(pass_: Pass, rank: int, op: Communication) -> str | None:
+    members = pass_.groups.get(op.group)
     if members is None:
         return f"uses the unknown group {op.group}"
     if rank not in members:

@@ -1,0 +1,178 @@
+"""What a search is asked (`SearchQuestion`), how much it tries (`SearchEffort`), and the settings
+that it scores (`Scored`). The search itself is in `search.py`; rankings and tuning read its scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.simulator import simulate
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.cost.waits import Overlap
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.problem.problem import Problem
+
+Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
+Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
+
+
+class SearchEffort(NamedTuple):
+    """How many settings a search tries.
+
+    shapes                   in one cut each
+    in_four_cuts             of these, in four cuts
+    in_all_cuts, cuts        of these, in so many cuts
+    varied, varied_cuts      shapes, and cuts of each, with a short start and with even chunks
+    simulated                settings simulated with all ranks
+    simulated_operations     of so many operations of all ranks together at most
+    every_name               also a shape that another method has under its own name
+    ranks_of_even_chunks     even chunks are not tried on more ranks
+    ranks_of_even_variants   nor beside chunks of unlike work on more ranks than this
+    tolerance                a setting so near to the bound of all shapes is good enough
+    """
+
+    shapes: int
+    in_four_cuts: int = 0
+    in_all_cuts: int = 0
+    cuts: int = 0
+    varied: int = 0
+    varied_cuts: int = 0
+    simulated: int = 0
+    simulated_operations: int = 0
+    every_name: bool = True
+    ranks_of_even_chunks: int = 4096
+    ranks_of_even_variants: int = 4096
+    tolerance: float = 0.0
+
+
+SEARCH = SearchEffort(
+    shapes=10_000,
+    in_four_cuts=6,
+    in_all_cuts=3,
+    cuts=12,
+    varied=6,
+    varied_cuts=2,
+    simulated=40,
+    simulated_operations=12_000,
+)
+# What a constructor can afford.
+DEFAULT = SearchEffort(
+    shapes=5,
+    in_four_cuts=2,
+    in_all_cuts=1,
+    cuts=5,
+    varied=2,
+    varied_cuts=1,
+    simulated=2,
+    simulated_operations=400,
+    every_name=False,
+    ranks_of_even_chunks=1024,
+    ranks_of_even_variants=64,
+    tolerance=0.02,
+)
+# Settings of many ranks take longer to look at.
+DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1, cuts=4)
+GLANCE = SearchEffort(shapes=1, every_name=False)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A setting of one pass. `seconds` are simulated where there is a timeline. Otherwise they are
+    what one rank sees, to which waiting for other ranks may come."""
+
+    direction: Direction
+    name: str  # of the method
+    options: dict[str, Any]
+    seconds: float
+    peak_bytes: int
+    fits: bool  # into the memory of a GPU
+    place: Place
+    stays: bool  # tokens are where they are by default, or where the caller said
+    operations: int  # of the ranks that a simulation goes through, about
+    may_wait: bool  # ranks have unlike work before they meet, which one rank does not see
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.timeline is not None
+
+    @property
+    def score(self) -> Score:
+        return not self.fits, self.seconds
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {options_text(self.options)}".strip()
+
+    @cached_property
+    def key(self) -> str:
+        """For files: the same whenever the same is asked."""
+        options = sorted((name, str(value)) for name, value in self.options.items())
+        return f"{self.direction.value} {self.name} {options}"
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """
+    >>> options_text({"tile": (2, 2), "layout": "zigzag"})
+    'tile=2x2 layout=zigzag'
+    """
+    return " ".join(f"{name}={value_text(value)}" for name, value in options.items())
+
+
+def value_text(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def gpu_bytes(cluster: Cluster) -> int:
+    return int(cluster.gpu.memory_gib * 2**30)
+
+
+def place_of(plan: Plan) -> Place:
+    return str(plan.q_layout.to_json()), plan.devices
+
+
+@dataclass(frozen=True)
+class SearchQuestion:
+    """What all passes and layouts of a search have in common."""
+
+    problem: Problem
+    num_ranks: int
+    cluster: Cluster
+    options: Mapping[str, Any]  # the caller's
+    methods: Sequence[str]
+    effort: SearchEffort
+    overlap: Overlap = Overlap.EVENTS
+    kernel: str | None = None
+    report: Callable[[], None] = lambda: None  # called when a setting was tried
+
+    def plan(self, direction: Direction, method: str, options: Mapping[str, Any]) -> Plan:
+        asked: dict[str, Any] = {"method": method, "directions": (direction,), **options}
+        return plan_on(self.cluster, self.problem, self.num_ranks, **asked)
+
+    def timeline(self, scored: Scored) -> Timeline:
+        """Of a setting; simulated now unless it was."""
+        if scored.timeline is not None:
+            return scored.timeline
+        plan = self.plan(scored.direction, scored.name, scored.options)
+        return simulate(
+            plan, self.cluster, scored.direction, overlap=self.overlap, kernel=self.kernel
+        )
+
+    def simulated(self, scored: Scored) -> Scored:
+        """With the result of a simulation in place of the estimate."""
+        if scored.timeline is not None:
+            return scored
+        timeline = self.timeline(scored)
+        return replace(
+            scored,
+            seconds=timeline.runtime_seconds,
+            peak_bytes=timeline.peak_bytes,
+            fits=timeline.peak_bytes <= gpu_bytes(self.cluster),
+            may_wait=False,
+            timeline=timeline,
+        )

@@ -1,0 +1,171 @@
+"""Blocks of rows, and the grid of cells between blocks of queries and blocks of keys.
+
+`RowList` is one side of a compute task: its rows as blocks of consecutive positions. It depends on
+the layout alone, so it is made once for all masks, and for all tasks with these rows. A cell of the
+grid is one block of queries against one block of keys; `grid_calls` and `full_calls` cover the
+visible cells by few rectangles, each of which becomes one kernel call. Used by the lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.language.program import Call, CallKind
+from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.runs import Run
+from mesh_attention.plan.problem.spans import Spans
+
+# A list of more blocks is not looked at block by block: token stripes would take seconds. Zigzag
+# halves of thousands of ranks, gathered by one rank that has two blocks of queries, are few calls
+# and must be found.
+MAX_BLOCKS = 4096
+# Up to so many blocks a side are compared one by one; for more, arrays are faster.
+_FEW_BLOCKS = 4
+
+Array = NDArray[np.int64]
+Cells = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Blocks of consecutive positions, in row order."""
+
+    starts: Array
+    stops: Array
+    first_rows: tuple[int, ...]  # of each block, and one past the last row
+    edges: list[int]  # all starts and stops, sorted
+    few: tuple[tuple[int, int], ...] | None  # (start, stop) of each, unless they are many
+
+    @staticmethod
+    def of(blocks: list[tuple[int, int]]) -> Blocks:
+        starts, stops = np.array(blocks, dtype=np.int64).T
+        first_rows = (0, *np.cumsum(stops - starts).tolist())
+        edges = sorted({e for block in blocks for e in block})
+        few = tuple(blocks) if len(blocks) <= _FEW_BLOCKS else None
+        return Blocks(starts, stops, first_rows, edges, few)
+
+    def block(self, i: int) -> tuple[int, int]:
+        return int(self.starts[i]), int(self.stops[i])
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowList:
+    """The rows of one side of a task, in buffer order."""
+
+    layout: Layout
+    spans: Spans
+    num_rows: int
+    first: int  # smallest and largest position
+    last: int
+    blocks: Blocks | None  # None: too many to look at one by one
+
+    @staticmethod
+    def of(layout: Layout, spans: Spans) -> RowList:
+        num_rows = sum([stop - start for start, stop in spans])
+        pairs = layout.blocks_of(spans) if len(spans) < MAX_BLOCKS // 2 else None
+        if pairs is None:
+            runs = _runs_of(layout, spans)
+            if sum(run.count for run in runs) > MAX_BLOCKS:
+                first = min(run.start for run in runs)
+                last = max(run.stop for run in runs) - 1
+                return RowList(layout, spans, num_rows, first, last, None)
+            pairs = [block for run in runs for block in run.blocks()]
+        blocks = Blocks.of(joined_blocks(pairs))
+        return RowList(layout, spans, num_rows, blocks.edges[0], blocks.edges[-1] - 1, blocks)
+
+    @property
+    def runs(self) -> list[Run]:
+        return _runs_of(self.layout, self.spans)
+
+
+def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
+    return [run for span in spans for run in layout.runs(*span)]
+
+
+@lru_cache(maxsize=64)  # rows stay where they are when a mask changes
+def row_list(layout: Layout, spans: Spans) -> RowList:
+    return RowList.of(layout, spans)
+
+
+def joined_blocks(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The blocks, with neighbours that follow each other made one."""
+    merged: list[tuple[int, int]] = []
+    first = last = -1
+    for start, stop in blocks:
+        if start == last:
+            last = stop
+        else:
+            merged.append((first, last))
+            first, last = start, stop
+    return [*merged[1:], (first, last)]
+
+
+def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
+    """Disjoint rectangles (row start, stop, column start, stop) that cover the true cells.
+
+    Each is as wide as its rows allow, and as tall as the same columns stay a whole range.
+    """
+    height, width = cells.shape
+    data = cells.tobytes()
+    above = bytes(width)
+    open_since: dict[tuple[int, int], int] = {}
+    for i in range(height):
+        row = data[i * width : (i + 1) * width]
+        if row == above:
+            continue
+        above = row
+        ranges = list(_ranges_of_ones(row))
+        for columns in [c for c in open_since if c not in ranges]:
+            yield open_since.pop(columns), i, *columns
+        for columns in ranges:
+            open_since.setdefault(columns, i)
+    for columns, start in open_since.items():
+        yield start, height, *columns
+
+
+def _ranges_of_ones(row: bytes) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each range of ones; searching bytes costs nothing per column."""
+    start = row.find(1)
+    while start >= 0:
+        stop = row.find(0, start)
+        stop = stop if stop >= 0 else len(row)
+        yield start, stop
+        start = row.find(1, stop)
+
+
+@lru_cache(maxsize=1024)
+def full_calls(
+    picture: bytes, q_rows: tuple[int, ...], k_rows: tuple[int, ...]
+) -> tuple[Call, ...]:
+    """Calls for cells of which all is visible (1) or nothing (0), row by row."""
+    cells = np.frombuffer(picture, dtype=np.bool_).reshape(len(q_rows) - 1, len(k_rows) - 1)
+    return grid_calls(cells, None, None, q_rows, k_rows)
+
+
+def grid_calls(
+    full: Cells,
+    ragged: Cells | None,
+    square: Cells | None,
+    q_rows: Sequence[int],
+    k_rows: Sequence[int],
+) -> tuple[Call, ...]:
+    """Calls for cells that are visible whole, in part, and as causal squares; a square may also be
+    among the ragged cells. `q_rows`, `k_rows`: the first row of each block, and the end."""
+    rectangles_of = {CallKind.FULL: rectangles(full)}
+    if ragged is not None and square is not None:
+        rectangles_of[CallKind.RANGE] = rectangles(ragged & ~square)
+        squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
+        rectangles_of[CallKind.CAUSAL] = ((i, i + 1, j, j + 1) for i, j in squares)
+    return tuple(
+        Call(kind, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
+        for kind, cells in rectangles_of.items()
+        for i0, i1, j0, j1 in cells
+    )

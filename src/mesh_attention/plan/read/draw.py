@@ -1,0 +1,231 @@
+"""Pictures of a plan as text: a summary, the steps of its schedule, and who computes what.
+
+The command line, reports and golden files show them. All is read from the programs, so a drawing
+shows what will run and not what was meant. Nothing is coloured and nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.language.computed_pairs import OwnedRows, balance, work_of
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.problem import problem_text
+from mesh_attention.plan.read.count import PassCount, count
+
+
+def draw_summary(plan: Plan) -> str:
+    counts = count(plan)
+    rows = [
+        ("plan", f"{plan.method} on {plan.num_ranks} ranks{_nodes_text(plan)}"),
+        ("problem", problem_text(plan.problem)),
+        ("layout", _layout_text(plan)),
+        ("digest", digest(plan)[:12]),
+    ]
+    lines = [f"{name:<9} {text}" for name, text in rows]
+    for pass_ in plan.passes:
+        lines += [f"{pass_.direction}", *_pass_lines(plan, pass_, counts[pass_.direction])]
+    return "\n".join(lines)
+
+
+def _nodes_text(plan: Plan) -> str:
+    if not plan.ranks_per_node:
+        return ""
+    mapped = "" if plan.devices == tuple(range(plan.num_ranks)) else ", mapped as patches of tiles"
+    return f" in {plan.num_nodes} nodes of {plan.ranks_per_node}{mapped}"
+
+
+def _layout_text(plan: Plan) -> str:
+    (q, kv), inside = plan.shards, plan.q_layout
+    block = f" by blocks of {inside.block}" if inside.block > 1 else ""
+    if q.slots == kv.slots:
+        slots = f"{q.slots} slots a rank"
+    else:
+        slots = f"{q.slots} query and {kv.slots} key slots a rank"
+    padding = q.padded_tokens - q.num_tokens
+    padded = f", {padding} of all query slots are padding" if padding else ""
+    kind = f"contiguous shards, {inside.kind}" if plan.relayout else f"{inside.kind}"
+    return f"{kind}{block}{' inside' if plan.relayout else ''}, {slots}{padded}"
+
+
+def _pass_lines(plan: Plan, pass_: Pass, counted: PassCount) -> list[str]:
+    numbers = counted.to_json()
+    received, between = numbers["bytes_per_rank"], numbers["inter_node_bytes_per_rank"]
+    volume = _mean_max_text(received)
+    if plan.num_nodes > 1:
+        volume += f"; between nodes {_mean_max_text(between)}"
+    work = balance(plan, pass_)
+    rows = [
+        ("setting", ", ".join(f"{key} {value}" for key, value in pass_.setting.items())),
+        ("groups", _groups_text(pass_)),
+        ("receives", f"{volume}; {numbers['units_total']:g} units over all ranks"),
+        ("buffers", f"at most {bytes_text(counted.peak_buffer_bytes)} of workspace at once"),
+        ("balance", f"max/mean visible pairs {work.ratio:.4f}"),
+        ("steps", f"{len(pass_.schedule.steps)}"),
+    ]
+    return [f"  {name:<8} {text}" for name, text in rows if text]
+
+
+def _mean_max_text(values: dict[str, float]) -> str:
+    mean = f"{bytes_text(values['mean'])} a rank"
+    same = values["max"] == values["mean"]
+    return mean if same else f"{mean} (max {bytes_text(values['max'])})"
+
+
+def _groups_text(pass_: Pass) -> str:
+    """Groups by the letters of their names: Q0, Q1, ... are the Q groups."""
+    families: dict[str, list[str]] = {}
+    for name in pass_.groups:
+        families.setdefault(re.sub(r"\d+$", "", name), []).append(name)
+    parts = []
+    for family, names in families.items():
+        members = pass_.groups[names[0]]
+        shown = " ".join(map(str, members[:8])) + (" ..." if len(members) > 8 else "")
+        parts.append(f"{len(names)} {family} of {len(members)} ({names[0]}: {shown})")
+    return ", ".join(parts) or "none: every rank works alone"
+
+
+NOBODY, SEVERAL = -1, -2
+MOST_PARTITIONS = 64  # a grid of more does not fit on a screen; then a corner of it is drawn
+_CORNER = 32
+_HEADS = ("step", "communication", "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """`ranks[i, j]` computes Q partition i against KV partition j, or NOBODY, or SEVERAL do."""
+
+    ranks: NDArray[np.int64]
+    several: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> list[list[int | list[int] | None]]:
+        """Nested lists: a rank, a list of ranks, or null where nothing is computed."""
+        rows: list[list[int | list[int] | None]] = [
+            [None if rank == NOBODY else rank for rank in row] for row in self.ranks.tolist()
+        ]
+        for (i, j), ranks in self.several.items():
+            rows[i][j] = list(ranks)
+        return rows
+
+
+def computed_cells(
+    plan: Plan,
+    pass_: Pass,
+    *,
+    whole_tasks: bool = False,
+    first: int | None = None,
+    head: int | None = None,
+) -> Cells:
+    """Cells of the first `first` partitions (None: all) in which a rank computes visible pairs.
+
+    `whole_tasks` counts every cell that a rank's tasks span, also those that the mask empties.
+    `head` is the query head to look at (None: all): ranks that exchange tokens for heads share
+    cells, but none of them the cells of a head.
+    """
+    size = plan.num_ranks if first is None else min(first, plan.num_ranks)
+    ranks = np.full((size, size), NOBODY, dtype=np.int64)
+    several: dict[tuple[int, int], set[int]] = {}
+    for work in work_of(plan, pass_, whole_tasks=whole_tasks, head=head):
+        rows, columns = work.q < size, work.kv < size
+        q, kv = work.q[rows], work.kv[columns]
+        index = np.ix_(q, kv)
+        there = ranks[index]
+        computes = work.pairs[np.ix_(rows, columns)] > 0
+        shared = computes & (there != NOBODY) & (there != work.rank)
+        for x, y in np.argwhere(shared).tolist():
+            cell = (int(q[x]), int(kv[y]))
+            several.setdefault(cell, {int(there[x, y])}).add(work.rank)
+        ranks[index] = np.where(shared, SEVERAL, np.where(computes, work.rank, there))
+    return Cells(ranks, {cell: tuple(sorted(ranks_there)) for cell, ranks_there in several.items()})
+
+
+def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
+    """Which cells of the first partitions hold any visible pair at all."""
+    queries, keys = (
+        OwnedRows(layout, ((0, first * layout.slots),))
+        for layout in (plan.q_layout, plan.kv_layout)
+    )
+    visible: NDArray[np.bool_] = queries.visible_pairs(keys, plan.problem.rows) > 0
+    return visible
+
+
+def draw_assignment(
+    plan: Plan, pass_: Pass, *, whole_tasks: bool = False, first: int | None = None
+) -> str:
+    """A row for each Q partition, a column for each KV partition, the rank that computes the cell.
+
+    Cells that the mask empties are `.`; with `whole_tasks` they show the rank whose tasks span
+    them. A visible cell that nobody computes would be `?`, one that several ranks share is `*`.
+    `first` limits the grid to the first partitions; by default all up to 64, else the first 32.
+
+       KV  0 1 2 3
+      Q 0  0 1 0 1
+        1  0 1 0 1
+        2  2 3 2 3
+        3  2 3 2 3
+    """
+    total = plan.num_ranks
+    if first is None:
+        first = total if total <= MOST_PARTITIONS else _CORNER
+    size = min(first, total)
+    ranks = computed_cells(plan, pass_, whole_tasks=whole_tasks, first=size).ranks.tolist()
+    visible = visible_cells(plan, size).tolist()
+    signs = [
+        [_sign(rank, seen) for rank, seen in zip(row, visible_row, strict=True)]
+        for row, visible_row in zip(ranks, visible, strict=True)
+    ]
+    width = len(str(total - 1))
+    more = " ..." if size < total else ""
+    lines = [_line("KV", "", [str(j) for j in range(size)], width) + more]
+    for i, row in enumerate(signs):
+        lines.append(_line("" if i else "Q", str(i), row, width) + more)
+    if more:
+        lines.append(f"{'':>3}...")
+        lines.append(f"the first {size} of {total} partitions; `first` sets how many are drawn")
+    legend = _legend({sign for row in signs for sign in row})
+    return "\n".join([*lines, *legend])
+
+
+def _line(side: str, number: str, cells: list[str], width: int) -> str:
+    label = f"{side:>3} {number:>{width}}" if number else f"{side:>{4 + width}}"
+    return f"{label}  {' '.join(f'{cell:>{width}}' for cell in cells)}"
+
+
+def _sign(rank: int, visible: bool) -> str:
+    if rank == NOBODY:
+        return "?" if visible else "."
+    return "*" if rank == SEVERAL else str(rank)
+
+
+def _legend(used: set[str]) -> list[str]:
+    meanings = {
+        ".": ". the mask shows nothing here",
+        "*": "* several ranks share this cell",
+        "?": "? visible, but computed by nobody",
+    }
+    return [meaning for sign, meaning in meanings.items() if sign in used]
+
+
+def draw_steps(schedule: Schedule) -> str:
+    """One row a step, with the paper's names; an idle stream is a dash.
+
+    >>> print(draw_steps(Schedule.parse("1 AG-Q-0 + C-0-0\\n2 compute only C-1-0")))
+    step  communication  compute
+       1  AG-Q-0         C-0-0
+       2  -              C-1-0
+    """
+    rows = [
+        (str(number), str(step.communication or "-"), " ".join(map(str, step.compute)) or "-")
+        for number, step in enumerate(schedule.steps, 1)
+    ]
+    width = max(len(_HEADS[1]), *(len(row[1]) for row in rows)) if rows else len(_HEADS[1])
+    lines = [f"{_HEADS[0]}  {_HEADS[1]:<{width}}  {_HEADS[2]}"]
+    lines += [f"{number:>4}  {left:<{width}}  {right}" for number, left, right in rows]
+    return "\n".join(lines)

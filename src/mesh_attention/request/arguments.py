@@ -1,0 +1,303 @@
+"""What people hand to `ContextParallel` and `mesh_attention`, read into a question, or the plan
+that they give, and the options of calls.
+
+Whatever is wrong is raised here as an error that the caller must tell all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from difflib import get_close_matches
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mesh_attention.choose.pack import Layer
+from mesh_attention.choose.plan_file import read_plan
+from mesh_attention.choose.tuned import Tuned
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import kernel_names
+from mesh_attention.kernels.determinism import Determinism, asked_of_torch
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.plan import Plan, Programs, a_plan
+from mesh_attention.plan.methods.question import Question, ask, attention_mask
+from mesh_attention.plan.methods.table import AUTO, METHODS, methods_with
+from mesh_attention.plan.problem.arguments import choice, flag, number, real
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify import verify
+from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
+from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.session import Session
+from mesh_attention.runtime.session.transports import TransportName
+
+_NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
+_PROBLEM = (
+    *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
+)  # fmt: skip
+MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
+_CALL = (
+    "softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph",
+    "deterministic", "nvtx", "timeout",
+)  # fmt: skip
+_OWN = (
+    *_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster", "tuned",
+)  # fmt: skip
+
+
+def read_arguments(
+    group: dist.ProcessGroup, arguments: Mapping[str, Any]
+) -> tuple[AskedPlan | Plan, CallOptions]:
+    """By name; None stands for "left out". What no name here fits is an option of the method."""
+    fault = fault_of_unsupported(**arguments)
+    if fault is not None:
+        raise fault
+    arguments = {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
+    chosen = {name: arguments.pop(name) for name in _CALL if name in arguments}
+    options = {
+        name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
+    }
+    cluster = cluster_for(options.get("method"), options.pop("cluster", None))
+    tuned = tuned_for(options.get("method"), options.pop("tuned", None))
+    _refuse_near_names(options)
+    calls = _call_options(group, **chosen)
+    if cluster is not None:
+        calls = replace(calls, links=cluster.links)
+    if tuned is not None:
+        calls = replace(calls, tuned=tuned.digest)
+    if "plan" in arguments:
+        plan = arguments.pop("plan")
+        if arguments or options or tuned:
+            names = ", ".join((*arguments, *options, *(["tuned"] if tuned else [])))
+            raise MeshAttentionError(
+                f"{names}: the plan says what is computed and how; leave this out beside plan"
+            )
+        if isinstance(plan, str | Path):
+            plan = read_plan(plan, dist.get_world_size(group))
+        _refuse_if_wrong(a_plan(plan))
+        return plan, calls
+    missing = [
+        n for n in _NEEDED if n not in arguments and not (n == "causal" and "mask" in arguments)
+    ]
+    if missing:
+        raise MeshAttentionError(
+            f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
+        )
+    asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
+    asked.check()
+    return asked, calls
+
+
+@dataclass(frozen=True)
+class AskedPlan:
+    """What arguments ask for, before a method is chosen."""
+
+    problem: Problem
+    num_ranks: int
+    options: dict[str, Any]  # a method may be among them
+    cluster: Cluster | None = None
+    tuned: Tuned | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return is_auto(self.options)
+
+    @cached_property
+    def any_question(self) -> Question:
+        """With the method that is named, or the first that has all options: what such a question
+        says of layouts and nodes is the same for all."""
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        method = methods_with(options)[0] if self.is_auto else self.options["method"]
+        return ask(self.problem, self.num_ranks, method=method, **options)
+
+    def check(self) -> None:
+        """Refuses unknown methods and options."""
+        self.any_question  # noqa: B018
+
+    def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
+        """By a file of `tune`, or by a search, where the method is not named."""
+        if not self.is_auto:
+            return None
+        options = {name: x for name, x in self.options.items() if name != "method"}
+        if self.tuned is not None:
+            return AutoChoice.tuned(self.tuned, self.problem, self.num_ranks, options)
+        return choose(group, self.problem, self.cluster, options)
+
+    def question(self, choice: AutoChoice | None) -> Question:
+        if choice is None:
+            return self.any_question
+        return choice.question(self.problem, self.num_ranks)
+
+
+def layer_of_batches(
+    asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
+) -> Layer:
+    """What an object asks for, for batches that bring their own documents and length."""
+    if isinstance(asked, Plan):
+        raise MeshAttentionError(
+            "this object was made with a plan, which is for one mask and one length; give the "
+            "sizes in place of the plan, and documents can change with every batch"
+        )
+    if asked.problem.mask.documents is not None:
+        raise MeshAttentionError(
+            "the mask of this object has documents already; leave them out there, and every batch "
+            "can bring its own"
+        )
+    if asked.problem.mask.slices is not None:
+        raise MeshAttentionError(
+            "the mask of this object is made of slices, which say all that is seen; make an object "
+            "with the slices and the seq_len of each batch: on one group a new mask costs a plan "
+            "and nothing else"
+        )
+    if options.cuda_graph:
+        raise MeshAttentionError(
+            "cuda_graph=True replays the documents that it was captured with; leave it out where "
+            "they change with every batch"
+        )
+    if options.transport is TransportName.SYMMETRIC:
+        raise MeshAttentionError(
+            "transport='symmetric' is not supported with documents that change with every batch; "
+            "leave it out"
+        )
+    others = {"layout", "ranks_per_node", "relayout"}  # that leave the method to us
+    named = [n for n in arguments if n in _method_options() and arguments[n] is not None]
+    if is_auto(arguments):
+        others.add("method")
+    question, says_how = asked.any_question, set(named) - others
+    setting = question.setting
+    layout = None if arguments.get("layout") is None else setting.layout  # not one that was chosen
+    return Layer(
+        asked.problem,
+        question if says_how else None,
+        layout,
+        setting.ranks_per_node,
+        relayout=setting.relayout,
+    )
+
+
+def kept_source(
+    session: Session, arguments: dict[str, Any], *, chosen: bool = True
+) -> tuple[PlanSource, CallOptions]:
+    """What these arguments ask for, read once while they are among the latest. Not `chosen`: by any
+    method that takes them, for its layout alone."""
+    mask = arguments["mask"]
+    rest = repr([(name, x) for name, x in arguments.items() if name != "mask"])
+    key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)
+    known = session.asked.find(key)
+    if known is None:
+        asked, calls = read_arguments(session.groups.parent, arguments)
+        if isinstance(asked, Plan):
+            source = session.source(asked)
+        else:
+            choice = asked.choose(session.groups.parent) if chosen else None
+            source = session.source(asked.question(choice))
+        known = session.asked.keep(key, (source, calls))
+    return known
+
+
+def _refuse_if_wrong(plan: Plan) -> None:
+    """Plans of methods are proven by tests. One that was parsed or put together may be anything:
+    it is proven here, for it would compute something else without a word."""
+    if not all(isinstance(pass_.programs, Programs) for pass_ in plan.passes):
+        findings = verify(plan)
+        if findings:
+            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
+
+
+def _problem(
+    *,
+    seq_len: Any,
+    causal: Any = None,
+    kv_seq_len: Any = None,
+    mask: Any = None,
+    window_size: Any = None,
+    dtype: Any = torch.bfloat16,
+    **heads: Any,
+) -> Problem:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise MeshAttentionError(f"dtype={dtype!r}: must be a floating-point torch.dtype")
+    return Problem(
+        q_tokens=number("seq_len", seq_len),
+        kv_tokens=None if kv_seq_len is None else number("kv_seq_len", kv_seq_len),
+        element_bytes=dtype.itemsize,
+        mask=attention_mask(causal=causal, mask=mask, window_size=window_size),
+        **heads,
+    )
+
+
+@cache
+def _method_options() -> frozenset[str]:
+    options = (option for method in METHODS.values() for option in method.options())
+    return frozenset({"method", *options})
+
+
+def _refuse_near_names(options: Mapping[str, Any]) -> None:
+    """An option that is nearly the name of an argument was meant as one."""
+    for name in sorted(options.keys() - _method_options()):
+        close = [argument for argument in _OWN if name in argument]
+        close += get_close_matches(name, _OWN, n=1, cutoff=0.7)
+        if close:
+            method = options.get("method", AUTO)
+            whose = "no method has an" if method == AUTO else f"method {method} has no"
+            raise MeshAttentionError(
+                f"{whose} option {name!r}; did you mean the argument {close[0]}?"
+            )
+
+
+def _call_options(
+    group: dist.ProcessGroup,
+    *,
+    softmax_scale: Any = None,
+    softcap: Any = None,
+    differentiable_lse: Any = False,
+    kernel: Any = None,
+    transport: Any = TransportName.AUTO,
+    cuda_graph: Any = False,
+    deterministic: Any = False,
+    nvtx: Any = False,
+    timeout: Any = None,
+) -> CallOptions:
+    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
+    cap = 0.0 if softcap is None or softcap == 0 else real("softcap", softcap)
+    if cap > MOST_SOFTCAP:
+        raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
+    if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
+        known = ", ".join(kernel_names())
+        raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
+    name = choice(TransportName, "transport", transport)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
+    if timeout is not None and timeout <= timedelta(0):
+        raise MeshAttentionError(
+            f"timeout={timeout!r}: must be above 0; leave it out for that of the group"
+        )
+    graph, backend = flag("cuda_graph", cuda_graph), dist.get_backend(group)
+    if graph and backend != dist.Backend.NCCL:
+        raise MeshAttentionError(
+            f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
+            "only what lives on CUDA streams can be captured; leave cuda_graph out"
+        )
+    if graph and name is TransportName.SYMMETRIC:
+        raise MeshAttentionError(
+            "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
+        )
+    always = flag("deterministic", deterministic)
+    return CallOptions(
+        scale,
+        cap,
+        flag("differentiable_lse", differentiable_lse),
+        kernel,
+        name,
+        graph,
+        flag("nvtx", nvtx),
+        timeout,
+        must_be_deterministic=always,
+        deterministic=Determinism.REQUIRED if always else asked_of_torch(),
+    )

@@ -1,0 +1,125 @@
+"""One attention on the plans of an object: `ContextParallel.attention`, models and replaced SDPA.
+
+A call is checked once: what its checks depend on is its key, and an equal call later finds the
+prepared call by it. Whatever has no key (DTensors, tensors inside transforms, compiled code,
+faults) goes through the checks each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.compiled_attention import traced_attention
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.runtime.session.autograd import attention
+from mesh_attention.runtime.session.call_cache import WarmCall
+from mesh_attention.runtime.session.distributed_tensors import own_heads
+from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.runtime.session.modes import as_under_autocast
+
+_MOST_WARM = 64
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def attend(
+    calls: ObjectCalls,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fault: MeshAttentionError | None = None,
+    *,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+    label: str | int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    block: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); called inside a `collective_call`. `fault`: what is wrong already, for all ranks
+    to raise. A scale is of this call; `is_causal`: what the caller takes the mask for; `block`: the
+    number of a block that replaces PyTorch's attention."""
+    how: dict[str, Any] = {
+        "sinks": sinks,
+        "documents": documents,
+        "softmax_scale": softmax_scale,
+        "is_causal": is_causal,
+    }
+    if is_dynamo_compiling():
+        (q, k, v), how["sinks"], spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
+        fault = fault or spread.fault
+        out, lse = traced_attention(calls, q, k, v, fault, label=label, block=block, **how)
+        return spread.whole(out), spread.whole(lse, 1)
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        q, k, v = as_under_autocast(q, k, v)
+    key = None if fault else _key(q, k, v, sinks, softmax_scale, is_causal)
+    if key is None:
+        (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
+        how["sinks"], fault = sinks, fault or spread.fault
+        needs_grad = fault is None and _needs_grad(q, k, v, sinks)
+        call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
+        out, lse = attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
+        return spread.whole(out), spread.whole(lse, 1)
+    needs_grad = key[0]
+    known = calls.warm if type(documents) is not Documents else documents.plans.warm
+    warm = known.get((calls.name, key))
+    if warm is not None and warm.call.is_warm(needs_grad):
+        calls.user.refuse_if_closed()
+        call, calls.latest, calls.batch = warm
+    else:
+        call = calls.prepare(q, k, v, None, needs_grad=needs_grad, **how)
+        _keep(known, (calls.name, key), WarmCall(call, calls.latest, calls.batch))
+    return attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
+
+
+def _key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool | None,
+) -> tuple[Any, ...] | None:
+    """All that the checks and the preparation of a call depend on, first whether gradients are
+    needed; None where they must look."""
+    if (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or not (softmax_scale is None or type(softmax_scale) is float)
+    ):
+        return None
+    needs_grad = False
+    key: list[Any] = []
+    for x in (q, k, v) if sinks is None else (q, k, v, sinks):
+        if type(x) not in _PLAIN or x.is_nested:
+            return None
+        needs_grad = needs_grad or x.requires_grad
+        key += x.shape, x.dtype, x.device, x.layout
+    return (
+        needs_grad and torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        softmax_scale,
+        is_causal,
+        *key,
+    )
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    requires = any(x is not None and x.requires_grad for x in tensors)
+    return requires and torch.is_grad_enabled()
+
+
+def _keep(known: dict[Any, WarmCall], key: Any, warm: WarmCall) -> None:
+    """Calls that the session has dropped are let go, with the memory they hold."""
+    for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
+        del known[other]
+    if len(known) >= _MOST_WARM:
+        known.pop(next(iter(known)))
+    known[key] = warm

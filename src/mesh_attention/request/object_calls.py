@@ -1,0 +1,263 @@
+"""The plans and prepared calls of one `ContextParallel`: what its arguments ask for, read once.
+
+`ContextParallel` and the functions of `train/` hold one and ask it for plans, shards and calls.
+Where the arguments do not say the sizes, calls do, and plans are made when they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_attention.choose.pack import Layer, Pack, Packer
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.problem.arguments import real
+from mesh_attention.request.arguments import (
+    AskedPlan,
+    kept_source,
+    layer_of_batches,
+    read_arguments,
+)
+from mesh_attention.request.auto import AutoChoice, how_calls_choose
+from mesh_attention.request.sizes import (
+    SIZES,
+    USUAL_TOKENS,
+    fault_of_length,
+    has_sizes,
+    sizes_of,
+    usual_sizes,
+    with_lengths,
+)
+from mesh_attention.request.tensor_checks import (
+    fault_of_causal,
+    fault_of_sinks,
+    fault_of_tensors,
+)
+from mesh_attention.runtime.session.caches import WeakRegistry
+from mesh_attention.runtime.session.call_cache import PlanSource, WarmCall
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.documents import BatchPlans, Documents
+from mesh_attention.runtime.session.prepared_call import PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
+from mesh_attention.runtime.session.session import process_group, session_of
+from mesh_attention.runtime.session.sharding import Shards
+
+
+class ObjectCalls:
+    """
+    arguments   of the object, by name
+    fixed       plans where the sizes are known from the start
+    latest      plans of the latest call, where calls say the sizes, without documents
+    batch       plan, pack and layer of the latest call, if it has documents
+    chosen_by   how method and setting were chosen, if they were chosen here
+    companions  other objects whose layers go through the batches of this one
+    warm        prepared calls by what their checks depend on (`attend.py`)
+    """
+
+    def __init__(
+        self, group_or_mesh: dist.ProcessGroup | DeviceMesh | None, arguments: Mapping[str, Any]
+    ) -> None:
+        group = process_group(group_or_mesh)
+        self.session = session_of(group)
+        self.user = self.session.join()
+        self.name = str(OBJECT_CALLS.add(self))  # in compiled code
+        self.options = CallOptions()
+        self.fixed: PlanSource | None = None
+        self.latest: PlanSource | None = None
+        self.batch: tuple[Plan, Pack, Layer] | None = None
+        self.chosen_by: str | None = None
+        self.warm: dict[Any, WarmCall] = {}
+        self.companions: list[ObjectCalls] = []
+        self._layers: dict[tuple[Any, ...], Layer] = {}
+        try:
+            self._agree_on_plan(group, arguments)
+        except BaseException:
+            self.user.close()
+            raise
+
+    def _agree_on_plan(self, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
+        calls, error, choice = self.session.calls, None, None
+        try:
+            self.arguments = with_lengths(arguments)
+            known = has_sizes(self.arguments)
+            sizes = self.arguments if known else usual_sizes(self.arguments)
+            asked, self.options = read_arguments(group, sizes)
+            if not known:
+                self.chosen_by = how_calls_choose(self.arguments)
+            elif isinstance(asked, Plan):
+                self.fixed = self.session.source(asked)
+            else:
+                choice = asked.choose(group)
+                self._fix(asked, choice)
+        except Exception as raised:  # whatever it is, the others must not wait for us
+            error = raised
+        plan = None if self.fixed is None else self.fixed.first
+        by = None if choice is None else choice.text
+        followed = calls.agree_on_plan(plan, self.options, error, by)
+        if followed is not None and choice is not None and isinstance(asked, AskedPlan):
+            try:
+                self._fix(asked, choice.follow(followed))
+            except Exception as raised:
+                error = raised
+            calls.agree_on_plan(self.source.first, self.options, error)
+
+    def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
+        """One plan for all calls."""
+        self.fixed = self.session.source(asked.question(choice))
+        self.chosen_by = None if choice is None else choice.line
+
+    @property
+    def source(self) -> PlanSource:
+        source = self.fixed or self.latest
+        if source is None:
+            raise MeshAttentionError(
+                "this object was made without sizes, and no call has said them yet: there is no "
+                "plan; give seq_len, num_heads and head_dim, or make a call first"
+            )
+        return source
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.session.groups.ranks
+
+    # Calls.
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fault: MeshAttentionError | None,
+        *,
+        needs_grad: bool,
+        sinks: Tensor | None = None,
+        documents: Documents | BatchPlans | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool | None = None,
+    ) -> PreparedCall:
+        """The call that all ranks are about to make. `fault`: what is wrong already, or what is
+        found to be wrong here, is raised by all of them."""
+        source, options = None, self.options
+        try:
+            source, options = self._source_for(q, k, v, documents)
+            plan = source.first.plan
+            fault = (
+                fault
+                or fault_of_tensors(plan, q, k, v)
+                or fault_of_sinks(plan, q, sinks)
+                or fault_of_causal(plan, is_causal)
+            )
+            if softmax_scale is not None:
+                options = replace(options, softmax_scale=real("scale", softmax_scale))
+        except MeshAttentionError as error:  # the others must not wait for us
+            fault = fault or error
+        return self.user.prepare(source, options, q, needs_grad, fault)
+
+    def _source_for(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | BatchPlans | None
+    ) -> tuple[PlanSource, CallOptions]:
+        """Plans for a call, and its options."""
+        session, arguments = self.session, self.arguments
+        if documents is None:
+            if self.fixed is None:
+                sizes = sizes_of(session, arguments, q, k, v)
+                self.latest = kept_source(session, arguments | sizes)[0]
+            self.batch = None
+            return self.source, self.options
+        layer = self.layer()
+        if self.fixed is None:
+            sizes = sizes_of(session, arguments, q, k, v) | {
+                "seq_len": USUAL_TOKENS,
+                "kv_seq_len": USUAL_TOKENS,
+            }
+            layer = self.layer(sizes)
+        plans = documents if isinstance(documents, BatchPlans) else checked(documents).plans
+        source = plans.source(session, layer)
+        self.batch = source.first.plan, plans.pack, layer
+        return source, self.options.of_batch()
+
+    # Batches and shards.
+
+    def layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
+        """What is asked for in batches that bring their own documents and length."""
+        arguments = self.arguments | dict(sizes or {})
+        if not has_sizes(arguments):
+            # Not those of the last call: a batch may be made ready before it, on some ranks.
+            arguments = usual_sizes(arguments)
+        key = tuple(arguments.get(name) for name in SIZES)
+        if key not in self._layers:
+            asked, options = read_arguments(self.session.groups.parent, arguments)
+            self._layers[key] = layer_of_batches(asked, arguments, options)
+        return self._layers[key]
+
+    def packer(self, also: Any) -> Packer:
+        """`also`: other objects on this group that are called with the same tensors."""
+        objects = list(also) if isinstance(also, Sequence) else [also]
+        others = [getattr(other, "_calls", None) for other in objects]
+        calls = [other for other in others if isinstance(other, ObjectCalls)]
+        if len(calls) < len(others) or any(c.session is not self.session for c in calls):
+            raise MeshAttentionError(
+                f"also={also!r}: give a list of ContextParallel objects on the same group"
+            )
+        layers = tuple(each.layer() for each in (self, *self.companions, *calls))
+        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
+        if len(wanted) > 1:
+            raise MeshAttentionError(
+                f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
+                "tensors of a batch have one"
+            )
+        if len({layer.relayout for layer in layers}) > 1:
+            raise MeshAttentionError(
+                "objects that share a batch differ in relayout, and the shards of a batch lie in "
+                "one way; say relayout=True in all of them, or in none"
+            )
+        return Packer(layers, len(self.session.groups.ranks))
+
+    def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
+        return Documents(self.session, self.packer(also)(cu_seqlens, None))
+
+    @property
+    def length_is_known(self) -> bool:
+        return self.fixed is not None or self.arguments.get("seq_len") is not None
+
+    def shards(self, documents: Documents | None) -> Shards:
+        """How the tensors of a batch, or of every batch, lie on the ranks."""
+        if documents is not None:
+            return checked(documents).shards
+        rank_plan = self._plan_of_length() if self.fixed is None else self.fixed.first
+        plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
+        starts = mask.documents or (0, plan.problem.q_tokens)
+        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
+        return Shards(
+            *plan.shards,
+            rank_plan.rank,
+            plan.devices,
+            rank_plan.words,
+            starts=(starts, kv_starts),
+        )
+
+    def _plan_of_length(self) -> RankPlan:
+        """A plan for heads of the usual size: it lays out tokens as any other of this length."""
+        if self.arguments.get("seq_len") is None:
+            raise fault_of_length(self.arguments)
+        return kept_source(self.session, usual_sizes(self.arguments), chosen=False)[0].first
+
+
+OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
+    "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
+    "and its backward passes may run"
+)
+
+
+def checked(documents: Any) -> Documents:
+    if not isinstance(documents, Documents):
+        raise MeshAttentionError(
+            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
+        )
+    return documents

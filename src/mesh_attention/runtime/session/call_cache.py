@@ -1,0 +1,120 @@
+"""The prepared calls of a session, by kinds that all ranks know or none of them.
+
+Whether a kind of call is known decides whether ranks stop to agree on it, so it must be the same on
+all of them: a kind depends on what ranks compare, and on nothing that one of them chooses alone.
+Those choices (a kernel, the device, nvtx) tell apart a rank's own calls of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from mesh_attention.choose.pack import Layer, Pack
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.runtime.execute.binding import CallShape
+from mesh_attention.runtime.session.caches import AgreedCache, LruCache
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.prepared_call import AgreedPasses, PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
+
+CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
+NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each kind
+
+
+class _CallsOfKind:
+    def __init__(self, kind: AgreedPasses) -> None:
+        self.kind = kind
+        self.calls: LruCache[CallKey, PreparedCall] = LruCache(NUM_CHOICES)
+
+    @property
+    def last_call(self) -> int:
+        return max((agreed.last_call for agreed in self.kind.agreed.values()), default=0)
+
+
+class CallCache:
+    """At most `limit` kinds."""
+
+    def __init__(self, limit: int) -> None:
+        self._kept: AgreedCache[Hashable, _CallsOfKind] = AgreedCache(limit)
+
+    def find(self, key: CallKey) -> PreparedCall | None:
+        entry = self._kept.get(_compared(key))
+        return None if entry is None else entry.calls.find(key)
+
+    def is_known(self, key: CallKey, needs_grad: bool) -> bool:
+        entry = self._kept.get(_compared(key))
+        return entry is not None and needs_grad in entry.kind.agreed
+
+    def keep(self, key: CallKey, call: PreparedCall) -> None:
+        compared = _compared(key)
+        entry = self._kept.get(compared) or _CallsOfKind(call.kind)
+        entry.kind.agreed.update(call.kind.agreed)
+        entry.kind.is_kept, call.kind = True, entry.kind
+        entry.calls.keep(key, call)
+        dropped = self._kept.keep(compared, entry)
+        if dropped is not None:
+            dropped.kind.is_kept = False
+
+    def values(self) -> list[PreparedCall]:
+        return [call for entry in self._kept.values() for call in entry.calls.values()]
+
+    def latest_of_each_kind(self) -> list[PreparedCall]:
+        """As many, and in the same order, on all ranks."""
+        return [[*entry.calls.values()][-1] for entry in self._kept.values()]
+
+    def clear(self) -> None:
+        for entry in self._kept.values():
+            entry.kind.is_kept = False
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _compared(key: CallKey) -> Hashable:
+    plan, options, call_shape = key
+    return plan, options.compared, call_shape.batch, call_shape.dtype, call_shape.device.type
+
+
+class PlanSource:
+    """Plans for calls: of one question, for any size of element, or the plan that a caller brings.
+
+    `find` gives the plan of a question on this rank. A source with `calls` of its own belongs to a
+    batch: ranks do not stop to agree on its calls, and compare them when they are made.
+    """
+
+    def __init__(
+        self,
+        asked: Question | RankPlan,
+        find: Callable[[Question], RankPlan],
+        calls: CallCache | None = None,
+    ) -> None:
+        self.calls = calls
+        self.contents = ""  # of the batch, in words that ranks compare
+        # Options, shape and need of gradients, of the calls made.
+        self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
+        self._asked = asked
+        self._find = find
+        self._by_element_bytes: dict[int, RankPlan] = {}
+        self.first = asked if isinstance(asked, RankPlan) else find(asked)
+
+    def of(self, element_bytes: int) -> RankPlan:
+        """A plan that the caller brings is for one size of element; the executor refuses others."""
+        asked = self._asked
+        if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
+            return self.first
+        if element_bytes not in self._by_element_bytes:
+            problem = replace(asked.problem, element_bytes=element_bytes)
+            self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
+        return self._by_element_bytes[element_bytes]
+
+
+class WarmCall(NamedTuple):
+    """A prepared call, and what the object says of its latest call when it is this one."""
+
+    call: PreparedCall
+    latest: PlanSource | None
+    batch: tuple[Plan, Pack, Layer] | None

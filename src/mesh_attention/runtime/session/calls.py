@@ -1,0 +1,231 @@
+"""The calls of a session: ranks agree on each new kind once, and the latest kinds are kept.
+
+All ranks are at the same calls in the same order, and so keep and drop the same kinds of call;
+nothing that ranks do together depends on when an object is garbage collected.
+"""
+
+from __future__ import annotations
+
+import json
+from threading import RLock
+from weakref import WeakSet
+
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.read.agreement import AS_MADE
+from mesh_attention.runtime.agreement.guard import Guard
+from mesh_attention.runtime.agreement.handshake import OUT_OF_STEP, DisagreementError, Handshake
+from mesh_attention.runtime.agreement.identity import AgreedKind, Statement
+from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.caches import AgreedCache, LruCache
+from mesh_attention.runtime.session.call_cache import CallCache, CallKey, PlanSource
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.prepared_call import PrefetchStreams, PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
+from mesh_attention.runtime.session.transports import TransportName, Transports
+from mesh_attention.runtime.transport.groups import Groups
+
+NUM_CALLS = 64  # kinds of call, with their executors
+NUM_BASES = 8  # calls that serve any mask; each holds the mask it was made with
+NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
+
+_LATER = "made when calls come"  # in place of a plan
+
+
+class Calls:
+    def __init__(
+        self, groups: Groups, handshake: Handshake, guard: Guard, transports: Transports
+    ) -> None:
+        self._groups, self._handshake = groups, handshake
+        self._guard, self._transports = guard, transports
+        # By whether they are captured.
+        self._kept = {False: CallCache(NUM_CALLS), True: CallCache(NUM_CAPTURED_CALLS)}
+        # Of plans whose programs serve any mask.
+        self._bases: LruCache[CallKey, PreparedCall] = LruCache(NUM_BASES)
+        self._living: WeakSet[PreparedCall] = WeakSet()  # also calls that only autograd holds
+        # Kinds of call that are no attention.
+        self._agreed: AgreedCache[str, AgreedKind] = AgreedCache(NUM_CALLS)
+        self._prefetch = PrefetchStreams()
+        self._making = RLock()  # batches are made ready by another thread
+        self.num_begun = 0  # calls that all ranks were at together
+
+    def prepare(
+        self,
+        source: PlanSource | None,
+        options: CallOptions,
+        call_shape: CallShape,
+        needs_grad: bool,
+        error: Exception | None = None,
+    ) -> PreparedCall:
+        """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
+
+        `error` is what is wrong with this rank's arguments; `source` may then be missing.
+        """
+        self._guard.refuse_if_broken()
+        statement: Statement = {}
+        ahead = known = False  # `ahead`: of the others, without agreement
+        meetings: Statement = {}
+        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
+        try:
+            if error is not None or source is None:
+                raise error or AssertionError("neither a plan nor an error")
+            kept = self._kept[options.cuda_graph] if source.calls is None else source.calls
+            source.kinds.add((options, call_shape, needs_grad))
+            rank_plan = source.of(call_shape.dtype.itemsize)
+            key = (rank_plan.key, options, call_shape)
+            call = kept.find(key) or self._new_call(rank_plan, options, call_shape)
+            if call.is_warm(needs_grad):
+                return call
+            known = kept.is_known(key, needs_grad)
+            kind = self._stated(rank_plan.words, options) | {
+                "batch": call_shape.batch,
+                "dtype": str(call_shape.dtype),
+                "device": call_shape.device.type,
+                "needs_grad": needs_grad,
+            }
+            if source.contents:
+                kind["the whole batch"] = source.contents
+            # A kernel may refuse what only some ranks have to do: all must know.
+            call.make_ready(directions)
+            call.transport.check()
+            if source.calls is not None:
+                call.make_kernels_ready()
+            if options.cuda_graph:
+                call.reserve()
+            ahead = source.calls is not None and call.transport.is_connected(directions)
+            if not ahead and not known:
+                meetings = rank_plan.meetings(directions)
+            statement = kind | {"meetings": meetings}
+        except Exception as raised:
+            error = raised
+        except BaseException as ended:  # the others would wait for us in vain
+            self._guard.break_off(ended)
+            raise
+        if error is not None or not (ahead or known):
+            self.agree(statement, options, error)
+            self._connect(call, directions)
+        if not known:
+            call.kind.agreed[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
+        kept.keep(key, call)
+        self._living.add(call)
+        return call
+
+    def make_ready(
+        self, source: PlanSource, options: CallOptions, call_shape: CallShape, needs_grad: bool
+    ) -> None:
+        """Ahead of the call, in a thread of its own: other ranks learn nothing of it."""
+        assert source.calls is not None
+        rank_plan = source.of(call_shape.dtype.itemsize)
+        call = self._new_call(rank_plan, options, call_shape)
+        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
+        with self._prefetch.making(call, call_shape.device):
+            call.make_ready(directions)
+            call.make_kernels_ready()
+        source.calls.keep((rank_plan.key, options, call_shape), call)
+        self._living.add(call)
+
+    def _new_call(
+        self, rank_plan: RankPlan, options: CallOptions, call_shape: CallShape
+    ) -> PreparedCall:
+        base = None
+        if rank_plan.base is not None:
+            key = (rank_plan.base.key, options, call_shape)
+            with self._making:
+                base = self._bases.find(key) or self._new_call(rank_plan.base, options, call_shape)
+                self._bases.keep(key, base)
+                self._living.add(base)
+        return PreparedCall(self._transports, rank_plan, options, call_shape, base)
+
+    # Agreement.
+
+    def agree_on_plan(
+        self,
+        rank_plan: RankPlan | None,
+        options: CallOptions,
+        error: Exception | None,
+        chosen_by: str | None = None,
+    ) -> str | None:
+        """The same plan and options on all ranks, or an error on all of them. `chosen_by`: what the
+        plan was chosen by, if it was; where ranks differ in it, that of the first is returned.
+
+        `error` is what is wrong with this rank's arguments; the plan may then be missing, as it is
+        where calls say the sizes.
+        """
+        statement: Statement = {}
+        try:
+            self._guard.refuse_if_broken()
+            if error is None:
+                words, programs = _LATER, AS_MADE
+                if rank_plan is not None:
+                    words, programs = rank_plan.words, rank_plan.programs
+                statement = self._stated(words, options) | {"programs": programs}
+                if chosen_by is not None:
+                    statement["auto"] = chosen_by
+        except Exception as raised:  # whatever it is, the others must not wait for us
+            error = error or raised
+        if self.agree(statement, options, error) and rank_plan is not None:
+            self.agree({"programs": digest(rank_plan.plan)}, options, None)
+        return self._handshake.followed
+
+    def agree_on(
+        self, statement: Statement, options: CallOptions, *, ahead: bool = False
+    ) -> AgreedKind:
+        """A kind of call that is no attention: known, or agreed on now. Ranks that go `ahead` leave
+        it to the call to compare."""
+        self._guard.refuse_if_broken()
+        if ahead and self._groups.has_everybody(options.timeout):
+            return AgreedKind(statement)
+        key = json.dumps(statement, sort_keys=True)
+        known = self._agreed.get(key)
+        if known is None:
+            self.agree(statement, options, None)
+            with self._guard.whole_or_broken():
+                self._groups.everybody(None)
+                self._groups.everybody(options.timeout)
+            known = AgreedKind(statement, last_call=self.num_begun)
+            self._agreed.keep(key, known)
+        return known
+
+    def agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
+        """See `Handshake.agree`. A disagreement that may leave ranks in a call breaks off all."""
+        guard, timeout = self._guard, self._groups.timeout(options.timeout)
+        try:
+            return self._handshake.agree(statement, error, call=guard.place, timeout=timeout)
+        except BaseException as raised:
+            # Ranks that know a kind of call may be in it already; where none does nobody can be.
+            knows_calls = any((*self._kept.values(), self._agreed))
+            in_flight = knows_calls and self._handshake.left_in_flight
+            by_all = isinstance(raised, DisagreementError)
+            out_of_step = by_all and OUT_OF_STEP in str(raised)
+            if in_flight or out_of_step or not (by_all or raised is error):
+                guard.break_off(raised)
+            guard.known(raised)
+            raise
+
+    def _stated(self, words: str, options: CallOptions) -> Statement:
+        releases = {"number of releases of this group": self._groups.releases}
+        return {"plan": words} | options.statement() | releases
+
+    def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
+        """Shared memory and process groups for a kind of call that all ranks have agreed on."""
+        with self._guard.whole_or_broken():
+            call.transport.share(directions)
+        if call.options.transport is TransportName.SYMMETRIC:
+            refusal = call.transport.refusal(directions)
+            self.agree({"transport": "symmetric"}, call.options, refusal)
+        with self._guard.whole_or_broken():
+            self._groups.everybody(None)
+            # Where memory is shared no longer, older calls need groups as well.
+            for kept in self._kept.values():
+                for older in kept.latest_of_each_kind():
+                    older.transport.make_groups(older.directions)
+            call.transport.make_groups(directions)
+
+    def clear(self) -> None:
+        for call in self._living:
+            call.clear()
+        self._living.clear()
+        for kept in self._kept.values():
+            kept.clear()
+        self._bases.clear()
+        self._agreed.clear()

@@ -1,0 +1,71 @@
+"""A plan as one rank sees it: the part it plays, and what it states of its plan to other ranks.
+
+`Session` makes these from questions and from plans that the caller brings; prepared calls and
+transports read them. A rank asks only for its own programs, and for the backward one when gradients
+are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.plan import Direction, Plan, Programs
+from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """`rank` is the logical rank of this process; `base` a plan with the same programs, which serve
+    any mask."""
+
+    plan: Plan
+    rank: int
+    base: RankPlan | None = None
+
+    @staticmethod
+    def on(plan: Plan, place: int, num_ranks: int) -> RankPlan:
+        """`place`: of this process in its group."""
+        if plan.num_ranks != num_ranks:
+            raise PlanError(
+                f"the plan is for {plan.num_ranks} ranks, and the process group has {num_ranks}"
+            )
+        if sorted(plan.devices) != list(range(num_ranks)):
+            raise PlanError(f"the plan's devices {plan.devices} are not the ranks of the group")
+        return RankPlan(plan, plan.devices.index(place))
+
+    @cached_property
+    def words(self) -> str:
+        """A digest of the question, and enough for people to see in what two plans differ."""
+        plan, p = self.plan, self.plan.problem
+        heads = f"{p.num_heads} heads of {p.head_dim}, {p.kv_heads} KV heads"
+        setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
+        tokens = f"{p.q_tokens} by {p.keys} tokens of {p.element_bytes} bytes"
+        summary = f"{plan.method}, {tokens}, {heads}, {p.mask.describe()}, {plan.q_layout.kind}"
+        return f"{question_digest(plan)} ({summary}, {setting})"
+
+    @cached_property
+    def programs(self) -> str:
+        """A digest of programs that were parsed, compiled or put together by hand. Programs that a
+        method makes follow from the question: they need no digest, and are not made for one."""
+        plan = self.plan
+        made = plan.target is None and all(isinstance(p.programs, Programs) for p in plan.passes)
+        return AS_MADE if made else digest(self.plan)
+
+    @cached_property
+    def key(self) -> tuple[str, str]:
+        """Equal for equal plans."""
+        return self.words, self.programs
+
+    def for_mask(self, problem: Problem) -> RankPlan:
+        """The plan for a problem of another mask, where programs serve any."""
+        return RankPlan(replace(self.plan, problem=problem), self.rank, base=self)
+
+    def meetings(self, directions: Iterable[Direction]) -> dict[str, Meetings]:
+        """The collectives of this rank's programs, as ranks compare them."""
+        passes = tuple(self.plan.direction(direction) for direction in directions)
+        return meetings(replace(self.plan, passes=passes), self.rank)
