@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from paper_table import METHODS, Results, run_all, summary, table
+from paper_table import Results, run_all, summary, table
 from script import provenance, save, script_parser
 
 from mesh_attention.cost import Cluster, load_cluster
@@ -153,12 +153,6 @@ def main() -> None:
     results = run_all(cluster)
     print("\nMFU in percent: simulated / published (ratio)\n")
     print(table(results))
-    print("\nbest settings")
-    for cell, result in results.items():
-        if len(METHODS[cell.method]) > 1:
-            setting = {k: v for k, v in result.setting.items() if k != "method"}
-            kind = "causal" if cell.causal else "full"
-            print(f"  {cell.direction.value} {kind} {cell.tokens} {cell.method}: {setting}")
     total = summary(results) | {"seconds": round(time.perf_counter() - begin, 1)}
     rows = [
         {

@@ -2,16 +2,13 @@
 
     PYTHONPATH=src python benchmarks/identity_host_time.py --json result.json
 
-Timed on the host, in calls that never wait for the device; medians in microseconds.
-
-First whole passes of two NCCL ranks on one GPU (torch's own NCCL takes them for two nodes): the
-comparison at the begin of a pass, what settles its results, and the pass, forward and backward,
-eager and as a CUDA graph. Two processes on one GPU hold up each other's CUDA calls, so the
-comparison is then timed by itself, part by part, in rows of calls and one at a time after a pause:
-in a process that has the GPU alone, as on a cluster, with a group of one rank, for which NCCL
-launches nothing; and with two ranks under CUDA's multi-process service. An addition to one number
-is timed beside it: hosts differ by a factor of three, and PyTorch's own calls with them. `--alone`
-leaves out all but the one rank.
+The comparison at the begin of a pass, what settles its results, both, and their parts are timed on
+the host, in rows of calls that never wait for the device, and one at a time after a pause; medians
+in microseconds. First in a process that has the GPU alone, as on a cluster, with a group of one
+rank, for which NCCL launches nothing. Then on two ranks that share the GPU under CUDA's
+multi-process service, as two nodes on the loopback interface; without the service two processes
+hold up each other's CUDA calls. An addition to one number is timed beside it: hosts differ by a
+factor of three, and PyTorch's own calls with them. `--alone` leaves out the two ranks.
 """
 
 from __future__ import annotations
@@ -21,21 +18,16 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from mps import MpsDaemon
 from one_rank import Work, need_cuda
 from script import provenance, save, script_parser
-from sockets import free_port
+from sockets import MpsDaemon, free_port, socket_environment
 from torch.multiprocessing.spawn import spawn
 
-from mesh_attention import ContextParallel
-from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.identity import (
     AgreedKind,
     DeviceComparison,
@@ -44,95 +36,21 @@ from mesh_attention.runtime.agreement.identity import (
 )
 from mesh_attention.runtime.agreement.watch import Watch
 
-TOKENS, HEADS, HEAD_DIM = 4096, 16, 128
-CALLS, WARM_CALLS, ROWS_OF_CALLS = 100, 10, 10
-CALLS_IN_A_ROW = 50
 LIMIT = timedelta(seconds=60)
-Times = dict[str, list[float]]
-
-
-def timed(name: str, function: Callable[..., Any], times: Times) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            times.setdefault(name, []).append(time.perf_counter() - begun)
-
-    return call
-
-
-def median_us(seconds: list[float]) -> float:
-    return round(1e6 * statistics.median(seconds), 1)
 
 
 def join_ranks(rank: int, ranks: int, port: int) -> torch.device:
     """On one GPU, each as a node of its own."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        NCCL_HOSTID=f"node{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-    )
+    os.environ.update(socket_environment(rank, ranks, "nccl", port))
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=LIMIT, device_id=device)
     return device
 
 
-def wait_for_all() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-
-
-def measure_passes(rank: int, ranks: int, port: int, path: str) -> None:
-    device = join_ranks(rank, ranks, port)
-    rows = []
-    methods = {name: getattr(Guard, name) for name in ("begin", "settle")}
-    for graph in (False, True):
-        times: Times = {}
-        for name, function in methods.items():
-            setattr(Guard, name, timed(name, function, times))
-        with ContextParallel(
-            None,
-            seq_len=TOKENS,
-            num_heads=HEADS,
-            head_dim=HEAD_DIM,
-            causal=True,
-            method="mesh",
-            transport="distributed",
-            cuda_graph=graph,
-        ) as cp:
-            shape = (1, cp.plan.q_layout.slots, HEADS, HEAD_DIM)
-            q, k, v = (
-                torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            for number in range(CALLS + WARM_CALLS):
-                wait_for_all()
-                if number == WARM_CALLS:
-                    times.clear()
-                out = timed("forward pass", cp.attention, times)(q, k, v)
-                assert isinstance(out, torch.Tensor)
-                torch.cuda.synchronize()
-                timed("backward pass", torch.autograd.grad, times)(out, (q, k, v), out)
-            cp.check()
-        row: dict[str, Any] = {"cuda_graph": graph}
-        for at, direction in enumerate(("forward", "backward")):
-            row[f"{direction} pass"] = median_us(times[f"{direction} pass"])
-            for name in methods:
-                row[f"{direction} {name}"] = median_us(times[name][at::2])
-        rows.append(row)
-    if rank == 0:
-        Path(path).write_text(json.dumps(rows))
-    dist.destroy_process_group()
-
-
 def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -> dict[str, Work]:
     identity = Identity(AgreedKind({"what": "a benchmark"}), "forward", 1)
-    results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device)]
+    results = [torch.randn(1, 4096, 16, 128, device=device)]
     number = torch.zeros((), device=device)
     pair = torch.zeros(2, dtype=torch.int64, device=device)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -165,21 +83,23 @@ def measure_parts(rank: int, ranks: int, port: int, path: str) -> None:
     assert group is not None
     comparison = DeviceComparison(group, device, stream)
     watch = Watch(comparison, find_difference, find_fault)
-    parts = {}
+    parts: dict[str, dict[str, float]] = {}
     for name, work in parts_of(comparison, watch, device).items():
         for _ in range(20):
             work()
-        times: Times = {}
-        for _ in range(ROWS_OF_CALLS):
-            wait_for_all()
-            begun = time.perf_counter()
-            for _ in range(CALLS_IN_A_ROW):
-                work()
-            times.setdefault("in a row", []).append((time.perf_counter() - begun) / CALLS_IN_A_ROW)
-        for _ in range(CALLS_IN_A_ROW):
-            torch.cuda.synchronize()
-            timed("after a pause", work, times)()
-        parts[name] = {how: median_us(seconds) for how, seconds in times.items()}
+        parts[name] = {}
+        for how, repeats, calls in (("in a row", 10, 50), ("after a pause", 50, 1)):
+            times = []
+            for _ in range(repeats):
+                torch.cuda.synchronize()
+                if calls > 1:
+                    dist.barrier()
+                    torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    work()
+                times.append((time.perf_counter() - begun) / calls)
+            parts[name][how] = round(1e6 * statistics.median(times), 1)
     watch.stop()
     if rank == 0:
         Path(path).write_text(json.dumps(parts))
@@ -194,12 +114,12 @@ def find_fault(identity: Identity, timeout: timedelta, waited: float) -> bool:
     return False
 
 
-def on_ranks(function: Callable[..., None], ranks: int) -> Any:
-    """What rank 0 has written."""
+def parts_on(ranks: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        spawn(function, (ranks, free_port(), str(path)), ranks)  # type: ignore[no-untyped-call]
-        return json.loads(path.read_text())
+        path = Path(folder) / "parts.json"
+        spawn(measure_parts, (ranks, free_port(), str(path)), ranks)  # type: ignore[no-untyped-call]
+        parts: dict[str, dict[str, float]] = json.loads(path.read_text())
+    return parts
 
 
 def main() -> None:
@@ -207,35 +127,23 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one process on the GPU only")
     args = parser.parse_args()
     need_cuda()
-    rows = [] if args.alone else on_ranks(measure_passes, 2)
-    parts = {"one process on the GPU": on_ranks(measure_parts, 1)}
+    results = {"one process on the GPU": parts_on(1)}
     if not args.alone:
         daemon = MpsDaemon()
         print(f"multi-process service: {daemon.why_not or 'runs'}")
         os.environ.update(daemon.environment)
         try:
-            parts["two ranks under MPS"] = on_ranks(measure_parts, 2)
+            results["two ranks under MPS"] = parts_on(2)
         finally:
             daemon.close()
-    for who, times in parts.items():
+    for who, parts in results.items():
         print(f"{who}: in a row (after a pause), us")
-        for name, us in times.items():
+        for name, us in parts.items():
             print(f"  {name:20} {us['in a row']:7} ({us['after a pause']})")
-    for row in rows:
-        for direction in ("forward", "backward"):
-            begin, settle = row[f"{direction} begin"], row[f"{direction} settle"]
-            print(
-                f"{'graph' if row['cuda_graph'] else 'eager'} {direction}: {begin + settle:.1f} us "
-                f"({begin} begin, {settle} settle) of {row[f'{direction} pass']} us host time of "
-                "the pass"
-            )
     result = provenance() | {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "tokens": TOKENS,
-        "heads": HEADS,
-        "microseconds": rows,
-        **{f"microseconds, {who}": times for who, times in parts.items()},
+        **{f"microseconds, {who}": parts for who, parts in results.items()},
     }
     save(args.json, result)
 

@@ -62,11 +62,7 @@ def main() -> None:
     asked = request(ranks, sizes, Direction.FORWARD, CallKind.FULL)
     kernel = choose(asked, force=args.kernel).kernel
     machine = torch.cuda.get_device_name(device) if ranks.is_cuda else host()
-    result = provenance() | {
-        "machine": machine,
-        "torch": torch.__version__,
-        "kernel": kernel.name,
-    }
+    result = provenance() | {"machine": machine, "kernel": kernel.name, "torch": torch.__version__}
     source = f"measured on {machine}, {result['date'][:10]}"
     for direction in Direction if args.direction is None else [Direction(args.direction)]:
         kinds = {

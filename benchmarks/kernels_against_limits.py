@@ -11,20 +11,19 @@ mask the same pairs, with a causal mask a square causal call of the same size, c
 (their pairs differ by less than 1 %).
 
 FLOP are counted by mask area: 4 * pairs * heads * head size forward, 2.5 times that backward.
-All are timed in turns and without a pause, so that all see the same clocks (the GPU is at its power
-limit throughout); medians are shown.
+All take turns, each with calls that follow each other, so that all see the same clocks (the GPU is
+at its power limit throughout); medians are shown.
 The last line is JSON. The host's own time is another question: `executor_host_time.py`.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from one_rank import Work, bare_pass, executor_alone, need_cuda, timing_events
+from one_rank import Work, bare_pass, executor_alone, in_turns, need_cuda
 from replay.stand_in_data import fill, inputs_of
 from script import add_tile_options, provenance, save, script_parser
 from torch import Tensor
@@ -36,7 +35,7 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, CallKind
 from mesh_attention.runtime.device.workspace import Workspace
-from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, by its datasheet
 CHUNKS = ((1, 1), (2, 2), (2, 4), (4, 2), (4, 4))
@@ -46,56 +45,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    mask: str
-    direction: str
-    cut: str
-    calls: int
-    tile_ms: float
-    one_stream_ms: float
-    tile_tflops: float
-    one_kernel_ms: float
-    one_kernel_tflops: float
-    percent_of_one_kernel: float
-    percent_on_one_stream: float
-    percent_of_peak: float
-    goal_percent: float
-    all_tile_ms: list[float]
-
-    @property
-    def reached(self) -> bool:
-        return self.percent_of_one_kernel >= self.goal_percent
-
-    def __str__(self) -> str:
-        verdict = "reached" if self.reached else "MISSED"
-        return (
-            f"{self.mask:13} {self.direction:8} {self.cut:12} {self.calls:3} calls"
-            f" {self.tile_ms:8.2f} ms {self.tile_tflops:6.1f} TFLOP/s"
-            f" | one kernel {self.one_kernel_ms:8.2f} ms {self.one_kernel_tflops:6.1f}"
-            f" | {self.percent_of_one_kernel:5.1f} % of it ({self.percent_on_one_stream:5.1f} on "
-            f"one stream), {self.percent_of_peak:4.1f} % of {PEAK_TFLOPS:.0f} |"
-            f" goal {self.goal_percent:.0f} {verdict}"
-        )
-
-
-class Stopwatch:
-    """CUDA events around runs, read when all is done: nothing waits in between."""
-
-    def __init__(self) -> None:
-        self._runs: list[list[torch.cuda.Event]] = []
-
-    def time(self, work: Work) -> None:
-        begin, end = timing_events()
-        begin.record()
-        work()
-        end.record()
-        self._runs.append([begin, end])
-
-    def milliseconds(self) -> list[float]:
-        """Without the first two runs: compilation, then clocks."""
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in self._runs[2:]]
+Row = dict[str, Any]
 
 
 class Messages:
@@ -132,6 +82,10 @@ def tflops(pairs: float, problem: Problem, direction: Direction, ms: float) -> f
     return factor * pairs * problem.num_heads * problem.head_dim / ms / 1e9
 
 
+def run(executor: Executor, inputs: dict[str, Tensor]) -> None:
+    run_to_end(executor.run(inputs))
+
+
 def measure(
     problem: Problem, ranks: int, tile: tuple[int, int], rank: int, repeats: int
 ) -> list[Row]:
@@ -159,42 +113,50 @@ def measure(
             for _ in range(4)
         ]
         limit = bare_pass(Cudnn(), direction, tensors, Causal() if causal else Full())
-        watches = {key: Stopwatch() for key in executors}
-        limit_watch = Stopwatch()
-        for _ in range(repeats + 2):
-            for key, executor in executors.items():
-                watches[key].time(lambda: run_to_end(executor.run(inputs)))  # noqa: B023
-                limit_watch.time(limit)
-            if not messages.silent:
-                torch.cuda.synchronize()  # kernels were compiled; the rest runs without a pause
-                messages.silent = True
-        limit_ms = statistics.median(limit_watch.milliseconds()[2 * len(executors) :])
+        works: dict[str, Work] = {"limit": limit}
+        for (name, two), executor in executors.items():
+            works[f"{name} {two}"] = partial(run, executor, inputs)
+            run(executor, inputs)  # compiles kernels, and messages bring their data
+        messages.silent = True
+        times = in_turns(works, rounds=repeats, calls=2)
+        limit_ms = times["limit"]
         limit_pairs = tokens * (tokens + 1) // 2 if causal else tokens**2
         limit_tflops = tflops(limit_pairs, problem, direction, limit_ms)
         for name, plan in plans.items():
-            runs, single = (watches[name, two].milliseconds() for two in (True, False))
+            tile_ms, one_stream_ms = times[f"{name} True"], times[f"{name} False"]
             pairs, calls = pairs_of(plan, direction, rank)
-            tile_ms, one_stream_ms = statistics.median(runs), statistics.median(single)
             speed = tflops(pairs, problem, direction, tile_ms)
-            row = Row(
-                mask="causal zigzag" if causal else "full",
-                direction=direction.value,
-                cut=name,
-                calls=calls,
-                tile_ms=tile_ms,
-                one_stream_ms=one_stream_ms,
-                tile_tflops=speed,
-                one_kernel_ms=limit_ms,
-                one_kernel_tflops=limit_tflops,
-                percent_of_one_kernel=100 * speed / limit_tflops,
-                percent_on_one_stream=100 * speed / limit_tflops * tile_ms / one_stream_ms,
-                percent_of_peak=100 * speed / PEAK_TFLOPS,
-                goal_percent=90.0 if name == "4x4" else 95.0,
-                all_tile_ms=runs,
-            )
+            percent, goal = 100 * speed / limit_tflops, 90.0 if name == "4x4" else 95.0
+            row = {
+                "mask": "causal zigzag" if causal else "full",
+                "direction": direction.value,
+                "cut": name,
+                "calls": calls,
+                "tile_ms": tile_ms,
+                "one_stream_ms": one_stream_ms,
+                "tile_tflops": speed,
+                "one_kernel_ms": limit_ms,
+                "one_kernel_tflops": limit_tflops,
+                "percent_of_one_kernel": percent,
+                "percent_on_one_stream": percent * tile_ms / one_stream_ms,
+                "percent_of_peak": 100 * speed / PEAK_TFLOPS,
+                "goal_percent": goal,
+                "reached": percent >= goal,
+            }
             rows.append(row)
-            print(row, flush=True)
+            print(line_of(row), flush=True)
     return rows
+
+
+def line_of(row: Row) -> str:
+    return (
+        f"{row['mask']:13} {row['direction']:8} {row['cut']:12} {row['calls']:3} calls"
+        f" {row['tile_ms']:8.2f} ms {row['tile_tflops']:6.1f} TFLOP/s"
+        f" | one kernel {row['one_kernel_ms']:8.2f} ms {row['one_kernel_tflops']:6.1f}"
+        f" | {row['percent_of_one_kernel']:5.1f} % of it ({row['percent_on_one_stream']:5.1f} on"
+        f" one stream), {row['percent_of_peak']:4.1f} % of {PEAK_TFLOPS:.0f}"
+        f" | goal {row['goal_percent']:.0f} {'reached' if row['reached'] else 'MISSED'}"
+    )
 
 
 def main() -> None:
@@ -214,12 +176,15 @@ def main() -> None:
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "setting": {name: value for name, value in vars(args).items() if name != "json"},
-        "rows": [asdict(row) for row in rows],
-        "reached": all(row.reached for row in rows),
+        "rows": rows,
+        "reached": all(row["reached"] for row in rows),
     }
     save(args.json, result)
-    short = {f"{r.mask} {r.direction} {r.cut}": round(r.percent_of_one_kernel, 1) for r in rows}
-    print(json.dumps({"percent_of_one_kernel": short}))
+    percents = {
+        f"{r['mask']} {r['direction']} {r['cut']}": round(r["percent_of_one_kernel"], 1)
+        for r in rows
+    }
+    print(json.dumps({"percent_of_one_kernel": percents}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ installed are left out, and named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -133,11 +133,8 @@ def by_varlen(tensors: list[Tensor], mask: Mask) -> Passes:
     return {Direction.FORWARD: forward}
 
 
-def by_library(
-    tensors: list[Tensor], mask: Mask, visible: RowRange, repeats: int, kernels: Sequence[Kernel]
-) -> dict[str, Any]:
-    """A plan for one rank: what everything around the kernel costs. Where the library did not
-    choose the first of `kernels`, one call of that one is timed too: was the choice right?"""
+def by_library(tensors: list[Tensor], mask: Mask, repeats: int) -> dict[str, Any]:
+    """A plan for one rank: what everything around the kernel costs."""
     q, k, v, grad_out = (x.transpose(0, 1).contiguous() for x in tensors)
     tokens, _, heads, _ = q.shape
     problem = Problem(tokens, heads, DIM, num_kv_heads=k.shape[2], mask=mask)
@@ -159,10 +156,6 @@ def by_library(
         if call_mask is not None:
             (kernel,) = chosen.values()
             works["bare"] = bare_pass(kernel, direction, tensors, call_mask)
-        for kernel in kernels[:1]:
-            if kernel.name not in chosen:
-                bare = bare_pass(kernel, direction, tensors, visible)
-                works[f"{kernel.name} in its place"] = bare
         result[f"{direction.value}, in turns"] = in_turns(works)
         result[f"{direction.value} calls"] = executor.calls
         inputs.update(outputs | {"grad_out": grad_out})
@@ -213,24 +206,21 @@ def measure(name: str, case: Case, kernels: list[Kernel], repeats: int, flex: bo
         row[way] = {
             d.value: {"ms": ms, "tflops": factor[d] * flops / ms / 1e9} for d, ms in times.items()
         }
-    row["through the library, ms"] = by_library(tensors, mask, visible, repeats, kernels)
+    row["through the library, ms"] = by_library(tensors, mask, repeats)
     return row
 
 
 def line_of(row: dict[str, Any]) -> str:
     words = [f"{row['mask']}:"]
-    for way, passes in row.items():
-        if isinstance(passes, dict) and "failed" in passes:
-            words.append(f"{way} failed ({passes['failed'][:60]});")
-        elif isinstance(passes, dict) and isinstance(passes.get("forward"), dict):
-            rates = " / ".join(f"{x['tflops']:.0f}" for x in passes.values())
-            times = " / ".join(f"{x['ms']:.3f}" for x in passes.values())
-            words.append(f"{way} {rates} ({times} ms);")
     library = row["through the library, ms"]
-    words.append(f"library {library['forward']:.3f} / {library['backward']:.3f} ms by")
-    words.append(f"{library['forward kernels']} / {library['backward kernels']}, in turns")
+    for way, passes in row.items():
+        if isinstance(passes, dict) and passes is not library:
+            rates = " / ".join(f"{x['tflops']:.0f}" for x in passes.values() if "tflops" in x)
+            words.append(f"{way} {rates or passes['failed'][:60]};")
     for direction in Direction:
-        words += [f"{k} {v:.3f}" for k, v in library[f"{direction.value}, in turns"].items()]
+        times = library[f"{direction.value}, in turns"]
+        words += [f"{direction.value}, ms:", *(f"{name} {ms:.3f}" for name, ms in times.items())]
+        words.append(f"by {library[f'{direction.value} kernels']};")
     return " ".join(words)
 
 

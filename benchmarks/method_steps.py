@@ -14,13 +14,10 @@ import os
 import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from namespaces import INTERFACE, wire_bytes
-from rank_processes import LaunchError
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,14 +34,12 @@ _BLOCK_PAIRS = 1 << 27  # of queries and keys of all heads: so much is compared 
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank: seconds of each pass, CPU seconds of all its threads in both, and the bytes that
-    its link sent, with the headers of packets."""
+    """Of one rank: seconds of each pass, and CPU seconds of all its threads in both."""
 
     way: str
     forward: float
     backward: float
     cpu: float
-    wire_sent: int
 
 
 class TimedPlan:
@@ -59,7 +54,7 @@ class TimedPlan:
 
     def step(self) -> tuple[Step, list[Tensor]]:
         self._ranks.wait_for_all()
-        wire, cpu, begun = wire_sent(self._ranks), time.process_time(), time.perf_counter()
+        cpu, begun = time.process_time(), time.perf_counter()
         out = self._cp.attention(*self._leaves)
         assert isinstance(out, Tensor)
         self._finish()
@@ -69,9 +64,7 @@ class TimedPlan:
         gradients = torch.autograd.grad(out, self._leaves, self._grad)
         self._finish()
         backward = time.perf_counter() - begun
-        cpu = time.process_time() - cpu
-        self._ranks.wait_for_all()  # until then some bytes are in a queue of the link
-        step = Step(self.name, forward, backward, cpu, wire_sent(self._ranks) - wire)
+        step = Step(self.name, forward, backward, time.process_time() - cpu)
         return step, [out.detach(), *gradients]
 
     def _finish(self) -> None:
@@ -90,17 +83,6 @@ class TimedPlan:
             float((a.double() - b).norm() / b.norm()) for a, b in zip(results, shards, strict=True)
         ]
         return self._ranks.longest(max(x if x == x else float("inf") for x in errors))
-
-
-def wire_sent(ranks: Ranks) -> int:
-    """Bytes that this rank's link has sent. Where all share the machine's loopback: its part of
-    them, or 0 where the kernel does not count."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", INTERFACE)
-    if interface == INTERFACE:
-        return wire_bytes()[1]
-    with suppress(LaunchError, OSError):
-        return wire_bytes(interface)[1] // ranks.size
-    return 0
 
 
 def tensors(problem: Problem, device: torch.device) -> list[Tensor]:

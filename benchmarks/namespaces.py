@@ -198,16 +198,6 @@ def check_machine() -> None:
         raise LaunchError("network namespaces are made by root only: run this with sudo")
 
 
-def wire_bytes(interface: str = INTERFACE) -> tuple[int, int]:
-    """Received and sent so far on the link of the rank that asks, headers of packets included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[0]), int(fields[8])
-    raise LaunchError(f"there is no {interface}: is this rank in a namespace?")
-
-
 class Namespaces(RankProcesses):
     """The network stands inside, and is gone afterwards."""
 

@@ -158,8 +158,7 @@ def host_times(
 def speeds(
     case: Case, executors: dict[Direction, Executor], rank_plan: RankPlan, repeats: int
 ) -> dict[str, Any]:
-    """Milliseconds of both passes through the executor and of the bare kernel, in turns, with calls
-    that follow each other; and how long the host takes to launch one."""
+    """Milliseconds of both passes through the executor and of the bare kernel, in turns."""
     shape = CallShape(1, torch.bfloat16, torch.device("cuda"))
     inputs = inputs_of(executors[Direction.BACKWARD].program, rank_plan.plan, shape)
     inputs = {name: x for name, x in inputs.items() if name in ("q", "k", "v", "grad_out")}
@@ -171,7 +170,6 @@ def speeds(
             return run_to_end(executor.run(inputs))
 
         outputs = work()
-        result[f"{direction} host ms"] = _host_milliseconds(work)
         works: dict[str, Work] = {"": work}
         mask = mask_of_the_call(executor)
         if isinstance(mask, RowRange):
@@ -184,16 +182,6 @@ def speeds(
         kernels = {choice.kernel.name for choice in executor.choices.values()}
         result[f"{direction} kernels"] = sorted(kernels)
     return result
-
-
-def _host_milliseconds(work: Work) -> float:
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 def _bare(

@@ -42,12 +42,12 @@ from namespaces import Links, Namespaces
 from prediction_report import (
     REFERENCE,
     VERDICTS,
+    Row,
     at_best,
     make_rows,
     of_all_ranks,
     order,
     reports_of,
-    rows_of,
     table,
     title_of,
     uncut,
@@ -98,20 +98,6 @@ def main() -> None:
         raise SystemExit(f"error: {result['broken_off']}")
 
 
-def load() -> dict[str, Any]:
-    """How many cores other programs keep busy: asked for while no rank runs."""
-
-    def times() -> tuple[int, int]:
-        numbers = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        return sum(numbers), numbers[3] + numbers[4]
-
-    before = times()
-    time.sleep(2.0)
-    total, idle = (b - a for a, b in zip(before, times(), strict=True))
-    busy = (os.cpu_count() or 1) * (1 - idle / total)
-    return {"busy_cores": round(busy, 2), "load_average": os.getloadavg()}
-
-
 class _Run:
     """Profile, plan, run and report; the result is a file that grows meanwhile."""
 
@@ -127,20 +113,20 @@ class _Run:
             mask=Mask(causal=True),
         )
         self._ways: list[Way] = []
+        self._rows: list[Row] = []
         files = {str(file) for file in (args.json, args.cluster) if file is not None}
         argv = ["FILE" if word in files else word for word in sys.argv[1:]]
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         self._result = provenance() | {
             "machine": f"{host()}, Linux {platform.release()}, {versions}",
             "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
+            "load_average": os.getloadavg(),  # of other programs: no rank runs yet
             "links": asdict(self._links),
             "problem": {**asdict(self._problem), "mask": "causal"},
         }
         if args.sockets:
             nodes = {"num_nodes": RANKS_OVER_SOCKETS, "ranks_per_node": 1}
             self._result["links"] = nodes | {"backend": args.sockets}
-        else:
-            self._result["before"] = load()
 
     def run(self) -> dict[str, Any]:
         args, result = self._args, self._result
@@ -169,8 +155,6 @@ class _Run:
                 if not result.get("rows"):
                     raise
                 result["broken_off"] = str(error).splitlines()[0]
-        if not args.sockets:
-            result["after"] = load()
         save(args.json, result)
         self._print()
         return result
@@ -199,6 +183,7 @@ class _Run:
         if not reports:
             return
         result, rows = self._result, make_rows(self._ways, reports)
+        self._rows = rows
         result |= {"errors": reports[0]["errors"], "rows": [asdict(row) for row in rows]}
         if rows and len(rows) == len(self._ways):
             if self._args.sockets:
@@ -210,16 +195,13 @@ class _Run:
         save(self._args.json, result)
 
     def _print(self) -> None:
-        result, problem = self._result, self._problem
-        rows = rows_of(result)
+        result, problem, rows = self._result, self._problem, self._rows
         print(f"{title_of(result['links'])}; {result['machine']}")
         print(
             f"{problem.q_tokens} tokens, {problem.num_heads}:{problem.kv_heads} heads of "
             f"{problem.head_dim}, {problem.element_bytes} bytes"
         )
-        if not self._args.sockets:
-            busy = [result[when]["busy_cores"] for when in ("before", "after")]
-            print(f"others keep {busy[0]} and {busy[1]} cores busy, before and after")
+        print(f"load average of the machine before: {result['load_average'][0]:.2f}")
         if any(row.name == REFERENCE for row in rows):
             print("\n".join(table(rows)))
         for name in VERDICTS:

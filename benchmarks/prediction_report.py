@@ -28,7 +28,7 @@ class Predicted:
 @dataclass(frozen=True)
 class Row:
     """Seconds of both passes, measured (median of the slowest rank) and predicted, and of all
-    rounds the least and the most of both together. CPU: of all ranks. Wire: MiB of a rank."""
+    rounds the least and the most of both together. CPU seconds: of all ranks."""
 
     name: str
     settings: tuple[str, ...]
@@ -37,7 +37,6 @@ class Row:
     least: float
     most: float
     cpu: float
-    wire_mib: float
 
     @property
     def step(self) -> float:
@@ -80,7 +79,6 @@ def make_rows(ways: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) -
                 least=min(both),
                 most=max(both),
                 cpu=statistics.median(sum(rank["cpu"] for rank in ranks) for ranks in rounds),
-                wire_mib=statistics.mean(s["wire_sent"] for ranks in rounds for s in ranks) / 2**20,
             )
         )
     return rows
@@ -172,8 +170,8 @@ def words(verdict: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| | forward, s | backward, s | both (least, most) | predicted | to mesh: measured, "
-        "predicted | CPU s | MiB sent a rank | setting |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "predicted | CPU s | setting |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     to_mesh = ratios(rows)
     for row in sorted(rows, key=lambda row: row.step):
@@ -186,19 +184,10 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"{row.predicted_step:.3g}",
             f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
             f"{row.cpu:.1f}",
-            f"{row.wire_mib:.1f}",
             " / ".join(dict.fromkeys(row.settings)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def rows_of(result: Mapping[str, Any]) -> list[Row]:
-    """From the JSON that was written, in which tuples are lists."""
-    return [
-        Row(**row | {n: tuple(row[n]) for n in ("settings", "measured", "predicted")})
-        for row in result["rows"]
-    ]
 
 
 def title_of(links: Mapping[str, Any]) -> str:

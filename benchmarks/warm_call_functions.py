@@ -106,10 +106,8 @@ def main() -> None:
             if name.startswith(f"{file}:"):
                 print(f"       {name.split(':')[1]}")
     what = "forward and backward" if args.backward else "forward"
-    print(
-        f"{what}, {len(seen['operations'])} operations forward: "
-        f"{len(functions)} functions in {len(files)} files"
-    )
+    total = f"{len(functions)} functions in {len(files)} files"
+    print(f"{what}, {len(seen['operations'])} operations forward: {total}")
     result = provenance() | {
         "pass": what,
         "operations": seen["operations"],

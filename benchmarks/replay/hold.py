@@ -126,21 +126,15 @@ def _shape(table: WriteTable) -> tuple[Any, ...]:
     return _WORDS[word], STOCK_BYTES // word, table.rows, table.columns, table.aligned
 
 
-class _Held:
+class _Held(Handle):
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
-
-    def ready(self) -> bool:
-        return True
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _Skipped:
-    def ready(self) -> bool:
-        return True
-
+class _Skipped(Handle):
     def wait(self) -> None: ...
 
 

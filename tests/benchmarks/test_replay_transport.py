@@ -26,10 +26,7 @@ from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start
 
 
-class Done:
-    def ready(self) -> bool:
-        return True
-
+class Done(Handle):
     def wait(self) -> None: ...
 
 

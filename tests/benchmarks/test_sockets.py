@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import method_steps
-import mps
 import pytest
 import sockets
 import torch
-from prediction_report import rows_of
 from rank_processes import LaunchError
 from sockets import Sockets, socket_environment
 from torch import Tensor
@@ -66,10 +64,7 @@ def test_mps_is_started_where_it_is_there_and_ended(
     program.write_text(f'#!/bin/sh\necho "$1 $(cat) $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for module in (mps, sockets):
-        monkeypatch.setattr(
-            module, "probe_gpu", lambda given: "no MPS here" if fails and given else ""
-        )
+    monkeypatch.setattr(sockets, "probe_gpu", lambda env: "no MPS here" if fails and env else "")
     with Sockets(2, "nccl", lambda line: None) as ranks:
         environment = ranks._started(0, ("true",))[1]
         pipe = Path(log.read_text().split()[1])
@@ -115,7 +110,7 @@ def test_all_methods_run_over_sockets_of_gloo(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    names = {row.name for row in rows_of(result)}
+    names = {row["name"] for row in result["rows"]}
     wanted = {"ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp", "allgather-kv", "auto"}
     assert wanted <= names == set(result["errors"])
     assert set(result["verdict"]["measured_order"]) == wanted

@@ -1,12 +1,13 @@
 """What our Triton attention kernels are compiled to for a GPU that need not be there.
 
-    python benchmarks/triton_code.py --capability 90 --head-dim 128
+    PYTHONPATH=src:benchmarks python tests/benchmarks/triton_code.py --capability 90 --head-dim 128
 
-Prints JSON. For each pass, with the tile of the table or the tile asked for: registers, stack,
-shared memory, and of each inner loop (on Hopper whole blocks, then masked ones) its instructions,
-matrix products, reloads of spilled registers, and copies from memory by their width in bytes (none
-where the hardware's own unit loads whole tiles). Row numbers that are copied by four bytes, or
-under a mask, slow a loop down by a fifth, which no test of results sees.
+Prints JSON; `test_triton_code.py` runs it in a process without Triton's interpreter. For each pass,
+with the tile of the table or the tile asked for: registers, stack, shared memory, and of each inner
+loop (on Hopper whole blocks, then masked ones) its instructions, matrix products, reloads of
+spilled registers, and copies from memory by their width in bytes (none where the hardware's own
+unit loads whole tiles). Row numbers that are copied by four bytes, or under a mask, slow a loop
+down by a fifth, which no test of results sees.
 """
 
 from __future__ import annotations
